@@ -1,0 +1,76 @@
+"""What an adapter says of its library as data: rounding classes, deviations, packages.
+
+The judge chooses its budget from the rounding classes and verifies them; the report prints all of it. A class that
+declares nothing, such as one taken from vLLM unchanged, is held to the strictest classes.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class LseClass(Enum):
+    """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""
+
+    EXACT = "exact"
+    """Float32 probabilities of a float32 exponential."""
+    APPROXIMATE_EXP = "approximate-exp"
+    """An exponential of reduced precision, the same for the sum and for P."""
+    ROUNDED_P = "rounded-p"
+    """Probabilities after rounding to P's dtype."""
+
+
+class Precision(Enum):
+    """Dtype of an intermediate result, relative to the model's dtype."""
+
+    FLOAT32 = "float32"
+    MODEL = "model"
+    E4M3 = "e4m3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Where a kernel rounds when its operands have 16 bits or fewer: the classes of the error budget (SPEC 4.2).
+
+    With float32 operands every kernel is held to float32 throughout.
+    """
+
+    lse: LseClass = LseClass.EXACT
+    p: Precision = Precision.MODEL
+    partial_outputs: Precision = Precision.FLOAT32
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A convention of the library that differs from the contract, and what the adapter does about it."""
+
+    library: str
+    adapter: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """Everything an adapter declares.
+
+    Attributes:
+        rounding: rounding classes, verified by the judge.
+        deviations: printed in the report.
+        distributions: names of the installed distributions whose versions belong into the record.
+        emulated: an emulation of a kernel; it is judged but never counts as certified.
+    """
+
+    rounding: Rounding = field(default_factory=Rounding)
+    deviations: tuple[Deviation, ...] = ()
+    distributions: tuple[str, ...] = ()
+    emulated: bool = False
+
+
+def declaration_of(backend: type) -> Declaration:
+    """The declaration of a backend class, the strictest one if it has none.
+
+    Raises:
+        TypeError: the class declares something that is not a ``Declaration``.
+    """
+    declared = getattr(backend, "declaration", None) or Declaration()
+    if not isinstance(declared, Declaration):
+        raise TypeError(f"{backend.__name__}.declaration must be a Declaration, got {type(declared).__name__}")
+    return declared

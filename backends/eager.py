@@ -1,0 +1,167 @@
+"""EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, for CPU and GPU.
+
+It rounds where a real kernel rounds: operands in the model's dtype, float32 accumulation, P rounded to the model's
+dtype before the second product, one rounding of the output. It is the suite's null driver and the base of the known
+defects, which override one of its steps. It is an emulation and never counts as a certified kernel.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.checks import check_operands
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.reference.quantization import E4M3_MAX
+
+
+class SoftmaxState(NamedTuple):
+    """Running state of one request: [N, T, 1] maximum and sum, [N, T, V] unnormalised output; float32."""
+
+    maximum: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor
+
+
+class EagerPrefillBackend(MLAPrefillBackend):
+    """Online softmax over key tiles, one request after the other.
+
+    Attributes:
+        key_tile: keys of one step of the online softmax.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+    key_tile: ClassVar[int] = 128
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "EAGER"
+
+    def supports_quant_output(self, quant_key: QuantKey) -> bool:
+        """Static per-tensor e4m3."""
+        return quant_key == fp8_static_tensor_sym()
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLAPrefillBackend`."""
+        start_loc = self._prefill_metadata.query_start_loc.tolist()
+        accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
+        output = self._store(accumulated, q.dtype, out, output_scale)
+        return (output, lse) if return_softmax_lse else output
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLAPrefillBackend`."""
+        context = self._prefill_metadata.chunked_context
+        if context is None:
+            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
+        query_start_loc = self._prefill_metadata.query_start_loc.tolist()
+        key_start_loc = context.cu_seq_lens[chunk_idx].tolist()
+        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
+        return self._store(accumulated, q.dtype, None, None), lse
+
+    def _batch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        query_start_loc: list[int],
+        key_start_loc: list[int],
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, N, V] and LSE [N, T] of all requests, both float32."""
+        check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
+        output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=torch.float32)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        for request in range(len(query_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            keys = slice(key_start_loc[request], key_start_loc[request + 1])
+            output[rows], lse[:, rows] = self._finish(self._attend(q[rows], k[keys], v[keys], causal))
+        return output, lse
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SoftmaxState:
+        """State of one request: q [T, N, D], k [S, N, D], v [S, N, V]."""
+        state = self._initial(q, v)
+        for tile in self._tiles(k.shape[0]):
+            scores = self._scores(q, k[tile])
+            if causal:
+                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -torch.inf)
+            state = self._accumulate(state, scores, v[tile])
+        return state
+
+    def _initial(self, q: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        shape = (self.num_heads, q.shape[0])
+        return SoftmaxState(
+            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
+            total=q.new_zeros(*shape, 1, dtype=torch.float32),
+            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
+        )
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        for start in range(0, keys, self.key_tile):
+            yield slice(start, min(start + self.key_tile, keys))
+
+    def _visible(self, queries: int, keys: int, tile: slice, device: torch.device) -> torch.Tensor:
+        """[T, tile] mask, bottom-right: query i sees keys 0 ... keys - queries + i."""
+        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries
+        return torch.arange(tile.start, tile.stop, device=device) <= last
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """[N, T, tile] float32; products of 16-bit values are exact in float32."""
+        return torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+
+    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P as the second product reads it."""
+        return p.to(dtype).float()
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay = self._exp(state.maximum - shift)
+        p = self._exp(scores - shift)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(
+            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
+        )
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
+        output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
+        lse = state.maximum + state.total.log()
+        return output.transpose(0, 1), lse.squeeze(-1)
+
+    def _store(
+        self,
+        accumulated: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+        output_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Round once: to the model's dtype, or to e4m3 codes of value / scale."""
+        if output_scale is None:
+            result = accumulated.to(dtype)
+        elif out is None or out.dtype != torch.float8_e4m3fn:
+            got = "none" if out is None else str(out.dtype)
+            raise UnsupportedConfiguration(f"output_scale expects a float8_e4m3fn out tensor, got {got}")
+        else:
+            result = self._quantise(accumulated, output_scale)
+        return result if out is None else out.copy_(result)
+
+    def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+        return (accumulated / output_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

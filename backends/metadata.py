@@ -1,0 +1,121 @@
+"""Metadata of a prefill batch, fields as in vLLM's ``MLACommonPrefillMetadata``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from mla_conformance.reference.chunking import ContextChunk
+
+
+@dataclass
+class ChunkedContextMetadata:
+    """The chunks in which cached context is attended to; B requests, C chunks.
+
+    Attributes:
+        cu_seq_lens: [C, B + 1] int32, on the device; row c delimits chunk c's keys per request.
+        starts: [C, B] int32, on the device; first context position of each request in the chunk.
+        seq_tot: keys of each chunk.
+        max_seq_lens: longest request of each chunk, in keys.
+        seq_lens: [C, B] int32, on the CPU.
+        workspace: [workspace tokens, L + R], receives a chunk's gathered latents.
+    """
+
+    cu_seq_lens: torch.Tensor
+    starts: torch.Tensor
+    seq_tot: list[int]
+    max_seq_lens: list[int]
+    seq_lens: torch.Tensor
+    workspace: torch.Tensor
+
+
+@dataclass
+class MLACommonPrefillMetadata:
+    """What a prefill backend may know of the batch.
+
+    Attributes:
+        block_table: [B, max blocks] int32; physical block of each page of a request's context.
+        query_start_loc: [B + 1] int32, on the device.
+        max_query_len: longest query in tokens.
+        chunked_context: None when no request has cached context.
+        q_data_type: dtype of the queries.
+        output_dtype: dtype of the unquantised output.
+        query_lens_cpu: [B] int32, on the CPU.
+    """
+
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    chunked_context: ChunkedContextMetadata | None = None
+    q_data_type: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    query_lens_cpu: torch.Tensor | None = None
+
+
+def _int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def chunked_context_metadata(
+    chunks: Sequence[ContextChunk], workspace: torch.Tensor, device: torch.device
+) -> ChunkedContextMetadata:
+    """Tensors of a chunk plan.
+
+    Args:
+        chunks: at least one chunk; every chunk names every request of the batch.
+        workspace: [tokens, L + R], at least as long as the largest chunk.
+        device: where the kernel reads the offsets.
+
+    Raises:
+        ValueError: no chunk, or a chunk that does not fit the workspace.
+    """
+    if not chunks:
+        raise ValueError("expected at least one context chunk, got none; pass chunked_context=None instead")
+    largest = max(chunk.num_tokens for chunk in chunks)
+    if largest > workspace.shape[0]:
+        raise ValueError(f"a chunk of {largest} tokens does not fit a workspace of {workspace.shape[0]} tokens")
+    return ChunkedContextMetadata(
+        cu_seq_lens=_int32([chunk.key_start_loc for chunk in chunks], device),
+        starts=_int32([chunk.starts for chunk in chunks], device),
+        seq_tot=[chunk.num_tokens for chunk in chunks],
+        max_seq_lens=[max(chunk.seq_lens) for chunk in chunks],
+        seq_lens=_int32([chunk.seq_lens for chunk in chunks], torch.device("cpu")),
+        workspace=workspace,
+    )
+
+
+def prefill_metadata(
+    query_lens: Sequence[int],
+    *,
+    block_table: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunked_context: ChunkedContextMetadata | None = None,
+) -> MLACommonPrefillMetadata:
+    """Metadata of a batch of prefills.
+
+    Args:
+        query_lens: new tokens of each request.
+        block_table: [B, max blocks] int32.
+        dtype: dtype of queries and output.
+        device: where the kernel reads the offsets.
+        chunked_context: the plan of :func:`chunked_context_metadata`, or None without context.
+
+    Raises:
+        ValueError: an empty batch, a negative length, or a plan for another number of requests.
+    """
+    requests = len(query_lens)
+    if requests == 0 or min(query_lens) < 0:
+        raise ValueError(f"expected one non-negative query length per request, got {list(query_lens)}")
+    if chunked_context is not None and chunked_context.starts.shape[1] != requests:
+        raise ValueError(f"the context plan has {chunked_context.starts.shape[1]} requests, the batch {requests}")
+    return MLACommonPrefillMetadata(
+        block_table=block_table,
+        query_start_loc=_int32(list(accumulate(query_lens, initial=0)), device),
+        max_query_len=max(query_lens),
+        chunked_context=chunked_context,
+        q_data_type=dtype,
+        output_dtype=dtype,
+        query_lens_cpu=_int32(query_lens, torch.device("cpu")),
+    )

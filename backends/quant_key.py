@@ -1,0 +1,48 @@
+"""Quantisation keys: how an output is quantised, as a hashable value (vLLM's ``QuantKey``)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mla_conformance.reference.quantization import require_float8
+
+
+class GroupShape(NamedTuple):
+    """Extent of one scale in rows and columns; -1 means the whole axis."""
+
+    row: int
+    col: int
+
+
+PER_TENSOR = GroupShape(-1, -1)
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """A scale's dtype, whether it is known before the call (static), and what it covers."""
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: GroupShape
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """Stored dtype, scale and symmetry of a quantised tensor; symmetric means no zero point."""
+
+    dtype: torch.dtype
+    scale: ScaleDesc
+    symmetric: bool = True
+
+
+def fp8_static_tensor_sym() -> QuantKey:
+    """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor.
+
+    A function, because a torch without float8 must still be able to import this module.
+
+    Raises:
+        RuntimeError: this torch has no float8 dtype.
+    """
+    require_float8()
+    return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))

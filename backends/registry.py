@@ -1,0 +1,97 @@
+"""The enumeration of MLA prefill backends, lazily loaded by class path (vLLM's ``registry``)."""
+
+from collections.abc import Callable
+from enum import Enum, EnumMeta
+from importlib import import_module
+from typing import Any
+
+from mla_conformance.backends.interface import MLAPrefillBackend
+
+_OVERRIDES: dict["MLAPrefillBackendEnum", str] = {}
+
+
+class _ListsValidNames(EnumMeta):
+    def __getitem__(cls, name: str) -> Any:
+        try:
+            return super().__getitem__(name)
+        except KeyError:
+            valid = ", ".join(cls.__members__)
+            raise ValueError(f"Unknown MLA prefill backend: '{name}'. Valid options are: {valid}") from None
+
+
+class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
+    """Every MLA prefill backend; the value is the path of its class."""
+
+    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
+    TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
+    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend"
+    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend"
+    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend"
+    TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    def get_path(self) -> str:
+        """Path of the backend's class, an override first.
+
+        Raises:
+            ValueError: CUSTOM without a registered class.
+        """
+        path = _OVERRIDES.get(self, self.value)
+        if not path:
+            raise ValueError(
+                f"MLA prefill backend {self.name} must be registered before use: "
+                f"register_mla_prefill_backend(MLAPrefillBackendEnum.{self.name}, 'your.module.YourClass')"
+            )
+        return path
+
+    def get_class(self) -> type[MLAPrefillBackend]:
+        """The backend's class, an override first.
+
+        Raises:
+            ImportError: the class cannot be imported.
+            ValueError: CUSTOM without a registered class.
+        """
+        return resolve_obj_by_qualname(self.get_path())
+
+    def is_overridden(self) -> bool:
+        """Whether another class was registered for this backend."""
+        return self in _OVERRIDES
+
+    def clear_override(self) -> None:
+        """Return to the class that the enumeration names."""
+        _OVERRIDES.pop(self, None)
+
+
+def resolve_obj_by_qualname(qualname: str) -> Any:
+    """The object at ``package.module.Name``.
+
+    Raises:
+        ImportError: no such module, or no such name in it.
+    """
+    module, _, name = qualname.rpartition(".")
+    loaded = import_module(module)
+    if not hasattr(loaded, name):
+        raise ImportError(f"module {module} has no '{name}'", name=module)
+    return getattr(loaded, name)
+
+
+def register_mla_prefill_backend(
+    backend: MLAPrefillBackendEnum, class_path: str | None = None
+) -> Callable[[type], type]:
+    """Register or override a backend's class, by path or as a decorator.
+
+    Args:
+        backend: the member to register for.
+        class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
+    """
+
+    def decorator(cls: type) -> type:
+        _OVERRIDES[backend] = f"{cls.__module__}.{cls.__qualname__}"
+        return cls
+
+    if class_path is None:
+        return decorator
+    _OVERRIDES[backend] = class_path
+    return lambda cls: cls

@@ -1,0 +1,93 @@
+"""Choice of the MLA prefill backend: explicit, or by priority for the device (vLLM's ``selector``)."""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.registry import MLAPrefillBackendEnum
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+
+_CPU = (MLAPrefillBackendEnum.TORCH_SDPA,)
+_GPU = (MLAPrefillBackendEnum.FLASH_ATTN, MLAPrefillBackendEnum.FLASHINFER, MLAPrefillBackendEnum.CUDNN)
+_BLACKWELL = (
+    MLAPrefillBackendEnum.FLASH_ATTN,
+    MLAPrefillBackendEnum.TRTLLM_RAGGED,
+    MLAPrefillBackendEnum.FLASHINFER,
+    MLAPrefillBackendEnum.CUDNN,
+    MLAPrefillBackendEnum.TOKENSPEED_MLA,
+)
+_BLACKWELL_GLM = (MLAPrefillBackendEnum.TRTLLM_RAGGED, *(b for b in _BLACKWELL if b.name != "TRTLLM_RAGGED"))
+
+
+def priorities(
+    device_capability: DeviceCapability | None, mla_dimensions: MLADimensions
+) -> tuple[MLAPrefillBackendEnum, ...]:
+    """Backends in the order in which they are tried on a device."""
+    if device_capability is None:
+        return _CPU
+    if device_capability.major == 10:
+        return _BLACKWELL_GLM if mla_dimensions == PRESETS["glm"].head else _BLACKWELL
+    return _GPU
+
+
+def invalid_reasons(
+    backend: MLAPrefillBackendEnum,
+    device_capability: DeviceCapability | None,
+    selector_config: MLAPrefillSelectorConfig,
+) -> list[str]:
+    """Why ``backend`` cannot be used; a class that cannot be imported is a reason, not an error."""
+    try:
+        backend_class = backend.get_class()
+    except (ImportError, ValueError) as error:
+        return [str(error)]
+    return backend_class.validate_configuration(device_capability, selector_config)
+
+
+def select_mla_prefill_backend(
+    device_capability: DeviceCapability | None,
+    selector_config: MLAPrefillSelectorConfig,
+    explicit: MLAPrefillBackendEnum | None = None,
+) -> type[MLAPrefillBackend]:
+    """The backend to use: ``explicit`` if given, else the first valid one by priority.
+
+    Raises:
+        ValueError: the explicit choice is invalid, or no backend is valid; the message gives every reason.
+    """
+    candidates = (explicit,) if explicit else priorities(device_capability, selector_config.mla_dimensions)
+    rejected = {}
+    for backend in candidates:
+        reasons = invalid_reasons(backend, device_capability, selector_config)
+        if not reasons:
+            return backend.get_class()
+        rejected[backend.name] = "; ".join(reasons)
+    listing = "\n".join(f"  {name}: {reasons}" for name, reasons in rejected.items())
+    asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"
+    raise ValueError(f"{asked} for {selector_config}:\n{listing}")
+
+
+def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[MLAPrefillBackend]:
+    """The backend that a vLLM configuration selects.
+
+    Args:
+        vllm_config: read are ``attention_config.mla_prefill_backend`` (None for automatic), ``model_config.dtype``
+            and the head
+            dims in ``model_config.hf_text_config``.
+        device: where the model runs; by default the current CUDA device, or the CPU.
+
+    Raises:
+        ValueError: see :func:`select_mla_prefill_backend`.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = vllm_config.model_config
+    dimensions = MLADimensions(
+        qk_nope_head_dim=model.hf_text_config.qk_nope_head_dim,
+        qk_rope_head_dim=model.hf_text_config.qk_rope_head_dim,
+        v_head_dim=model.hf_text_config.v_head_dim,
+    )
+    return select_mla_prefill_backend(
+        get_device_capability(device),
+        MLAPrefillSelectorConfig(dtype=model.dtype, mla_dimensions=dimensions),
+        vllm_config.attention_config.mla_prefill_backend,
+    )

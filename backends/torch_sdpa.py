@@ -1,0 +1,131 @@
+"""TORCH_SDPA: PyTorch's own CPU flash kernel, the one that also returns the LSE.
+
+Conventions of ``aten::_scaled_dot_product_flash_attention_for_cpu`` in torch 2.13, each measured: query, key and
+value need one head dim; its causal mask is aligned top-left; an empty key or query sequence kills the process
+(SIGFPE); the LSE is natural, float32, [B, N, T].
+"""
+
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import pad
+
+from mla_conformance.backends.checks import check_operands, check_unquantised
+from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Rounding
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.platform import DeviceCapability
+
+
+class TorchSDPAPrefillBackend(MLAPrefillBackend):
+    """One kernel call per request that has queries and keys."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("torch",),
+        rounding=Rounding(lse=LseClass.APPROXIMATE_EXP),
+        deviations=(
+            Deviation("needs equal head dims of q, k and v", "pads the narrower ones with zeros, slices the output"),
+            Deviation("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
+            Deviation("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
+            Deviation("no out argument", "copies the result into out"),
+            Deviation(
+                "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
+            ),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "TORCH_SDPA"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """A CPU kernel: only devices without compute capability."""
+        return device_capability is None
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLAPrefillBackend`."""
+        check_unquantised(self, output_scale)
+        start_loc = self._prefill_metadata.query_start_loc.tolist()
+        output, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
+        if out is not None:
+            output = out.copy_(output)
+        return (output, lse) if return_softmax_lse else output
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLAPrefillBackend`."""
+        context = self._prefill_metadata.chunked_context
+        if context is None:
+            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
+        query_start_loc = self._prefill_metadata.query_start_loc.tolist()
+        return self._batch(q, k, v, query_start_loc, context.cu_seq_lens[chunk_idx].tolist(), causal=False)
+
+    def _batch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        query_start_loc: list[int],
+        key_start_loc: list[int],
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
+        output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        for request in range(len(query_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            keys = slice(key_start_loc[request], key_start_loc[request + 1])
+            if rows.start < rows.stop and keys.start < keys.stop:
+                flash_attention(q[rows], k[keys], v[keys], output[rows], lse[:, rows], self.scale, causal)
+        return output, lse
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Attend to one request's keys and write ``output`` and ``lse``; causal masks are aligned bottom-right.
+
+    Args:
+        q: [T, N, D], T > 0.
+        k: [S, N, D], S > 0.
+        v: [S, N, V].
+        output: [T, N, V], written where a key is visible.
+        lse: [N, T] float32, written where a key is visible.
+        scale: softmax scale.
+        causal: query i sees keys 0 ... S - T + i.
+    """
+    # Queries before the first key see nothing; the kernel would give them the LSE of an unmasked row.
+    first = max(0, q.shape[0] - k.shape[0]) if causal else 0
+    q, output, lse = q[first:], output[first:], lse[:, first:]
+    width = max(q.shape[-1], v.shape[-1])
+    operands = [pad(x, (0, width - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    queries, keys = q.shape[0], k.shape[0]
+    mask = _bottom_right(queries, keys) if causal and queries != keys else None
+    result, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *operands, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+    )
+    output.copy_(result[0].transpose(0, 1)[..., : v.shape[-1]])
+    lse.copy_(logsumexp[0])
+
+
+def _bottom_right(queries: int, keys: int) -> torch.Tensor:
+    """[queries, keys] additive float32 mask."""
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)

@@ -1,0 +1,226 @@
+"""The case: a frozen value of small numbers and names whose id is also its query and its replay key.
+
+No tensor and no torch here: a case is written into journals, file names and bug reports.
+"""
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+
+CASE_FORMAT = 1
+"""Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
+
+
+class CaseError(ValueError):
+    """A case that cannot be read or contradicts itself."""
+
+
+class Call(StrEnum):
+    """Which entry of the interface a case drives."""
+
+    NEW_TOKENS = "new_tokens"
+    CONTEXT_CHUNK = "context_chunk"
+    CHUNKED_CONTEXT = "chunked_context"
+
+
+class Layout(StrEnum):
+    """Memory layout of the operands."""
+
+    KV_B_PROJ = "kv_b_proj"
+    """v is the second half of a kv_b_proj output, as in a model."""
+    PACKED = "packed"
+    SLICED = "sliced"
+    """q and k are slices of wider buffers whose other columns hold NaN."""
+    HEADS_FIRST = "heads_first"
+    """q is a transposed view of [N, T, D]."""
+
+
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
+QUANT = ("none", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One question to a backend.
+
+    Attributes:
+        capability: the capability that the case decides; the prefix of the id.
+        call: entry that is driven; by default the one that the capability is named after, else new_tokens.
+        dtype: dtype of q, k and v.
+        dims: a preset of the reference, or ``P-R-V-L``.
+        heads: query heads on this rank.
+        q: new tokens of each request.
+        kv: context tokens of each request; empty for new_tokens.
+        page: tokens of a page of the latent cache.
+        workspace: tokens of the context workspace, which decides the chunks.
+        scale: softmax scale in percent of (P + R)^-1/2; 159 is DeepSeek-R1's, YaRN factor included.
+        data: name of the data regime.
+        layout: memory layout of the operands.
+        lse: whether new_tokens is asked for the LSE.
+        out: whether an output tensor is handed in.
+        quant: quantisation of the output.
+        oscale: output scale in millionths.
+        pad: rows of NaN after the last counted token.
+        seed: another draw of the same case.
+    """
+
+    capability: str
+    call: str = ""
+    dtype: str = "bf16"
+    dims: str = "r1"
+    heads: int = 4
+    q: tuple[int, ...] = ()
+    kv: tuple[int, ...] = ()
+    page: int = 16
+    workspace: int = 256
+    scale: int = 159
+    data: str = "normal"
+    layout: str = Layout.KV_B_PROJ
+    lse: bool = True
+    out: bool = False
+    quant: str = "none"
+    oscale: int = 13000
+    pad: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.call:
+            object.__setattr__(self, "call", _default_call(self.capability))
+        _validate(self)
+
+    @property
+    def id(self) -> str:
+        """Capability and every field that differs from its default; the same text for the same case."""
+        default = Case(capability=self.capability, q=(1,), kv=(0,))
+        changed = [
+            f"{field.name}={_format(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.name != "capability"
+            and (field.name in ("q", "kv") or getattr(self, field.name) != getattr(default, field.name))
+            and getattr(self, field.name) != ()
+        ]
+        return f"{self.capability}:{';'.join(changed)}"
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that stand for this case in histories."""
+        return hashlib.sha256(f"{CASE_FORMAT}|{self.id}".encode()).hexdigest()[:12]
+
+    @property
+    def dimensions(self) -> MLADimensions:
+        """Head dims P, R, V."""
+        return _dimensions(self.dims)[0]
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Latent dim L."""
+        return _dimensions(self.dims)[1]
+
+    @property
+    def softmax_scale(self) -> float:
+        """The softmax scale as the backend receives it."""
+        return float(self.scale / 100 * self.dimensions.qk_head_dim**-0.5)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, tuples as lists, with the format's version."""
+        return {"format": CASE_FORMAT, **asdict(self), "q": list(self.q), "kv": list(self.kv)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Case":
+        """The case that :meth:`to_json` wrote.
+
+        Raises:
+            CaseError: another format, an unknown field, or a value that does not fit.
+        """
+        values = dict(data)
+        if values.pop("format", None) != CASE_FORMAT:
+            raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
+        _reject_unknown(values)
+        if "capability" not in values:
+            raise CaseError("expected a field 'capability' in the case")
+        for name in {"q", "kv"} & set(values):
+            values[name] = tuple(values[name])
+        return Case(**values)
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        """The case with this id.
+
+        Raises:
+            CaseError: malformed text, an unknown field, or a value that does not fit.
+        """
+        capability, separator, rest = text.strip().partition(":")
+        if not separator:
+            raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…'")
+        pairs = [pair.partition("=") for pair in rest.split(";") if pair]
+        values = {name.strip(): value.strip() for name, _, value in pairs}
+        _reject_unknown(values)
+        return Case(capability=capability, **{name: _parse(name, value) for name, value in values.items()})
+
+
+def _default_call(capability: str) -> str:
+    return capability if capability in list(Call) else Call.NEW_TOKENS
+
+
+def _format(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+_TYPES: dict[str, Any] = {field.name: field.type for field in fields(Case)}
+
+
+def _parse(name: str, value: str) -> Any:
+    kind = _TYPES[name]
+    try:
+        if kind is int:
+            return int(value)
+        if kind is bool:
+            return {"0": False, "1": True}[value]
+        if kind is str:
+            return value
+        if not re.fullmatch(r"\[(\d+(,\d+)*)?\]", value):
+            raise ValueError
+        return tuple(int(item) for item in value[1:-1].split(",") if item)
+    except (ValueError, KeyError):
+        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17]")
+        raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
+
+
+def _reject_unknown(values: dict[str, Any]) -> None:
+    unknown = sorted(set(values) - set(_TYPES))
+    if unknown:
+        raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(_TYPES)}")
+
+
+def _dimensions(name: str) -> tuple[MLADimensions, int]:
+    if name in PRESETS:
+        return PRESETS[name].head, PRESETS[name].kv_lora_rank
+    numbers = re.fullmatch(r"(\d+)-(\d+)-(\d+)-(\d+)", name)
+    if not numbers:
+        raise CaseError(
+            f"unknown dims {name!r}; expected one of {', '.join(PRESETS)}, or P-R-V-L such as 128-64-128-512"
+        )
+    nope, rope, value, latent = map(int, numbers.groups())
+    return MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value), latent
+
+
+def _validate(case: Case) -> None:
+    for name, allowed in (("call", list(Call)), ("dtype", DTYPES), ("layout", list(Layout)), ("quant", QUANT)):
+        if getattr(case, name) not in allowed:
+            raise CaseError(f"field {name}: expected one of {', '.join(allowed)}, got {getattr(case, name)!r}")
+    _dimensions(case.dims)
+    if not case.q or min(case.q) < 0 or (case.kv and min(case.kv) < 0):
+        raise CaseError(f"expected one non-negative length per request, got q={list(case.q)} kv={list(case.kv)}")
+    if case.call != Call.NEW_TOKENS and len(case.kv) != len(case.q):
+        raise CaseError(f"{case.call} expects one context length per request, got q={list(case.q)} kv={list(case.kv)}")
+    for name in ("heads", "page", "workspace", "scale", "oscale"):
+        if getattr(case, name) < 1:
+            raise CaseError(f"field {name}: expected a positive number, got {getattr(case, name)}")
+    if case.pad < 0:
+        raise CaseError(f"field pad: expected a non-negative number, got {case.pad}")

@@ -1,0 +1,118 @@
+"""What a person sees of a run: header, failures as they come, progress, the outcome per backend, closing line."""
+
+import json
+import sys
+from pathlib import Path
+
+from mla_conformance.certify import Run, RunError, environment
+from mla_conformance.record import Record
+from mla_conformance.recording import describe_failure
+from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.summary import RunSummary
+from mla_conformance.report.terminal import backend_lines, closing_line, header, say
+
+REPORT_NAME = "report.json"
+
+
+class Progress:
+    """The first failure of each capability as it comes; a counter on a terminal, a line per tenth elsewhere."""
+
+    def __init__(self, run: Run) -> None:
+        self.total = sum(run.listed.values()) * len(run.available)
+        self.done = self.failed = 0
+        self._shown: set[tuple[str, str]] = set()
+
+    def __call__(self, record: Record) -> None:
+        """Take one record."""
+        self.done += 1
+        if record.failed:
+            self.failed += 1
+            self._show(record)
+        self._count(record)
+
+    def _show(self, record: Record) -> None:
+        key = (record.backend, record.capability)
+        if key not in self._shown:
+            self._shown.add(key)
+            self._clear()
+            say(describe_failure(record))
+
+    def _count(self, record: Record) -> None:
+        text = f"{self.done}/{self.total} judged, {self.failed} failed"
+        if sys.stdout.isatty():
+            self._clear()
+            if self.done < self.total:
+                sys.stdout.write(f"{text} · {record.backend} {record.capability}")
+                sys.stdout.flush()
+        elif self.done * 10 // max(1, self.total) > (self.done - 1) * 10 // max(1, self.total):
+            say(f"… {text}")
+
+    def _clear(self) -> None:
+        if sys.stdout.isatty():
+            sys.stdout.write("\r\x1b[K")
+
+    @property
+    def hidden(self) -> int:
+        """Failures that were counted but not shown."""
+        return self.failed - len(self._shown)
+
+
+def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) -> int:
+    """Execute a run, write ``report.json``, show the outcome, and return the exit status.
+
+    Args:
+        run: what to execute.
+        as_json: print the report instead of text.
+        keep_report: whether the run's folder outlives the command, so that it is worth naming.
+
+    Raises:
+        RunError: pytest could not be started with these arguments.
+    """
+    if not as_json:
+        say(header(environment(run.selection), sum(run.listed.values())))
+    progress = Progress(run)
+    broken = ""
+    if run.available:
+        try:
+            run.execute(_ignore if as_json else progress)
+        except RunError as error:
+            if error.usage:
+                raise
+            broken = str(error)
+    summary = run.summary()
+    report = run.directory / REPORT_NAME
+    _write(report, summary)
+    if as_json:
+        say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
+    else:
+        _show_outcome(summary, progress, report if keep_report else None)
+    if broken:
+        say(f"mla-conformance: {broken}", error=True)
+    return summary.exit_status or (3 if broken else 0)
+
+
+def _ignore(record: Record) -> None:
+    """A machine reads the report, not the progress."""
+
+
+def _write(path: Path, summary: RunSummary) -> None:
+    try:
+        write_json(path, report_json(summary))
+    except OSError as error:
+        say(
+            f"mla-conformance: cannot write {path}: {error.strerror}; the journal beside it holds the verdicts",
+            error=True,
+        )
+
+
+def _show_outcome(summary: RunSummary, progress: Progress, report: Path | None) -> None:
+    if progress.hidden:
+        say(f"… and {progress.hidden} more failures of these capabilities, each with its replay line in the report")
+    for backend in summary.backends:
+        for line in backend_lines(backend):
+            say(line)
+    say(closing_line(summary) + (f" · report {_short(report)}" if report else ""))
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

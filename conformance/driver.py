@@ -1,0 +1,116 @@
+"""The driver: runs a problem's calls on a backend and observes everything that comes back."""
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.case import Call
+from mla_conformance.memory import Guarded, Snapshot
+from mla_conformance.problem import PrefillCall, Problem
+from mla_conformance.reference.merge import merge
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What one call gave back.
+
+    Attributes:
+        call: the call that was made.
+        value: the returned object as it is; None if the call raised.
+        error: one line for an exception, and the traceback behind it.
+        out: the output tensor that was handed in.
+    """
+
+    call: PrefillCall
+    value: Any
+    error: str = ""
+    traceback: str = ""
+    out: Guarded | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that running a problem showed.
+
+    Attributes:
+        returned: one entry per call; the last one may carry an error.
+        merged: (output, lse) of all calls merged in float64, where there are several and all returned two tensors.
+        mutated: caller-owned tensors whose bytes changed.
+    """
+
+    returned: tuple[Returned, ...]
+    merged: tuple[torch.Tensor, torch.Tensor] | None
+    mutated: tuple[str, ...]
+
+    @property
+    def error(self) -> Returned | None:
+        """The call that raised."""
+        return next((returned for returned in self.returned if returned.error), None)
+
+
+def run_calls(backend: MLAPrefillBackend, problem: Problem) -> Observation:
+    """Prepare the metadata and run every call of ``problem`` on an instance."""
+    before = Snapshot(problem.caller_owned)
+    returned: list[Returned] = []
+    for call in problem.calls:
+        returned.append(_guarded_call(backend, problem, call, prepare=not returned))
+        if returned[-1].error:
+            break
+    return Observation(tuple(returned), _merge(problem, returned), tuple(before.changed()))
+
+
+def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, prepare: bool) -> Returned:
+    out = _output_buffer(problem, call)
+    try:
+        if prepare:
+            backend.prepare_metadata(problem.metadata)
+        value = _invoke(backend, problem, call, out)
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
+    except Exception as error:
+        return Returned(call, None, f"{type(error).__name__}: {error}", traceback.format_exc(), out)
+    return Returned(call, value, out=out)
+
+
+def _output_buffer(problem: Problem, call: PrefillCall) -> Guarded | None:
+    case = problem.case
+    if call.chunk_idx is not None or not (case.out or case.quant == "fp8"):
+        return None
+    dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.dtype
+    return Guarded.allocate((call.q.shape[0], case.heads, case.dimensions.v_head_dim), dtype, problem.device)
+
+
+def _invoke(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, out: Guarded | None) -> Any:
+    if call.chunk_idx is not None:
+        return backend.run_prefill_context_chunk(call.chunk_idx, call.q, call.k, call.v)
+    optional: dict[str, torch.Tensor] = {}
+    if out is not None:
+        optional["out"] = out.view
+    if problem.output_scale is not None:
+        optional["output_scale"] = problem.output_scale
+    return backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=problem.case.lse, **optional)
+
+
+def _merge(problem: Problem, returned: list[Returned]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if problem.case.call != Call.CHUNKED_CONTEXT or len(returned) != len(problem.calls):
+        return None
+    rows = problem.query_start_loc[-1]
+    merged = None
+    for part in returned:
+        if not _is_state(part, problem):
+            return None
+        state = (part.value[0][:rows].double(), part.value[1][:, :rows].double())
+        merged = state if merged is None else merge(*merged, *state)
+    return merged
+
+
+def _is_state(part: Returned, problem: Problem) -> bool:
+    """Whether a call returned two tensors of the right shapes, so that they can be merged."""
+    heads, tokens, width = problem.case.heads, part.call.q.shape[0], problem.case.dimensions.v_head_dim
+    return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == [
+        (tokens, heads, width),
+        (heads, tokens),
+    ]

@@ -1,0 +1,72 @@
+"""What the reference expects of a problem: golden states with error terms, per call and of the whole."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.case import Call
+from mla_conformance.problem import PrefillCall, Problem, segments, start_loc
+from mla_conformance.reference.attention import AttentionState, attention
+
+_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Golden states.
+
+    Attributes:
+        calls: one per call of the problem.
+        merged: unchunked attention over context and new tokens; None where there is one call only.
+    """
+
+    calls: tuple[AttentionState, ...]
+    merged: AttentionState | None
+
+
+_recent: OrderedDict[tuple[str, str], Expectation] = OrderedDict()
+
+
+def expect(problem: Problem) -> Expectation:
+    """The golden result, computed once per case for all backends; the last few are kept."""
+    key = (problem.case.id, str(problem.device))
+    if key not in _recent:
+        _recent[key] = _compute(problem)
+        if len(_recent) > _KEPT:
+            _recent.popitem(last=False)
+    return _recent[key]
+
+
+def _compute(problem: Problem) -> Expectation:
+    states = tuple(
+        _golden(problem, call.k, call.v, call.key_start_loc, call.chunk_idx is None) for call in problem.calls
+    )
+    if problem.case.call != Call.CHUNKED_CONTEXT:
+        return Expectation(states, None)
+    new, *chunks = problem.calls
+    ordered = [*chunks, new]
+    lengths = [
+        sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
+    ]
+    k, v = (_per_request(ordered, name) for name in ("k", "v"))
+    return Expectation(states, _golden(problem, k, v, start_loc(lengths), causal=True))
+
+
+def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool) -> AttentionState:
+    return attention(
+        problem.calls[0].q,
+        k,
+        v,
+        query_start_loc=problem.query_start_loc,
+        key_start_loc=keys,
+        scale=problem.case.softmax_scale,
+        causal=causal,
+        with_terms=True,
+    )
+
+
+def _per_request(calls: list[PrefillCall], name: str) -> torch.Tensor:
+    """All keys or values of request 0, then of request 1, and so on; context before new tokens."""
+    split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in calls]
+    return torch.cat([part for request in zip(*split, strict=True) for part in request])

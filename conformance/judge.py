@@ -1,0 +1,240 @@
+"""The judge: status of the call → shape, dtype, device → masks → LSE → output → side effects (SPEC 4.1).
+
+Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.case import Case
+from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
+from mla_conformance.driver import Observation, Returned
+from mla_conformance.golden import Expectation
+from mla_conformance.locate import Place, worst_element, worst_row
+from mla_conformance.problem import Problem
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
+from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
+from mla_conformance.rounding import roundoffs
+from mla_conformance.tolerance import Tolerance, tolerance
+from mla_conformance.verdict import BudgetUse, Check, Status, Verdict, failed
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One result to be judged: of a call, or of all calls merged.
+
+    Attributes:
+        name: how messages call it.
+        golden: the golden state.
+        output: [rows, N, V]; of any float dtype.
+        lse: [N, rows], or None if it was not asked for.
+    """
+
+    name: str
+    golden: AttentionState
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def judge(
+    problem: Problem,
+    expectation: Expectation,
+    observation: Observation,
+    declaration: Declaration,
+    numbers: Tolerance | None = None,
+) -> Verdict:
+    """The verdict over one observation.
+
+    Args:
+        problem: the inputs.
+        expectation: the golden states of the same problem.
+        observation: what the backend did.
+        declaration: the rounding classes that the backend declares.
+        numbers: the tolerance table; by default the one that the suite ships.
+    """
+    judged = _Judge(problem, declaration, numbers or tolerance())
+    return judged.verdict(expectation, observation)
+
+
+class _Judge:
+    def __init__(self, problem: Problem, declaration: Declaration, numbers: Tolerance) -> None:
+        self.problem, self.declaration, self.numbers = problem, declaration, numbers
+        self.rows = problem.query_start_loc[-1]
+        self.used = BudgetUse()
+
+    def verdict(self, expectation: Expectation, observation: Observation) -> Verdict:
+        for verdict in self._steps(expectation, observation):
+            if verdict is not None:
+                return verdict
+        return Verdict(Status.PASS, used=self.used)
+
+    def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
+        for returned in observation.returned:
+            if returned.error:
+                yield failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
+            yield self._form(returned)
+        for returned, golden in zip(observation.returned, expectation.calls, strict=True):
+            yield from self._values(self._part(returned, golden))
+        if expectation.merged is not None and observation.merged is not None:
+            yield from self._values(_Part("all parts merged", expectation.merged, *observation.merged), merged=True)
+        yield from (self._out_tensor(returned) for returned in observation.returned)
+        if observation.mutated:
+            yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
+
+    def _part(self, returned: Returned, golden: AttentionState) -> _Part:
+        output, lse = _unpack(returned.value)
+        return _Part(returned.call.name, golden, output[: self.rows], None if lse is None else lse[:, : self.rows])
+
+    def _form(self, returned: Returned) -> Verdict | None:
+        """Number of tensors, shapes, dtypes and device of what a call returned."""
+        expected = _expected_form(self.problem, returned)
+        values = returned.value if isinstance(returned.value, tuple | list) else (returned.value,)
+        name = returned.call.name
+        if len(values) != len(expected) or not all(isinstance(value, torch.Tensor) for value in values):
+            got = ", ".join(type(value).__name__ for value in values)
+            return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
+        for (what, shape, dtype), value in zip(expected, values, strict=True):
+            if value.shape != shape:
+                return failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
+            if value.dtype != dtype:
+                return failed(Check.DTYPE, f"{name}: expected {what} of {dtype}, got {value.dtype}")
+            if value.device != self.problem.device:
+                return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
+        return None
+
+    def _values(self, part: _Part, merged: bool = False) -> Iterator[Verdict | None]:
+        """Masks, LSE and output of one part."""
+        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged=merged)
+        fp8 = part.output.dtype == torch.float8_e4m3fn
+        yield self._mask(part)
+        if part.lse is not None:
+            yield self._lse(part, allowed)
+        yield self._codes(part, allowed) if fp8 else self._output(part, allowed)
+
+    def _mask(self, part: _Part) -> Verdict | None:
+        """Not a number nowhere, -inf and 0 exactly where no key is visible."""
+        empty = part.golden.lse == -torch.inf
+        output = part.output.double()
+        if not bool(output.isfinite().all()):
+            place = Place.of(self.problem, (~output.isfinite()).nonzero()[0].tolist())
+            value = output[place.token, place.head, place.column or 0].item()
+            return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
+        written = empty.mT & (output != 0).any(dim=-1)
+        if bool(written.any()):
+            place = Place.of(self.problem, written.nonzero()[0].tolist())
+            return failed(
+                Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
+            )
+        if part.lse is None:
+            return None
+        wrong = (part.lse.double() == -torch.inf) != empty
+        wrong |= part.lse.isnan() | (part.lse == torch.inf)
+        if bool(wrong.any()):
+            head, token = wrong.nonzero()[0].tolist()
+            place = Place.of(self.problem, [token, head])
+            want = "-inf, no key is visible" if empty[head, token] else "finite"
+            got = part.lse[head, token].item()
+            return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
+        return None
+
+    def _lse(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        assert part.lse is not None
+        seen = part.golden.lse != -torch.inf
+        error = (part.lse.double() - part.golden.lse).masked_fill(~seen, 0.0).abs()
+        share = error / (lse_budget(part.golden, allowed) * self.numbers.lse_limit).masked_fill(~seen, 1.0)
+        self._use(BudgetUse(lse=_largest(share)))
+        if _largest(share) <= 1:
+            return None
+        place = worst_row(self.problem, share.mT)
+        got, want = part.lse[place.head, place.token].item(), part.golden.lse[place.head, place.token].item()
+        sentence = explain_lse(self.problem, part.lse.double(), part.golden.lse) or (
+            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget"
+        )
+        return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
+
+    def _output(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        error = (part.output.double() - part.golden.output).abs()
+        element = error / (element_budget(part.golden, allowed) * self.numbers.element_limit)
+        row = error.square().mean(dim=-1).sqrt() / (expected_row_rms(part.golden, allowed) * self.numbers.row_limit)
+        element, row = element.nan_to_num(nan=0.0), row.nan_to_num(nan=0.0)  # 0 error over 0 budget: an empty row
+        self._use(BudgetUse(element=_largest(element), row=_largest(row)))
+        if max(_largest(element), _largest(row)) <= 1:
+            return None
+        if _largest(element) > 1:
+            place = worst_element(self.problem, element)
+            index = (place.token, place.head, place.column or 0)
+            detail = (
+                f"output is {part.output[index].item():.5g} at {place}, expected {part.golden.output[index].item():.5g}"
+            )
+            detail += f": {_largest(element):.3g} × its error budget"
+        else:
+            place = worst_row(self.problem, row)
+            detail = f"RMS error of the row at {place} is {_largest(row):.3g} × its limit"
+        return failed(
+            Check.OUTPUT,
+            f"{part.name}: {detail}{explain_output(part.output.double(), part.golden.output)}",
+            place.to_json(),
+            self.used,
+        )
+
+    def _codes(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
+        assert self.problem.output_scale is not None
+        scale = float(self.problem.output_scale)
+        budget = element_budget(part.golden, allowed)
+        low, high = (
+            e4m3_ordinal(quantize_e4m3(part.golden.output + sign * budget, scale)).int() for sign in (-1.0, 1.0)
+        )
+        code = e4m3_ordinal(part.output).int()
+        outside = torch.maximum(low - code, code - high).clamp(min=0).double()
+        if not bool(outside.any()):
+            return None
+        place = worst_element(self.problem, outside)
+        index = (place.token, place.head, place.column or 0)
+        got = dequantize_e4m3(part.output[index], scale).item()
+        return failed(
+            Check.OUTPUT,
+            f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "
+            f"{int(outside[index])} codes outside the allowed interval",
+            place.to_json(),
+            self.used,
+        )
+
+    def _out_tensor(self, returned: Returned) -> Verdict | None:
+        if returned.out is None:
+            return None
+        output, _ = _unpack(returned.value)
+        if output.untyped_storage().data_ptr() != returned.out.storage.untyped_storage().data_ptr():
+            return failed(Check.OUT_TENSOR, f"{returned.call.name}: the result does not share the storage of out=")
+        if returned.out.overrun():
+            overrun = returned.out.overrun()
+            return failed(
+                Check.OUT_OF_BOUNDS_WRITE, f"{returned.call.name}: {overrun} bytes around out= were overwritten"
+            )
+        return None
+
+    def _use(self, used: BudgetUse) -> None:
+        self.used = self.used.worst_with(used)
+
+
+def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (value[0], value[1] if len(value) > 1 else None) if isinstance(value, tuple | list) else (value, None)
+
+
+def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torch.Size, torch.dtype]]:
+    case: Case = problem.case
+    tokens = returned.call.q.shape[0]
+    out_dtype = problem.dtype if returned.out is None else returned.out.view.dtype
+    form = [("output", torch.Size((tokens, case.heads, case.dimensions.v_head_dim)), out_dtype)]
+    if case.lse or returned.call.chunk_idx is not None:
+        form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
+    return form
+
+
+def _largest(share: torch.Tensor) -> float:
+    return float(share.max()) if share.numel() else 0.0

@@ -1,0 +1,54 @@
+"""Where an error lives: request, token of the request, head and column."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.problem import Problem
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in an output [T, N, V] or an LSE [N, T].
+
+    Attributes:
+        token: row of the batch.
+        head: query head.
+        column: column of the output, or None for a whole row.
+        request: request that the token belongs to.
+        position: the token's position among the request's new tokens.
+    """
+
+    token: int
+    head: int
+    column: int | None
+    request: int
+    position: int
+
+    @staticmethod
+    def of(problem: Problem, index: list[int]) -> "Place":
+        """The place of ``[token, head]`` or ``[token, head, column]``."""
+        token, head, *rest = index
+        request = bisect_right(problem.query_start_loc, token) - 1
+        position = token - problem.query_start_loc[request]
+        return Place(token, head, rest[0] if rest else None, request, position)
+
+    def __str__(self) -> str:
+        column = "" if self.column is None else f", column {self.column}"
+        return f"request {self.request}, query {self.position}, head {self.head}{column}"
+
+    def to_json(self) -> dict[str, int]:
+        """Plain data, without what is not known."""
+        found = {"request": self.request, "query": self.position, "head": self.head}
+        return found if self.column is None else {**found, "column": self.column}
+
+
+def worst_element(problem: Problem, share: torch.Tensor) -> Place:
+    """The place of the largest value of ``share`` [T, N, V]."""
+    return Place.of(problem, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
+
+
+def worst_row(problem: Problem, share: torch.Tensor) -> Place:
+    """The place of the largest value of ``share`` [T, N]."""
+    return Place.of(problem, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])

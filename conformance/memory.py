@@ -1,0 +1,65 @@
+"""Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+_GUARD_ELEMENTS = 1024
+_GUARD_BYTE = 0xA5
+_POISON_BYTE = 0xFF
+"""Every float format here, e4m3 included, reads all bits set as NaN."""
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage behind ``tensor``, as uint8, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose every element is NaN."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    storage_bytes(tensor).fill_(_POISON_BYTE)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """An output buffer between two guard zones.
+
+    Attributes:
+        view: the poisoned tensor that a backend may write.
+        storage: the bytes of guard, view, guard.
+    """
+
+    view: torch.Tensor
+    storage: torch.Tensor
+    guard_bytes: int
+
+    @staticmethod
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Guarded":
+        """A poisoned tensor of ``shape`` with a guard zone on either side."""
+        count = int(torch.Size(shape).numel())
+        flat = torch.empty(count + 2 * _GUARD_ELEMENTS, dtype=dtype, device=device)
+        guard = _GUARD_ELEMENTS * flat.element_size()
+        storage = storage_bytes(flat)
+        storage.fill_(_GUARD_BYTE)
+        storage[guard : storage.numel() - guard].fill_(_POISON_BYTE)
+        return Guarded(flat[_GUARD_ELEMENTS : _GUARD_ELEMENTS + count].view(shape), storage, guard)
+
+    def overrun(self) -> int:
+        """Guard bytes that were overwritten."""
+        zones = (self.storage[: self.guard_bytes], self.storage[self.storage.numel() - self.guard_bytes :])
+        return int(sum((zone != _GUARD_BYTE).sum().item() for zone in zones))
+
+
+class Snapshot:
+    """The bytes of tensors at one moment, their whole storages included."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._watched = {name: storage_bytes(tensor) for name, tensor in tensors.items()}
+        self._before = {name: data.clone() for name, data in self._watched.items()}
+
+    def changed(self) -> list[str]:
+        """Names of the tensors whose storage differs now."""
+        return [name for name, data in self._watched.items() if not torch.equal(data, self._before[name])]

@@ -1,0 +1,159 @@
+"""The pytest plugin: options, selection by backend, parametrisation, and the ``trial`` fixture.
+
+It is loaded in every pytest run of its environment, so nothing here imports torch before the suite is collected.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mla_conformance.recording import Recorder, attach
+from mla_conformance.verdict import Nonconformance
+
+if TYPE_CHECKING:
+    from mla_conformance.selection import Selection
+    from mla_conformance.trial import Trial
+
+_SELECTION = pytest.StashKey["Selection"]()
+_RECORDER = pytest.StashKey[Recorder]()
+_TRIAL = pytest.StashKey["tuple[Trial, float]"]()
+_KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the conformance suite."""
+    group = parser.getgroup("mla-conformance")
+    group.addoption(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated",
+    )
+    group.addoption("--mla-capability", action="append", default=[], metavar="NAME", help="judge this capability only")
+    group.addoption("--mla-tier", default="full", metavar="TIER", help="smoke or full (default)")
+    group.addoption(
+        "--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda where there is one"
+    )
+    group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
+    group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and make ``-k backend=NAME`` legal."""
+    config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
+    config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
+    _rewrite_keyword(config)
+    recorder = Recorder(Path(config.option.mla_out) if config.option.mla_out else None)
+    config.stash[_RECORDER] = recorder
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(recorder, "mla-conformance-recorder")
+
+
+def _rewrite_keyword(config: pytest.Config) -> None:
+    """Turn ``backend=NAME`` into an identifier of pytest's own grammar; delimited, hence exact, and idempotent."""
+    expression = config.option.keyword
+    names = [match[2] for match in _KEYWORD.finditer(expression)]
+    if not names:
+        return
+    from mla_conformance.selection import known_names
+
+    known = known_names(config.option.backend)
+    for name in names:
+        if name not in known:
+            raise pytest.UsageError(f"-k: unknown backend '{name}'; known backends: {', '.join(known)}")
+    config.option.keyword = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
+
+
+def _keyword(name: str) -> str:
+    return f"/backend:{name}/"
+
+
+def _selection(config: pytest.Config) -> "Selection":
+    """What this run judges; made when the first suite test is collected."""
+    if _SELECTION not in config.stash:
+        from mla_conformance.selection import Selection, SelectionError
+
+        option = config.option
+        try:
+            config.stash[_SELECTION] = Selection.of(
+                option.backend, option.mla_capability, option.mla_tier, option.mla_device, option.mla_case
+            )
+        except SelectionError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[_SELECTION]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise a suite test over the selected cases and backends, a case's backends side by side."""
+    marker = metafunc.definition.get_closest_marker("capability")
+    if marker is None or "trial" not in metafunc.fixturenames:
+        return
+    pairs = _selection(metafunc.config).pairs(marker.args[0])
+    params = []
+    for subject, case, unavailable in pairs:
+        marks: list[Any] = [pytest.mark.backend(name=subject.name)]
+        if unavailable:
+            marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
+        params.append(pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks))
+    metafunc.parametrize("trial", params, indirect=True)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let ``-k`` find an item by the exact name of its backend."""
+    marker = item.get_closest_marker("backend")
+    if marker is not None:
+        item.extra_keyword_matches.add(_keyword(marker.kwargs["name"]))
+
+
+@pytest.fixture
+def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
+    """The subject and case of a suite test."""
+    from mla_conformance.capabilities import find_capability
+    from mla_conformance.trial import Trial
+
+    subject, case = request.param
+    current = Trial(subject, case)
+    request.config.stash[_RECORDER].start(request.node.nodeid, current)
+    request.node.stash[_TRIAL] = (current, time.perf_counter())
+    if not find_capability(case.capability).probes_refusals:
+        try:
+            current.require_support()
+        except Nonconformance as unsupported:
+            pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    yield current
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[pytest.TestReport | None]:
+    """Attach the record of a finished trial to its report."""
+    report: pytest.TestReport = yield  # type: ignore[misc, assignment]
+    if _TRIAL in item.stash and (call.when == "call" or (call.when == "setup" and call.excinfo is not None)):
+        current, started = item.stash[_TRIAL]
+        attach(report, current, call.excinfo, time.perf_counter() - started)
+    return report  # type: ignore[return-value]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Backends that were asked for by name and could not be judged are no success."""
+    if session.config.option.backend and exitstatus == pytest.ExitCode.OK and _judged_nothing(session.config):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _judged_nothing(config: pytest.Config) -> bool:
+    return not hasattr(config, "workerinput") and not config.stash[_RECORDER].records
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The verdict of each backend, by capability."""
+    records = terminalreporter.config.stash[_RECORDER].records
+    if records:
+        from mla_conformance.report.terminal import capability_lines
+
+        terminalreporter.section("mla-conformance")
+        for line in capability_lines(records):
+            terminalreporter.write_line(line)

@@ -1,0 +1,217 @@
+"""From a case to tensors: the inputs of every call, the metadata, and what the caller owns."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from mla_conformance.backends.metadata import (
+    ChunkedContextMetadata,
+    MLACommonPrefillMetadata,
+    chunked_context_metadata,
+    prefill_metadata,
+)
+from mla_conformance.case import CASE_FORMAT, Call, Case, Layout
+from mla_conformance.context import LatentContext, latent_context
+from mla_conformance.hazards import REGIMES, Regime, Site
+from mla_conformance.memory import poison
+from mla_conformance.reference.chunking import ContextChunk
+
+TORCH_DTYPES: dict[str, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "e4m3": getattr(torch, "float8_e4m3fn", None),
+}
+_SLICE_MARGIN = 16
+
+
+class ProblemError(ValueError):
+    """A case that no inputs can be built for."""
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """One call of the interface.
+
+    Attributes:
+        chunk_idx: the context chunk, or None for the new tokens.
+        q: [T, N, P + R].
+        k: [S, N, P + R].
+        v: [S, N, V].
+        key_start_loc: first key of each request, and the end.
+    """
+
+    chunk_idx: int | None
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    key_start_loc: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case made concrete on one device."""
+
+    case: Case
+    device: torch.device
+    dtype: torch.dtype
+    query_start_loc: tuple[int, ...]
+    calls: tuple[PrefillCall, ...]
+    metadata: MLACommonPrefillMetadata
+    output_scale: torch.Tensor | None
+
+    @property
+    def caller_owned(self) -> dict[str, torch.Tensor]:
+        """Every tensor that a backend may read and must not write, by name."""
+        owned = {f"{name} of {call.name}": getattr(call, name) for call in self.calls for name in ("q", "k", "v")}
+        owned["query_start_loc"] = self.metadata.query_start_loc
+        owned["block_table"] = self.metadata.block_table
+        context = self.metadata.chunked_context
+        if context is not None:
+            owned |= {"cu_seq_lens": context.cu_seq_lens, "starts": context.starts, "seq_lens": context.seq_lens}
+        if self.output_scale is not None:
+            owned["output_scale"] = self.output_scale
+        return owned
+
+
+def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Cumulative lengths, 0 first."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+def segments(locations: Sequence[int]) -> Iterator[slice]:
+    """One slice per request."""
+    return (slice(a, b) for a, b in pairwise(locations))
+
+
+def build_problem(case: Case, device: torch.device) -> Problem:
+    """The inputs that a case stands for; the same bytes on every device.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner or cache refuses the case.
+    """
+    builder = _Builder(case, device)
+    calls, context = builder.calls()
+    query_start_loc = start_loc(case.q)
+    scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if case.quant == "fp8" else None
+    metadata = prefill_metadata(
+        case.q,
+        block_table=context.block_table if context else torch.zeros(len(case.q), 1, dtype=torch.int32, device=device),
+        dtype=builder.dtype,
+        device=device,
+        chunked_context=builder.plan(context),
+    )
+    return Problem(case, device, builder.dtype, query_start_loc, calls, metadata, scale)
+
+
+class _Builder:
+    def __init__(self, case: Case, device: torch.device) -> None:
+        if case.data not in REGIMES:
+            raise ProblemError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
+        dtype = TORCH_DTYPES[case.dtype]
+        if dtype is None:
+            raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
+        self.case, self.device, self.dtype = case, device, dtype
+        self.regime: Regime = REGIMES[case.data]
+        seed = hashlib.sha256(f"{CASE_FORMAT}|{case.id}".encode()).digest()
+        self.generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+
+    def calls(self) -> tuple[tuple[PrefillCall, ...], LatentContext | None]:
+        if self.case.call == Call.CHUNKED_CONTEXT:
+            return self._chunked()
+        chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
+        keys = start_loc(lengths)
+        k, v = self._random_keys(keys[-1])
+        q = self._queries([k[keys_of].float() for keys_of in segments(keys)])
+        return (self._call(chunk_idx, q, k, v, keys),), None
+
+    def plan(self, context: LatentContext | None) -> ChunkedContextMetadata | None:
+        """The chunked-context metadata, None without context."""
+        if self.case.call == Call.NEW_TOKENS:
+            return None
+        if context is None:
+            chunks: Sequence[ContextChunk] = (ContextChunk((0,) * len(self.case.kv), self.case.kv),)
+            width = self.case.kv_lora_rank + self.case.dimensions.qk_rope_head_dim
+            workspace = poison((max(1, sum(self.case.kv)), width), self.dtype, self.device)
+        else:
+            chunks, workspace = context.chunks, context.workspace
+        return chunked_context_metadata(chunks, workspace, self.device) if chunks else None
+
+    def _chunked(self) -> tuple[tuple[PrefillCall, ...], LatentContext]:
+        context = latent_context(self.case, self.dtype, self.device, self.generator, self.regime)
+        new, chunks = context.new_tokens, context.chunk_keys
+        locations = [chunk.key_start_loc for chunk in context.chunks]
+        queries = start_loc(self.case.q)
+        per_request = [
+            torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
+            for r, rows in enumerate(segments(queries))
+        ]
+        q = self._queries([k.float().cpu() for k in per_request])
+        calls = [self._call(None, q, *new, queries)]
+        calls += [
+            self._call(index, q, k, v, tuple(loc))
+            for index, ((k, v), loc) in enumerate(zip(chunks, locations, strict=True))
+        ]
+        return tuple(calls), context
+
+    def _random_keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        dims = self.case.dimensions
+        k = torch.randn(tokens, self.case.heads, dims.qk_head_dim, generator=self.generator)
+        v = torch.randn(tokens, self.case.heads, dims.v_head_dim, generator=self.generator)
+        return k.to(self.dtype), self.regime.values(v).to(self.dtype)
+
+    def _queries(self, keys: list[torch.Tensor]) -> torch.Tensor:
+        """[T, N, P + R] in the model's dtype on the CPU."""
+        case = self.case
+        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
+            site = Site(q[rows], k, case.softmax_scale, _edges(k.shape[0], case))
+            q[rows] = self.regime.queries(site)
+        return q.to(self.dtype)
+
+    def _call(
+        self, chunk_idx: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...]
+    ) -> PrefillCall:
+        q, k, v = (self._padded(x.to(self.device)) for x in (q, k, v))
+        layout = Layout(self.case.layout)
+        return PrefillCall(
+            chunk_idx, _lay_out("q", q, k, layout), _lay_out("k", k, k, layout), _lay_out("v", v, k, layout), keys
+        )
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.case.pad:
+            return x
+        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device)])
+
+
+def _edges(keys: int, case: Case) -> list[int]:
+    """Key positions next to a boundary, most telling first."""
+    candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace, 127, 128, keys // 2]
+    return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
+
+
+def _lay_out(name: str, x: torch.Tensor, k: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``x`` [tokens, N, width] with the same values in another memory layout."""
+    if name == "v" and layout is not Layout.PACKED:
+        # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
+        wide = torch.cat([k[..., : max(1, k.shape[-1] // 2)], x], dim=-1)
+        return wide[..., wide.shape[-1] - x.shape[-1] :]
+    if layout is Layout.SLICED:
+        tokens, heads, width = x.shape
+        wide = poison((tokens, heads, width + 2 * _SLICE_MARGIN), x.dtype, x.device)
+        view = wide[..., _SLICE_MARGIN : _SLICE_MARGIN + width]
+        view.copy_(x)
+        return view
+    if layout is Layout.HEADS_FIRST and name == "q":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x.contiguous()

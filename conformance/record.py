@@ -1,0 +1,64 @@
+"""The record: one (backend, case) with its verdict, as plain data that journals and reports hold."""
+
+import shlex
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mla_conformance.verdict import Status, Verdict
+
+
+@dataclass(frozen=True)
+class Record:
+    """A verdict with what it is about.
+
+    Attributes:
+        backend: name in reports.
+        reference: what loads the backend again.
+        capability: capability that the case decides.
+        case: id of the case.
+        status: outcome.
+        message: one sentence; empty for a pass.
+        check: what failed, or empty.
+        clause: clause of SPEC.md, or empty.
+        where: position of the worst element.
+        used: share of the error budget by rule.
+        seconds: wall time of the trial.
+        detail: traceback of a harness error or a crash.
+    """
+
+    backend: str
+    reference: str
+    capability: str
+    case: str
+    status: Status
+    message: str = ""
+    check: str = ""
+    clause: str = ""
+    where: dict[str, int] = field(default_factory=dict)
+    used: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this record fails its capability."""
+        return self.status in (Status.FAIL, Status.CRASH, Status.HARNESS_ERROR)
+
+    @property
+    def replay(self) -> str:
+        """The command that runs this case again."""
+        return f"mla-conformance replay {shlex.quote(self.case)} --backend {shlex.quote(self.reference)}"
+
+    def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
+        """This record with a verdict's content."""
+        content = {**asdict(self), **verdict.to_json(), "check": verdict.check or "", "seconds": seconds}
+        return Record.from_json(content)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Record":
+        """The record that :meth:`to_json` wrote."""
+        return Record(**{**data, "status": Status(data["status"])})

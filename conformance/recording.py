@@ -1,0 +1,79 @@
+"""From pytest's reports to records: attached where a test ran, collected and journalled where the run is controlled."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mla_conformance.journal import Journal
+from mla_conformance.record import Record
+from mla_conformance.verdict import Nonconformance, Status, Verdict
+
+if TYPE_CHECKING:
+    from mla_conformance.trial import Trial
+
+PROPERTY = "mla_conformance"
+
+
+def _identity(trial: "Trial") -> Record:
+    subject, case = trial.subject, trial.case
+    return Record(subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR)
+
+
+def attach(
+    report: pytest.TestReport, trial: "Trial", excinfo: "pytest.ExceptionInfo[BaseException] | None", seconds: float
+) -> None:
+    """Put the trial's record into the report, and a failure's sentence and replay line in place of a traceback."""
+    verdict = trial.verdict
+    if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
+        verdict = Verdict(Status.HARNESS_ERROR, f"{type(excinfo.value).__name__}: {excinfo.value}")
+    record = _identity(trial).with_verdict(verdict, round(seconds, 4))
+    if record.status is Status.HARNESS_ERROR:
+        record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
+    elif record.failed:
+        report.longrepr = f"{describe_failure(record)}"
+    report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
+
+
+def describe_failure(record: Record) -> str:
+    """Two lines for a person: what failed, and how to see it again."""
+    where = f"{record.backend} {record.capability} · case {record.case}"
+    return f"FAIL {where} · {record.message}\n     replay: {record.replay}"
+
+
+class Recorder:
+    """Collects records on the controller and journals them; on a worker it only journals what is about to start."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.records: list[Record] = []
+        self._journal = Journal.inside(directory) if directory else None
+
+    def start(self, nodeid: str, trial: "Trial") -> None:
+        """Journal a trial before anything of it is launched."""
+        if self._journal:
+            self._journal.append("start", nodeid=nodeid, record=_identity(trial).to_json())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the record of a finished trial, or of one that died with its worker."""
+        found = [value for name, value in report.user_properties if name == PROPERTY]
+        if found:
+            self._keep(json.loads(str(found[-1])))
+        elif report.when not in ("setup", "call", "teardown"):
+            self._keep_crash(report)
+
+    def _keep(self, data: dict[str, Any]) -> None:
+        self.records.append(Record.from_json(data))
+        if self._journal:
+            self._journal.append("verdict", record=data)
+
+    def _keep_crash(self, report: pytest.TestReport) -> None:
+        """A worker that dies leaves no record; its start is in the journal."""
+        if not self._journal:
+            return
+        started = [e for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid]
+        if started:
+            message = "the process died during this case"
+            self._keep(
+                {**started[-1]["record"], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)}
+            )

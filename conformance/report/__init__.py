@@ -1,0 +1,1 @@
+"""Reports: the outcome of a run as data, and views of it."""

@@ -1,0 +1,149 @@
+"""The outcome of a run, counted: per backend and capability, with the denominator. No torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mla_conformance.record import Record
+from mla_conformance.verdict import Status
+
+
+class Outcome(StrEnum):
+    """Status of a capability or a backend."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNSUPPORTED = "unsupported"
+    UNAVAILABLE = "unavailable"
+    NOT_RUN = "not_run"
+
+
+@dataclass(frozen=True)
+class CapabilitySummary:
+    """One capability of one backend.
+
+    Attributes:
+        name: the capability.
+        listed: cases that the run's list holds for it.
+        records: what was run.
+    """
+
+    name: str
+    listed: int
+    records: tuple[Record, ...]
+
+    def count(self, *statuses: Status) -> int:
+        """Records with one of these statuses."""
+        return sum(record.status in statuses for record in self.records)
+
+    @property
+    def passed(self) -> int:
+        """Cases that were judged right."""
+        return self.count(Status.PASS)
+
+    @property
+    def failures(self) -> tuple[Record, ...]:
+        """Cases that failed, crashed, or could not be judged for a fault of the harness."""
+        return tuple(record for record in self.records if record.failed)
+
+    @property
+    def unsupported(self) -> int:
+        """Cases that the backend declares unsupported."""
+        return self.count(Status.UNSUPPORTED)
+
+    @property
+    def not_run(self) -> int:
+        """Cases of the list without a record."""
+        return self.listed - len(self.records)
+
+    @property
+    def error_budget_used(self) -> float:
+        """Worst share of the error budget over all rules."""
+        return max((max(record.used.values(), default=0.0) for record in self.records), default=0.0)
+
+    @property
+    def outcome(self) -> Outcome:
+        """A failure decides; then a case that was not run; then whether anything was judged."""
+        if self.failures:
+            return Outcome.FAIL
+        if self.not_run:
+            return Outcome.NOT_RUN
+        return Outcome.PASS if self.passed else Outcome.UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class BackendSummary:
+    """One backend.
+
+    Attributes:
+        name: the backend.
+        reasons: why it is unavailable; empty if it was run.
+        versions: versions of its distributions.
+        emulated: it never counts as certified.
+        deviations: conventions of its library and what the adapter does about them.
+        rounding: the declared rounding classes.
+        capabilities: one entry per selected capability.
+    """
+
+    name: str
+    reasons: tuple[str, ...]
+    versions: dict[str, str]
+    emulated: bool
+    deviations: tuple[tuple[str, str], ...]
+    rounding: dict[str, str]
+    capabilities: tuple[CapabilitySummary, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Unavailable, or the worst of the capabilities that apply."""
+        if self.reasons:
+            return Outcome.UNAVAILABLE
+        outcomes = {capability.outcome for capability in self.capabilities}
+        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.PASS):
+            if decisive in outcomes:
+                return decisive
+        return Outcome.UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A whole run.
+
+    Attributes:
+        environment: device, versions and suite, as the header shows them.
+        backends: one entry per backend of the run.
+    """
+
+    environment: dict[str, str]
+    backends: tuple[BackendSummary, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """Every record of the run."""
+        return [r for backend in self.backends for capability in backend.capabilities for r in capability.records]
+
+    @property
+    def exit_status(self) -> int:
+        """0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete."""
+        outcomes = {backend.outcome for backend in self.backends}
+        if Outcome.FAIL in outcomes:
+            return 1
+        return 0 if Outcome.PASS in outcomes and Outcome.NOT_RUN not in outcomes else 3
+
+
+def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
+    """Group the records of one backend; ``listed`` gives the cases of each selected capability."""
+    found: dict[str, list[Record]] = {name: [] for name in listed}
+    for record in records:
+        found.setdefault(record.capability, []).append(record)
+    return tuple(
+        CapabilitySummary(name, max(listed.get(name, 0), len(group)), tuple(group)) for name, group in found.items()
+    )
+
+
+def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of each backend, in order of appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.backend, []).append(record)
+    return groups

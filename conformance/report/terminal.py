@@ -1,0 +1,86 @@
+"""The outcome of a run as text for a terminal."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from mla_conformance.record import Record
+from mla_conformance.recording import describe_failure
+from mla_conformance.report.summary import (
+    BackendSummary,
+    CapabilitySummary,
+    Outcome,
+    RunSummary,
+    by_backend,
+    summarise,
+)
+
+
+def say(line: str, error: bool = False) -> None:
+    """Print one line at once."""
+    print(line, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+_SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?"}
+_NAME_WIDTH = 14
+_LINE_WIDTH = 118
+
+
+def header(environment: dict[str, str], cases: int) -> str:
+    """One line on where the run takes place."""
+    return (
+        f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
+        f"tier {environment['tier']} · {cases} cases · golden float64"
+    )
+
+
+def capability_text(capability: CapabilitySummary) -> str:
+    """``name ✔ 12/12``, with what did not count."""
+    if capability.outcome is Outcome.UNSUPPORTED:
+        return f"{capability.name} – unsupported"
+    judged = capability.listed - capability.unsupported
+    text = f"{capability.name} {_SIGN[capability.outcome]} {capability.passed}/{judged}"
+    if capability.unsupported:
+        text += f" ({capability.unsupported} unsupported)"
+    return text
+
+
+def backend_lines(backend: BackendSummary) -> Iterator[str]:
+    """A backend's capabilities, wrapped; or why it is unavailable."""
+    name = f"{backend.name:<{_NAME_WIDTH}} "
+    if backend.reasons:
+        yield f"{name}unavailable: {'; '.join(backend.reasons)}"
+        return
+    line = name
+    for text in map(capability_text, backend.capabilities):
+        if len(line) > len(name) and len(line) + len(text) > _LINE_WIDTH:
+            yield line.rstrip()
+            line = " " * len(name)
+        line += text + "  "
+    yield line.rstrip()
+    if backend.emulated:
+        yield " " * len(name) + "an emulated kernel: judged, never certified"
+
+
+def capability_lines(records: Sequence[Record]) -> Iterator[str]:
+    """Backends and capabilities of a bare list of records, as at the end of a pytest run."""
+    for name, group in by_backend(records).items():
+        yield from backend_lines(BackendSummary(name, (), {}, False, (), {}, summarise(group, {})))
+
+
+def closing_line(run: RunSummary) -> str:
+    """The worst use of the error budget and the counts."""
+    capabilities = [capability for backend in run.backends for capability in backend.capabilities]
+    passed = [c for c in capabilities if c.outcome is Outcome.PASS]
+    worst = max((c.error_budget_used for c in passed), default=0.0)
+    failed = sum(len(c.failures) for c in capabilities)
+    unsupported = sum(c.unsupported for c in capabilities)
+    not_run = sum(c.not_run for b in run.backends if not b.reasons for c in b.capabilities)
+    line = f"worst error {worst:.2f} of budget · {len(run.records)} run · {failed} failed"
+    return f"{line} · {unsupported} unsupported (declared)" + (f" · {not_run} NOT RUN" if not_run else "")
+
+
+def failure_lines(run: RunSummary) -> Iterator[str]:
+    """Every failure with its replay line."""
+    for record in run.records:
+        if record.failed:
+            yield describe_failure(record)

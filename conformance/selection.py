@@ -1,0 +1,96 @@
+"""What a run judges: subjects, capabilities, tier, device and cases, checked before anything is launched."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.backends.loading import BackendReferenceError, known_backends, parse_reference
+from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.case import Case, CaseError
+from mla_conformance.subject import Subject
+
+
+class SelectionError(ValueError):
+    """A request that names something that does not exist here."""
+
+
+def known_names(references: Sequence[str] = ()) -> list[str]:
+    """Names of the registered backends and of those that ``references`` adds."""
+    return list(dict.fromkeys([b.name for b in known_backends()] + [parse_reference(r).name for r in references]))
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device to judge on; None is CUDA where there is one.
+
+    Raises:
+        SelectionError: an unknown device, or CUDA where there is none.
+    """
+    available = torch.cuda.is_available()
+    if name is None:
+        name = "cuda" if available else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise SelectionError(f"unknown device '{name}'; expected cpu or cuda")
+    if name == "cuda" and not available:
+        raise SelectionError(
+            f"device cuda asked for, but torch {torch.__version__} sees no CUDA device; use --device cpu"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A checked request.
+
+    Attributes:
+        subjects: the backends; every registered one if none was named.
+        capabilities: names of the capabilities.
+        tier: how many of their cases.
+        device: where they run.
+        cases: exactly these cases, or all of the tier if empty.
+    """
+
+    subjects: tuple[Subject, ...]
+    capabilities: tuple[str, ...]
+    tier: Tier
+    device: torch.device
+    cases: tuple[Case, ...]
+
+    @staticmethod
+    def of(
+        backends: Sequence[str], capabilities: Sequence[str], tier: str, device: str | None, cases: Sequence[str]
+    ) -> "Selection":
+        """Check a request.
+
+        Raises:
+            SelectionError: something in it is unknown or malformed; the message says what was expected.
+        """
+        try:
+            target = find_device(device)
+            references = [parse_reference(r) for r in backends] or known_backends()
+            parsed = tuple(Case.parse(text) for text in cases)
+            wanted = [find_capability(name).name for name in [*capabilities, *(c.capability for c in parsed)]]
+            subjects = tuple(Subject(reference, target) for reference in dict.fromkeys(references))
+            for subject in subjects:
+                _ = subject.unavailable
+            return Selection(
+                subjects, tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES), find_tier(tier), target, parsed
+            )
+        except (BackendReferenceError, CapabilityError, CaseError) as error:
+            raise SelectionError(str(error)) from error
+
+    def cases_of(self, capability: str) -> tuple[Case, ...]:
+        """The cases of one capability in this run."""
+        if capability not in self.capabilities:
+            return ()
+        if self.cases:
+            return tuple(case for case in self.cases if case.capability == capability)
+        return find_capability(capability).select(self.tier)
+
+    def pairs(self, capability: str) -> Iterator[tuple[Subject, Case, str]]:
+        """Every (subject, case, why unavailable); an unavailable subject stands with its first case only."""
+        for index, case in enumerate(self.cases_of(capability)):
+            for subject in self.subjects:
+                unavailable = "; ".join(subject.unavailable)
+                if not unavailable or index == 0:
+                    yield subject, case, unavailable

@@ -1,0 +1,1 @@
+"""The conformance suite: one test per capability, each reading case → run → judge; run it with ``pytest --pyargs``."""

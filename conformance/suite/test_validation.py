@@ -1,0 +1,14 @@
+"""Validation: what a backend declares is true, in both directions."""
+
+import pytest
+
+from mla_conformance.trial import Trial
+
+
+@pytest.mark.capability("refusals")
+def test_refusals(trial: Trial) -> None:
+    reasons = trial.subject.unsupported(trial.case)
+    if reasons:
+        trial.must_refuse(reasons)
+    else:
+        trial.conforms()

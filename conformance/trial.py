@@ -1,0 +1,107 @@
+"""A trial: one subject on one case, as the suite's tests see it."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.case import Case
+from mla_conformance.driver import Observation, run_calls
+from mla_conformance.golden import expect
+from mla_conformance.judge import judge
+from mla_conformance.memory import storage_bytes
+from mla_conformance.problem import Problem, build_problem
+from mla_conformance.subject import Subject
+from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+
+
+@dataclass
+class Trial:
+    """Runs a subject and collects the verdict of everything that is judged on the way.
+
+    Attributes:
+        subject: the backend under test.
+        case: the case.
+        verdict: the verdict so far; a pass carries the budget used by all judged steps.
+    """
+
+    subject: Subject
+    case: Case
+    verdict: Verdict = field(default_factory=lambda: Verdict(Status.HARNESS_ERROR, "nothing was judged"))
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The inputs of the case."""
+        return build_problem(self.case, self.subject.device)
+
+    @cached_property
+    def backend(self) -> MLAPrefillBackend:
+        """The instance that all calls of the trial go to."""
+        try:
+            return self.subject.create(self.case)
+        except Exception as error:
+            self._settle(failed(Check.CALL, f"the constructor raised {type(error).__name__}: {error}"))
+            raise
+
+    def require_support(self) -> None:
+        """Settle the trial as unsupported if the backend does not declare what the case needs."""
+        reasons = self.subject.unsupported(self.case)
+        if reasons:
+            self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+    def conforms(self, problem: Problem | None = None) -> Observation:
+        """Run a problem, by default the case's own, and judge everything that comes back."""
+        problem = problem or self.problem
+        observation = run_calls(self.backend, problem)
+        verdict = judge(problem, expect(problem), observation, self.subject.declaration)
+        self._settle(verdict)
+        return observation
+
+    def must_refuse(self, reasons: list[str]) -> None:
+        """The backend rejects this configuration, so a call must raise before it launches anything."""
+        try:
+            observation = run_calls(self.subject.create(self.case), self.problem)
+        except Exception as error:
+            self._settle(Verdict(Status.PASS, f"refused: {type(error).__name__}: {error}"))
+            return
+        declared = "; ".join(reasons)
+        if observation.mutated:
+            changed = ", ".join(observation.mutated)
+            self._settle(failed(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but changed {changed}"))
+        if observation.error:
+            self._settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
+            return
+        right = judge(self.problem, expect(self.problem), observation, self.subject.declaration).status is Status.PASS
+        check, result = (
+            (Check.UNDECLARED_SUPPORT, "a right result") if right else (Check.UNSAFE_REFUSAL, "a wrong result")
+        )
+        self._settle(failed(check, f"declared unsupported ({declared}), but it ran and returned {result}"))
+
+    def other_problem(self) -> Problem:
+        """The same configuration with other lengths and values, for tests of state."""
+        kv = tuple(reversed(self.case.kv))
+        case = replace(
+            self.case, q=tuple(length + 3 for length in reversed(self.case.q)), kv=kv, seed=self.case.seed + 1
+        )
+        return build_problem(case, self.subject.device)
+
+    def unchanged(self, earlier: Observation, copies: list[bytes]) -> None:
+        """What an earlier call returned must not have been overwritten by later ones."""
+        if returned_bytes(earlier) != copies:
+            self._settle(failed(Check.STALE_RESULT, "a later call overwrote the result of an earlier one"))
+
+    def _settle(self, verdict: Verdict) -> None:
+        """Keep a pass together with what earlier steps used; raise anything else."""
+        earlier = self.verdict.used if self.verdict.status is Status.PASS else BudgetUse()
+        self.verdict = replace(verdict, used=verdict.used.worst_with(earlier))
+        if verdict.status is not Status.PASS:
+            raise Nonconformance(self.verdict)
+
+
+def returned_bytes(observation: Observation) -> list[bytes]:
+    """The bytes of every returned tensor, as a value that later calls cannot change."""
+    tensors = [
+        value
+        for returned in observation.returned
+        for value in (returned.value if isinstance(returned.value, tuple | list) else (returned.value,))
+    ]
+    return [storage_bytes(tensor.contiguous()).cpu().numpy().tobytes() for tensor in tensors]

@@ -1,0 +1,110 @@
+"""The verdict: what the judge says of one case, as a value."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """Outcome of one (backend, case)."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNSUPPORTED = "unsupported"
+    UNAVAILABLE = "unavailable"
+    CRASH = "crash"
+    HARNESS_ERROR = "harness_error"
+
+
+class Check(StrEnum):
+    """What a failed case failed on, in the order in which it is judged."""
+
+    CALL = "call"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    MASK = "mask"
+    LSE = "lse"
+    OUTPUT = "output"
+    OUT_TENSOR = "out_tensor"
+    MUTATED_INPUT = "mutated_input"
+    OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
+    STALE_RESULT = "stale_result"
+    UNDECLARED_SUPPORT = "undeclared_support"
+    UNSAFE_REFUSAL = "unsafe_refusal"
+
+
+CLAUSES = {
+    Check.CALL: "3.8",
+    Check.SHAPE: "3.1",
+    Check.DTYPE: "3.1",
+    Check.DEVICE: "3.1",
+    Check.MASK: "1.6",
+    Check.LSE: "4.2",
+    Check.OUTPUT: "4.3",
+    Check.OUT_TENSOR: "3.4",
+    Check.MUTATED_INPUT: "3.6",
+    Check.OUT_OF_BOUNDS_WRITE: "3.6",
+    Check.STALE_RESULT: "3.7",
+    Check.UNDECLARED_SUPPORT: "3.8",
+    Check.UNSAFE_REFUSAL: "3.8",
+}
+
+
+@dataclass(frozen=True)
+class BudgetUse:
+    """Worst error over its allowance, by rule; 1 is the limit. Exceeding values and NaN are reported as they are."""
+
+    element: float = 0.0
+    row: float = 0.0
+    lse: float = 0.0
+
+    def worst_with(self, other: "BudgetUse") -> "BudgetUse":
+        """The larger value of each rule."""
+        return BudgetUse(max(self.element, other.element), max(self.row, other.row), max(self.lse, other.lse))
+
+    @property
+    def worst(self) -> float:
+        """The largest of all rules."""
+        return max(self.element, self.row, self.lse)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Status, reason and numbers of one case.
+
+    Attributes:
+        status: outcome.
+        message: one sentence for a person; empty for a pass.
+        check: what failed.
+        where: request, token, head and column of the worst element, where there is one.
+        used: share of the error budget.
+    """
+
+    status: Status
+    message: str = ""
+    check: Check | None = None
+    where: dict[str, int] = field(default_factory=dict)
+    used: BudgetUse = BudgetUse()
+
+    @property
+    def clause(self) -> str:
+        """Clause of SPEC.md that a failure rests on."""
+        return CLAUSES[self.check] if self.check else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "clause": self.clause}
+
+
+def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:
+    """A failure with its clause appended to the sentence."""
+    return Verdict(Status.FAIL, f"{message} (SPEC {CLAUSES[check]})", check, where or {}, used or BudgetUse())
+
+
+class Nonconformance(AssertionError):
+    """A verdict other than pass, raised so that pytest counts it."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict

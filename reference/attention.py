@@ -1,0 +1,172 @@
+"""The golden definition of attention: softmax(scale · q kᵀ) v, its LSE, and the terms of a kernel's error budget.
+
+For a query t and its visible keys s:   p_s = exp(scale · q_t·k_s - lse_t),   output_t = Σ p_s v_s,
+lse_t = ln Σ exp(scale · q_t·k_s). Everything is computed in float64 on the inputs exactly as they are given.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+WORKSPACE_ELEMENTS = 2**24
+"""Elements that one [N, rows, S] temporary may hold (128 MiB of float64); a single row is always admitted."""
+
+
+@dataclass(frozen=True)
+class ErrorTerms:
+    """Sums over the visible keys that a first-order error bound is made of, float64.
+
+    magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
+    score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
+    squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
+    peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
+        is
+        tiny beside it rounds to a subnormal or to 0.
+    peak_squares [T, N, V]: max(p)²·Σ v², the variance of the same.
+    lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
+    """
+
+    magnitude: Tensor
+    score: Tensor
+    squares: Tensor
+    peak: Tensor
+    peak_squares: Tensor
+    lse_score: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Attention over a set of keys: output [T, N, V], natural-log LSE [N, T], both float64, and the error terms.
+
+    A row that sees no key has output 0 and LSE -inf.
+    """
+
+    output: Tensor
+    lse: Tensor
+    terms: ErrorTerms | None = None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    query_start_loc: Sequence[int],
+    key_start_loc: Sequence[int],
+    scale: float,
+    causal: bool,
+    with_terms: bool = False,
+) -> AttentionState:
+    """Attention of a batch of B requests laid end to end.
+
+    q: [T, N, D]. k: [S, N, D], or [S, 1, D] shared by all heads. v: [S, N, V] or [S, 1, V]. Any float dtype,
+    float8 included. query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries
+    query_start_loc[b] … query_start_loc[b+1]-1 and likewise its keys. scale: factor of the logits.
+    causal: aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len.
+    Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
+    NaN included. Raises ValueError for shapes or start locations that do not fit together.
+    """
+    _check_shapes(q, k, v)
+    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
+    blocks: list[AttentionState] = []
+    for queries, keys in zip(_requests(query_start_loc), _requests(key_start_loc), strict=True):
+        request = [part.to(torch.float64) for part in (q[queries], k[keys], v[keys])]
+        for rows, visible in _query_blocks(*request, causal=causal):
+            seen = slice(visible.shape[1])
+            blocks.append(_attend(request[0][rows], request[1][seen], request[2][seen], visible, scale, with_terms))
+    return _concatenate(blocks)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, with_terms: bool) -> AttentionState:
+    """The definition, for q [T, N, D], k [S, N or 1, D], v [S, N or 1, V] in float64 and visible [T, S] bool."""
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    scores = (scale * (q @ k.mT)).masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
+    p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms else None
+    return AttentionState((p @ v).transpose(0, 1), lse, terms)
+
+
+def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
+    """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
+    weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
+    largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
+    seen = visible.to(torch.float64)
+    return ErrorTerms(
+        magnitude=(p @ v.abs()).transpose(0, 1),
+        score=(weighted_scores @ v.abs()).transpose(0, 1),
+        squares=(p.square() @ v.square()).transpose(0, 1),
+        peak=(largest * (seen @ v.abs())).transpose(0, 1),
+        peak_squares=(largest.square() * (seen @ v.square())).transpose(0, 1),
+        lse_score=weighted_scores.sum(dim=-1),
+    )
+
+
+def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
+    """Cut one request into blocks of queries: (rows, visible [rows, S]), S up to the block's last visible key."""
+    (q_len, num_heads, _), kv_len = q.shape, k.shape[0]
+    block = max(1, WORKSPACE_ELEMENTS // max(1, num_heads * kv_len))
+    # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
+    if causal and not (k.isfinite().all() and v.isfinite().all()):
+        block = 1
+    # Query i sees the keys up to i + diagonal.
+    diagonal = kv_len - q_len if causal else kv_len
+    for start in range(0, max(q_len, 1), block):  # a request without queries is one block of no rows
+        stop = min(start + block, q_len)
+        query = torch.arange(start, stop, device=q.device)
+        key = torch.arange(min(max(diagonal + stop, 0), kv_len), device=q.device)
+        yield slice(start, stop), key <= query[:, None] + diagonal
+
+
+def _concatenate(blocks: list[AttentionState]) -> AttentionState:
+    """Lay the states of consecutive queries end to end."""
+    output = torch.cat([block.output for block in blocks])
+    lse = torch.cat([block.lse for block in blocks], dim=-1)
+    terms = [block.terms for block in blocks if block.terms is not None]
+    if not terms:
+        return AttentionState(output, lse)
+    joined = ErrorTerms(
+        magnitude=torch.cat([term.magnitude for term in terms]),
+        score=torch.cat([term.score for term in terms]),
+        squares=torch.cat([term.squares for term in terms]),
+        peak=torch.cat([term.peak for term in terms]),
+        peak_squares=torch.cat([term.peak_squares for term in terms]),
+        lse_score=torch.cat([term.lse_score for term in terms], dim=-1),
+    )
+    return AttentionState(output, lse, joined)
+
+
+def _requests(start_loc: Sequence[int]) -> list[slice]:
+    """The rows of each request."""
+    return [slice(start, stop) for start, stop in pairwise(start_loc)]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k, v are [T, N, D], [S, N or 1, D] and [S, N or 1, V]."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ValueError(f"expected q, k, v of three dimensions [tokens, heads, width], got {shapes}")
+    if q.shape[2] != k.shape[2] or k.shape[0] != v.shape[0]:
+        raise ValueError(f"expected q and k of one width, k and v of one number of tokens, got {shapes}")
+    if k.shape[1] not in (1, q.shape[1]) or v.shape[1] not in (1, q.shape[1]):
+        raise ValueError(f"expected k and v of {q.shape[1]} heads, or of 1 shared by all, got {shapes}")
+
+
+def _check_start_locs(query_start_loc: Sequence[int], key_start_loc: Sequence[int], q_rows: int, k_rows: int) -> None:
+    """Raise ValueError unless both lists delimit the same number of requests within their tensors."""
+    if len(query_start_loc) != len(key_start_loc) or len(query_start_loc) < 2:
+        raise ValueError(
+            "expected start locations of one batch, B + 1 entries each with B >= 1, got "
+            f"{len(query_start_loc)} for the queries and {len(key_start_loc)} for the keys"
+        )
+    for name, start_loc, rows in (("query", query_start_loc, q_rows), ("key", key_start_loc, k_rows)):
+        ascending = all(start <= stop for start, stop in pairwise(start_loc))
+        if start_loc[0] != 0 or not ascending or start_loc[-1] > rows:
+            raise ValueError(
+                f"{name}_start_loc must start at 0, never descend and end within the tensor's {rows} rows, "
+                f"got {list(start_loc)}"
+            )

@@ -1,0 +1,73 @@
+"""Splitting the cached context of a batch of prefills into chunks that fit one workspace.
+
+The plan of vLLM's MLA metadata builder: the workspace is shared equally among the prefills that have a context, a
+share is rounded down to whole cache pages, and chunk i holds the i-th share of every context. Torch-free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """One slice of every request's context, in tokens; both tuples have B entries.
+
+    starts: first context token of the slice. seq_lens: its length, 0 where the request's context has ended.
+    Raises ValueError when the tuples differ in length or hold a negative number.
+    """
+
+    starts: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.seq_lens):
+            raise ValueError(
+                f"expected one start and one length a request, got {len(self.starts)} starts and "
+                f"{len(self.seq_lens)} lengths"
+            )
+        if any(number < 0 for number in (*self.starts, *self.seq_lens)):
+            raise ValueError(f"starts and lengths must be >= 0, got {self.starts} and {self.seq_lens}")
+
+    @property
+    def key_start_loc(self) -> tuple[int, ...]:
+        """Where each request's keys begin in the gathered chunk: B + 1 cumulative lengths, the first 0."""
+        return tuple(accumulate(self.seq_lens, initial=0))
+
+    @property
+    def num_tokens(self) -> int:
+        """Context tokens in the chunk, over all requests."""
+        return sum(self.seq_lens)
+
+
+def plan_context_chunks(
+    context_lens: Sequence[int], *, workspace_tokens: int, page_size: int
+) -> tuple[ContextChunk, ...]:
+    """Plan the chunks of contexts of `context_lens` tokens, one entry a prefill, in order.
+
+    workspace_tokens: tokens that a chunk may hold over all requests. page_size: tokens in a cache page; every start
+    is a multiple of it. Without any context the plan is empty.
+    Raises ValueError for a negative length, a page size below 1, or a workspace below a page for each context.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size must be >= 1 token, got {page_size}")
+    if any(length < 0 for length in context_lens):
+        raise ValueError(f"context lengths must be >= 0, got {tuple(context_lens)}")
+    with_context = sum(length > 0 for length in context_lens)
+    if with_context == 0:
+        return ()
+    share = workspace_tokens // with_context // page_size * page_size
+    if share < 1:
+        raise ValueError(
+            f"workspace_tokens must be at least {with_context * page_size} ({with_context} contexts of one page of "
+            f"{page_size} tokens), got {workspace_tokens}; enlarge the workspace or prefill fewer requests at once"
+        )
+    return tuple(_chunk(context_lens, start, share) for start in range(0, max(context_lens), share))
+
+
+def _chunk(context_lens: Sequence[int], start: int, share: int) -> ContextChunk:
+    """The tokens [start, start + share) of every context, as far as it reaches."""
+    return ContextChunk(
+        starts=(start,) * len(context_lens),
+        seq_lens=tuple(min(max(length - start, 0), share) for length in context_lens),
+    )

@@ -1,0 +1,77 @@
+"""The sizes of an MLA layer, and those of the published models.
+
+Torch-free: a test case or a selector handles dimensions without loading a tensor library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    """Raise ValueError for the first of the fields `names` of `owner` that is not a positive int."""
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}; give the size in elements")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLADimensions:
+    """Sizes of one attention head, in elements.
+
+    qk_nope_head_dim: P, the part of query and key that carries no position.
+    qk_rope_head_dim: R, the part that RoPE rotates; 0 for a model without it (NoPE), otherwise even.
+    v_head_dim: V.
+    Raises ValueError for anything but ints of those ranges.
+    """
+
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "qk_nope_head_dim", "v_head_dim")
+        rope = self.qk_rope_head_dim
+        if type(rope) is not int or rope < 0 or rope % 2:
+            raise ValueError(
+                f"qk_rope_head_dim must be an even int >= 0, got {rope!r}; RoPE rotates pairs, and 0 means NoPE"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """P + R, the width of a query and of an up-projected key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDimensions:
+    """Sizes of one MLA layer: H, N, Lq, L and those of a head. ValueError unless all are positive ints."""
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    head: MLADimensions
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank")
+
+
+_DEEPSEEK_HEAD = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_GLM_HEAD = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+_SMALL_HEAD = MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+
+_V2 = ModelDimensions(hidden_size=5120, num_heads=128, q_lora_rank=1536, kv_lora_rank=512, head=_DEEPSEEK_HEAD)
+_V3 = ModelDimensions(hidden_size=7168, num_heads=128, q_lora_rank=1536, kv_lora_rank=512, head=_DEEPSEEK_HEAD)
+_GLM = ModelDimensions(hidden_size=6144, num_heads=64, q_lora_rank=2048, kv_lora_rank=512, head=_GLM_HEAD)
+_SMALL = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=24, kv_lora_rank=32, head=_SMALL_HEAD)
+
+PRESETS: Mapping[str, ModelDimensions] = MappingProxyType(
+    {"v2": _V2, "v3": _V3, "r1": _V3, "glm": _GLM, "small": _SMALL}
+)
+"""Layers by short name, before any split over ranks.
+
+`v2`, `v3`, `r1`: DeepSeek-V2, -V3 and -R1 (R1 has V3's layers). `glm`: GLM-5. Numbers from the `config.json` that
+each model is published with. `small`: no model, a layer that a CPU test can afford.
+"""

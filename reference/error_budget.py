@@ -1,0 +1,71 @@
+"""The error budget: how far a faithful low-precision kernel may be from the golden result, element by element.
+
+First order, from the terms that the golden pass returns: a kernel multiplies in the model's dtype, accumulates in
+float32, rounds P to its declared dtype and rounds the output once. Nothing here is a constant of the test data.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.reference.attention import AttentionState, ErrorTerms
+
+FLOAT32_ROUNDOFF = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roundoffs:
+    """Unit roundoffs of a kernel's intermediate results; 0 where it does not round.
+
+    Attributes:
+        p: P before the product with V.
+        p_floor: half the smallest subnormal of P, the absolute error of values tiny beside the row's largest.
+        partials: outputs of split keys before they are combined.
+        output: the stored output.
+        output_floor: half the smallest subnormal of the stored output, the absolute error of tiny values.
+        row_sum: P before it is summed, which moves the LSE.
+        exp: the exponential, in P and in the row sum alike.
+        accumulation: rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes.
+    """
+
+    p: float
+    p_floor: float
+    partials: float
+    output: float
+    output_floor: float
+    row_sum: float
+    exp: float
+    accumulation: float
+
+
+def _terms(state: AttentionState) -> ErrorTerms:
+    if state.terms is None:
+        raise ValueError("expected a state with error terms; compute it with with_terms=True")
+    return state.terms
+
+
+def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
+    terms = _terms(state)
+    # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
+    weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
+    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
+    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    return weights + roundoffs.output * state.output.abs() + floors + float32
+
+
+def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
+    terms = _terms(state)
+    rounding = roundoffs.p**2 * terms.squares + roundoffs.p_floor**2 * terms.peak_squares
+    rounding = rounding + (roundoffs.output**2 + roundoffs.partials**2) * state.output.square()
+    systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
+    systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs() + roundoffs.output_floor
+    return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
+
+
+def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[N, T] largest error of the LSE; 0 where the row sees no key."""
+    float32 = _terms(state).lse_score + state.lse.abs() + 1.0
+    budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
+    return budget.masked_fill(state.lse == -torch.inf, 0.0)

@@ -1,0 +1,86 @@
+"""The paged cache of latents: what MLA stores of the context, one row of L + R elements a token.
+
+Layout as in vLLM: a tensor [num_blocks, page_size, L+R], the latent kv_c first, then the rotated shared key k_pe.
+A slot is block · page_size + offset; a block table lists, for each request, its blocks in the order of its tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_conformance.reference.chunking import ContextChunk
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """The context of a batch: where its latents lie, and how much of it may be expanded at a time.
+
+    cache [num_blocks, page_size, L+R]; block_table [B, max_blocks] integers; context_lens B lengths in tokens;
+    workspace_tokens as in `plan_context_chunks`.
+    """
+
+    cache: Tensor
+    block_table: Tensor
+    context_lens: tuple[int, ...]
+    workspace_tokens: int
+
+
+def write_latents(cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    """Write T tokens into their slots, in place, converted to the cache's dtype.
+
+    cache [num_blocks, page_size, L+R]; kv_c [T, L]; k_pe [T, R]; slot_mapping [T] integers, -1 writes nothing.
+    Raises ValueError when the shapes do not fit together or a slot lies outside the cache; then nothing is written.
+    """
+    page_size, num_slots = cache.shape[1], cache.shape[0] * cache.shape[1]
+    latents = torch.cat((kv_c, k_pe), dim=-1).to(cache.dtype)
+    if slot_mapping.shape != latents.shape[:1] or latents.shape[1] != cache.shape[2]:
+        raise ValueError(
+            f"expected one slot a token and rows of {cache.shape[2]} elements, got {tuple(slot_mapping.shape)} slots "
+            f"for latents {tuple(latents.shape)}"
+        )
+    if bool(((slot_mapping < -1) | (slot_mapping >= num_slots)).any()):
+        raise ValueError(
+            f"expected slots in 0..{num_slots - 1}, or -1 for a token that is not stored, got "
+            f"{slot_mapping.min().item()}..{slot_mapping.max().item()}"
+        )
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored].long()
+    cache[slots // page_size, slots % page_size] = latents[stored]
+
+
+def gather_latents(
+    cache: Tensor, block_table: Tensor, chunk: ContextChunk, *, kv_lora_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Collect one chunk of every request's context, requests one after another.
+
+    cache [num_blocks, page_size, L+R]; block_table [B, max_blocks] integers; kv_lora_rank is L.
+    Returns (kv_c [S, L], k_pe [S, R]) of the cache's dtype with S = chunk.num_tokens; no other slot is read.
+    Raises ValueError when the table is too short for the chunk or names a block that the cache lacks.
+    """
+    if block_table.shape[0] != len(chunk.starts):
+        raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
+    page_size = cache.shape[1]
+    rows = []
+    for blocks, start, length in zip(block_table, chunk.starts, chunk.seq_lens, strict=True):
+        tokens = torch.arange(start, start + length, device=cache.device)
+        rows.append(cache[_blocks_of(blocks, tokens // page_size, cache.shape[0]), tokens % page_size])
+    latents = torch.cat(rows)
+    return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
+
+
+def _blocks_of(blocks: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
+    """The cache blocks that hold `pages` (ascending) of one request, or ValueError."""
+    needed = int(pages[-1]) + 1 if len(pages) else 0
+    if needed > len(blocks):
+        raise ValueError(
+            f"the block table is too short: a request needs {needed} blocks, its row holds {len(blocks)}; "
+            "widen the table or shorten the context"
+        )
+    chosen = blocks.to(pages.device)[pages].long()
+    if bool(((chosen < 0) | (chosen >= num_blocks)).any()):
+        raise ValueError(
+            f"expected blocks in 0..{num_blocks - 1}, got {chosen.min().item()}..{chosen.max().item()} "
+            "among the pages that the context occupies"
+        )
+    return chosen

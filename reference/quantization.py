@@ -1,0 +1,78 @@
+"""Static per-tensor quantisation to float8 e4m3fn, correctly rounded.
+
+e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, largest value 448, smallest 2^-9, no infinity, NaN at 0x7f and
+0xff. Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+"""The largest finite value of e4m3fn."""
+
+_MANTISSA_BITS = 3
+_MIN_EXPONENT = -6
+_NAN_MAGNITUDE = 0x7F
+
+
+def require_float8() -> None:
+    """Raise ValueError when this torch build has no float8_e4m3fn."""
+    if not hasattr(torch, "float8_e4m3fn"):
+        raise ValueError(
+            f"expected a torch with float8_e4m3fn, got torch {torch.__version__} without it; install torch >= 2.9"
+        )
+
+
+def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
+    """The e4m3 code of x / scale: the quotient in float64, rounded once to nearest-even, saturated to ±448.
+
+    x: any shape and float dtype. scale: positive and finite, the value that code 1.0 stands for.
+    Returns float8_e4m3fn of x's shape; an infinity saturates, a NaN stays NaN. Raises ValueError for a bad scale.
+    """
+    require_float8()
+    _require_scale(scale)
+    quotient = x.to(torch.float64) / scale
+    # torch's own cast goes through float32 and so rounds twice: 1 + 2^-4 + 2^-30 would become 1.0, not 1.125.
+    _, exponent = torch.frexp(quotient)
+    step = torch.exp2((exponent - 1).clamp(min=_MIN_EXPONENT).to(torch.float64) - _MANTISSA_BITS)
+    rounded = torch.where(quotient.isfinite(), torch.round(quotient / step) * step, quotient)
+    # Clamped here because the cast of values beyond 448 is NaN or 448, depending on the version of torch.
+    return rounded.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def dequantize_e4m3(code: Tensor, scale: float) -> Tensor:
+    """The value that a code stands for, code · scale: float8_e4m3fn of any shape to float64.
+
+    Raises ValueError for another dtype or a scale that is not positive and finite.
+    """
+    _require_e4m3(code)
+    _require_scale(scale)
+    return code.to(torch.float64) * scale
+
+
+def e4m3_ordinal(code: Tensor) -> Tensor:
+    """Number the codes in the order of their values, neighbours one apart and both zeros 0: float8 to int16.
+
+    Raises ValueError for another dtype, or for a NaN, which has no place in the order.
+    """
+    _require_e4m3(code)
+    bits = code.view(torch.uint8).to(torch.int16)
+    magnitude = bits & 0x7F
+    if bool((magnitude == _NAN_MAGNITUDE).any()):
+        raise ValueError("expected finite e4m3 codes, got NaN; compare the NaN masks first and number the rest")
+    return torch.where(bits >= 0x80, -magnitude, magnitude)
+
+
+def _require_scale(scale: float) -> None:
+    """Raise ValueError unless `scale` is positive and finite."""
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"expected a positive finite scale, got {scale}")
+
+
+def _require_e4m3(code: Tensor) -> None:
+    """Raise ValueError unless `code` holds float8_e4m3fn."""
+    require_float8()
+    if code.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"expected codes of dtype float8_e4m3fn, got {code.dtype}; quantise with quantize_e4m3")

@@ -1,0 +1,87 @@
+"""The hand-derived vectors under fixtures/golden, and the files themselves."""
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_conformance.fixtures import load, names
+from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.merge import merge
+from mla_conformance.reference.mla import compute_friendly, data_movement_friendly
+from mla_conformance.reference.projections import kv_b_proj
+from mla_conformance.reference.quantization import quantize_e4m3
+
+ATTENTION = ("equal_logits", "two_token_logistic", "dominant_key", "bottom_right")
+
+
+def tensors(payload: dict[str, Any], *fields: str) -> list[Tensor]:
+    return [torch.tensor(_floats(payload[field]), dtype=torch.float64) for field in fields]
+
+
+def _floats(nested: Any) -> Any:
+    return [_floats(part) for part in nested] if isinstance(nested, list) else float(nested)
+
+
+def batch(payload: dict[str, Any]) -> dict[str, Any]:
+    return {field: payload[field] for field in ("query_start_loc", "key_start_loc", "scale", "causal")}
+
+
+def assert_golden(state: AttentionState, payload: dict[str, Any]) -> None:
+    output, lse = tensors(payload, "output", "lse")
+    torch.testing.assert_close(state.output, output, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(state.lse, lse, rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    payload = load(name)["payload"]
+    assert_golden(attention(*tensors(payload, "q", "k", "v"), **batch(payload)), payload)
+
+
+@pytest.mark.parametrize("route", [compute_friendly, data_movement_friendly])
+def test_latent_mean_by_both_paths(route: Any) -> None:
+    payload = load("latent_mean")["payload"]
+    weight = kv_b_proj(*tensors(payload, "w_uk", "w_uv"))
+    assert_golden(route(*tensors(payload, "q_nope", "q_pe", "kv_c", "k_pe"), weight, **batch(payload)), payload)
+
+
+def test_merge() -> None:
+    payload = load("merge")["payload"]
+    state = AttentionState(*merge(*tensors(payload, "output_a", "lse_a", "output_b", "lse_b")))
+    assert_golden(state, payload)
+
+
+def test_e4m3() -> None:
+    payload = load("e4m3")["payload"]
+    (values,) = tensors(payload, "value")
+    codes = quantize_e4m3(values, payload["scale"]).view(torch.uint8)
+    assert codes.tolist() == payload["code"]
+
+
+def test_chunk_plan() -> None:
+    payload = load("chunk_plan")["payload"]
+    plan = plan_context_chunks(
+        payload["context_lens"], workspace_tokens=payload["workspace_tokens"], page_size=payload["page_size"]
+    )
+    assert [list(chunk.starts) for chunk in plan] == payload["starts"]
+    assert [list(chunk.seq_lens) for chunk in plan] == payload["seq_lens"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_file_says_where_it_comes_from(name: str) -> None:
+    golden = load(name)
+    canonical = json.dumps(golden["payload"], sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    assert golden["schema"] == "mla-conformance/golden/1"
+    assert golden["name"] == name
+    assert golden["provenance"]["derivation"] and golden["provenance"]["dtypes"]
+    assert golden["provenance"]["payload_sha256"] == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="bottom_right, chunk_plan"):
+        load("nope")

@@ -1,0 +1,60 @@
+"""Writing latents into pages and collecting them again."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
+from mla_conformance.reference.kv_cache import gather_latents, write_latents
+
+
+def test_chunks_collect_what_was_written_and_nothing_else(prefill: Any) -> None:
+    context = prefill.context
+    plan = plan_context_chunks(context.context_lens, workspace_tokens=8, page_size=4)
+    for chunk in plan:
+        kv_c, k_pe = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=32)
+        expected = torch.cat(
+            [
+                request[start : start + length]
+                for request, start, length in zip(prefill.latents, chunk.starts, chunk.seq_lens, strict=True)
+            ]
+        )
+        assert kv_c.shape == (chunk.num_tokens, 32) and k_pe.shape == (chunk.num_tokens, 8)
+        assert torch.equal(torch.cat((kv_c, k_pe), dim=-1), expected)  # also: no NaN of an unused slot
+
+
+def test_only_the_named_slots_are_written() -> None:
+    cache = torch.full((3, 4, 5), 7.0, dtype=torch.bfloat16)
+    write_latents(cache, torch.ones(3, 3), torch.zeros(3, 2), torch.tensor([9, -1, 0]))
+    written = cache.flatten(0, 1)
+    assert written[[0, 9]].tolist() == [[1, 1, 1, 0, 0]] * 2
+    assert (written[[s for s in range(12) if s not in (0, 9)]] == 7).all()
+
+
+def test_a_cache_may_be_a_strided_view() -> None:
+    pool = torch.zeros(3, 2, 4, 5)
+    write_latents(pool[:, 1], torch.ones(1, 3), torch.ones(1, 2), torch.tensor([11]))
+    assert pool[2, 1, 3].tolist() == [1] * 5 and pool.sum() == 5
+
+
+@pytest.mark.parametrize("slot", [-2, 12])
+def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
+    cache = torch.zeros(3, 4, 5)
+    with pytest.raises(ValueError, match=r"slots in 0\.\.11"):
+        write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0, slot]))
+    assert (cache == 0).all()
+
+
+def test_misfits_are_refused() -> None:
+    cache, chunk = torch.zeros(3, 4, 5), ContextChunk(starts=(4,), seq_lens=(5,))
+    with pytest.raises(ValueError, match="one slot a token"):
+        write_latents(cache, torch.ones(2, 3), torch.ones(2, 2), torch.tensor([0]))
+    with pytest.raises(ValueError, match="one slot a token and rows of 5"):
+        write_latents(cache, torch.ones(2, 3), torch.ones(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="needs 3 blocks, its row holds 2"):
+        gather_latents(cache, torch.tensor([[0, 1]]), chunk, kv_lora_rank=3)
+    with pytest.raises(ValueError, match=r"blocks in 0\.\.2"):
+        gather_latents(cache, torch.tensor([[0, 1, 3]]), chunk, kv_lora_rank=3)
+    with pytest.raises(ValueError, match="block table of 1 rows"):
+        gather_latents(cache, torch.tensor([[0, 1, 2]] * 2), chunk, kv_lora_rank=3)

@@ -1,0 +1,57 @@
+"""The products of the layer: copies are exact, absorption is an identity."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.reference.dimensions import PRESETS
+from mla_conformance.reference.projections import (
+    absorb_query,
+    expand_key,
+    kv_b_proj,
+    random_weights,
+    split_kv_b_proj,
+    up_project,
+    up_project_output,
+)
+
+
+def test_kv_b_proj_round_trip(normal: Any) -> None:
+    w_uk, w_uv = normal(1, 32, 4, 16), normal(2, 32, 4, 12)
+    again = split_kv_b_proj(kv_b_proj(w_uk, w_uv), 16)
+    assert torch.equal(again[0], w_uk) and torch.equal(again[1], w_uv)
+    with pytest.raises(ValueError, match=r"expected 1\.\.27, got 28"):
+        split_kv_b_proj(kv_b_proj(w_uk, w_uv), 28)
+
+
+def test_absorption_moves_a_matrix_across_the_product(normal: Any) -> None:
+    q, kv_c, w_uk, w_uv = normal(1, 3, 4, 16), normal(2, 7, 32), normal(3, 32, 4, 16), normal(4, 32, 4, 12)
+    up = up_project(kv_c, kv_b_proj(w_uk, w_uv))
+    expanded = torch.einsum("tnp,snp->nts", q, up[..., :16])
+    absorbed = torch.einsum("tnl,sl->nts", absorb_query(q, w_uk), kv_c)
+    torch.testing.assert_close(absorbed, expanded, rtol=1e-12, atol=1e-11)
+    p = torch.softmax(expanded, dim=-1)
+    late = up_project_output(torch.einsum("nts,sl->tnl", p, kv_c), w_uv)
+    torch.testing.assert_close(late, torch.einsum("nts,snv->tnv", p, up[..., 16:]), rtol=1e-12, atol=1e-12)
+
+
+def test_products_widen_and_copies_keep() -> None:
+    narrow = torch.ones(3, 4, 2, dtype=torch.bfloat16)
+    key = expand_key(narrow, torch.zeros(3, 2, dtype=torch.bfloat16))
+    assert key.dtype == torch.bfloat16 and key.shape == (3, 4, 4) and (key[..., 2:] == 0).all()
+    assert up_project(torch.ones(5, 3, dtype=torch.bfloat16), narrow).dtype == torch.float64
+
+
+def test_random_weights_have_the_shapes_and_keep_the_scale() -> None:
+    model = PRESETS["small"]
+    weights = random_weights(model, torch.Generator().manual_seed(0))
+    shapes = {name: tuple(weight.shape) for name, weight in vars(weights).items()}
+    assert shapes == {
+        "W_DQ": (64, 24), "W_UQ": (24, 4, 16), "W_QR": (24, 4, 8), "W_DKV": (64, 32),
+        "W_UK": (32, 4, 16), "W_KR": (64, 8), "W_UV": (32, 4, 16), "W_O": (64, 64),
+    }  # fmt: skip
+    for name, weight in vars(weights).items():
+        assert weight.std().item() * weight.shape[0] ** 0.5 == pytest.approx(1.0, abs=0.15), name
+    again = random_weights(model, torch.Generator().manual_seed(0), torch.bfloat16)
+    assert torch.equal(again.W_O, weights.W_O.to(torch.bfloat16))
