@@ -25,6 +25,9 @@ class Precision(Enum):
     FLOAT32 = "float32"
     MODEL = "model"
     E4M3 = "e4m3"
+    """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
+    SCALED_E4M3 = "scaled-e4m3"
+    """P times 2^8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +59,16 @@ class Declaration:
         deviations: printed in the report.
         distributions: names of the installed distributions whose versions belong into the record.
         emulated: an emulation of a kernel; it is judged but never counts as certified.
+        deterministic: equal calls return equal bits.
+        batch_invariant: a request's bits do not depend on the other requests of its batch.
     """
 
     rounding: Rounding = field(default_factory=Rounding)
     deviations: tuple[Deviation, ...] = ()
     distributions: tuple[str, ...] = ()
     emulated: bool = False
+    deterministic: bool = True
+    batch_invariant: bool = False
 
 
 def declaration_of(backend: type) -> Declaration:

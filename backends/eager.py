@@ -33,7 +33,7 @@ class EagerPrefillBackend(MLAPrefillBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
     key_tile: ClassVar[int] = 128
 
     @staticmethod
@@ -71,6 +71,24 @@ class EagerPrefillBackend(MLAPrefillBackend):
         key_start_loc = context.cu_seq_lens[chunk_idx].tolist()
         accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
         return self._store(accumulated, q.dtype, None, None), lse
+
+    def merge_attn_states(
+        self,
+        output: torch.Tensor,
+        prefix_output: torch.Tensor,
+        prefix_lse: torch.Tensor,
+        suffix_output: torch.Tensor,
+        suffix_lse: torch.Tensor,
+        output_lse: torch.Tensor | None = None,
+    ) -> None:
+        """Merge partial results [T, N, V] with LSEs [N, T] into ``output``, in float32, and their LSE into ``output_lse``."""
+        lse = torch.logaddexp(prefix_lse, suffix_lse)
+        # Two rows without keys: both weights must be 0, not exp(-inf - -inf).
+        shift = lse.masked_fill(lse == -torch.inf, 0.0)
+        weights = [(part - shift).exp().mT.unsqueeze(-1) for part in (prefix_lse, suffix_lse)]
+        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        if output_lse is not None:
+            output_lse.copy_(lse)
 
     def _batch(
         self,

@@ -5,10 +5,12 @@ No tensor and no torch here: a case is written into journals, file names and bug
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 CASE_FORMAT = 1
@@ -37,10 +39,14 @@ class Layout(StrEnum):
     """q and k are slices of wider buffers whose other columns hold NaN."""
     HEADS_FIRST = "heads_first"
     """q is a transposed view of [N, T, D]."""
+    ODD = "odd"
+    """All three are slices of buffers with an odd row stride, which no vector load is aligned to."""
 
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 QUANT = ("none", "fp8")
+MERGE = ("golden", "own")
+POISON = ("nan", "inf", "large")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,10 @@ class Case:
         out: whether an output tensor is handed in.
         quant: quantisation of the output.
         oscale: output scale in millionths.
-        pad: rows of NaN after the last counted token.
+        pad: poisoned rows after the last counted token.
+        poison: what excluded bytes hold.
+        inflate: factor of the maxima in the metadata over the true ones.
+        merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
         seed: another draw of the same case.
     """
 
@@ -85,6 +94,9 @@ class Case:
     quant: str = "none"
     oscale: int = 13000
     pad: int = 0
+    poison: str = "nan"
+    inflate: int = 1
+    merge: str = "golden"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -142,8 +154,8 @@ class Case:
         _reject_unknown(values)
         if "capability" not in values:
             raise CaseError("expected a field 'capability' in the case")
-        for name in {"q", "kv"} & set(values):
-            values[name] = tuple(values[name])
+        for name, value in values.items():
+            values[name] = _from_plain(name, value)
         return Case(**values)
 
     @staticmethod
@@ -159,6 +171,8 @@ class Case:
         pairs = [pair.partition("=") for pair in rest.split(";") if pair]
         values = {name.strip(): value.strip() for name, _, value in pairs}
         _reject_unknown(values)
+        if "capability" in values or len(values) < len(pairs):
+            raise CaseError(f"malformed case id {text!r}: expected each field once, the capability before the colon")
         return Case(capability=capability, **{name: _parse(name, value) for name, value in values.items()})
 
 
@@ -192,6 +206,19 @@ def _parse(name: str, value: str) -> Any:
         raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
 
 
+def _from_plain(name: str, value: Any) -> Any:
+    """A field's value from JSON, where a tuple is a list."""
+    kind = _TYPES[name]
+    if kind in (int, bool, str):
+        fits = type(value) is kind
+    else:
+        fits = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if not fits:
+        expected = {int: "an integer", bool: "true or false", str: "a string"}.get(kind, "a list of integers")
+        raise CaseError(f"field {name}: expected {expected}, got {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _reject_unknown(values: dict[str, Any]) -> None:
     unknown = sorted(set(values) - set(_TYPES))
     if unknown:
@@ -207,11 +234,26 @@ def _dimensions(name: str) -> tuple[MLADimensions, int]:
             f"unknown dims {name!r}; expected one of {', '.join(PRESETS)}, or P-R-V-L such as 128-64-128-512"
         )
     nope, rope, value, latent = map(int, numbers.groups())
-    return MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value), latent
+    if latent < 1:
+        raise CaseError(f"dims {name!r}: expected a positive latent dim L, got {latent}")
+    try:
+        return MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value), latent
+    except ValueError as error:
+        raise CaseError(f"dims {name!r}: {error}") from error
+
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "call": list(Call),
+    "dtype": DTYPES,
+    "layout": list(Layout),
+    "quant": QUANT,
+    "poison": POISON,
+    "merge": MERGE,
+}
 
 
 def _validate(case: Case) -> None:
-    for name, allowed in (("call", list(Call)), ("dtype", DTYPES), ("layout", list(Layout)), ("quant", QUANT)):
+    for name, allowed in _CHOICES.items():
         if getattr(case, name) not in allowed:
             raise CaseError(f"field {name}: expected one of {', '.join(allowed)}, got {getattr(case, name)!r}")
     _dimensions(case.dims)
@@ -219,8 +261,18 @@ def _validate(case: Case) -> None:
         raise CaseError(f"expected one non-negative length per request, got q={list(case.q)} kv={list(case.kv)}")
     if case.call != Call.NEW_TOKENS and len(case.kv) != len(case.q):
         raise CaseError(f"{case.call} expects one context length per request, got q={list(case.q)} kv={list(case.kv)}")
-    for name in ("heads", "page", "workspace", "scale", "oscale"):
+    for name in ("heads", "page", "workspace", "scale", "oscale", "inflate"):
         if getattr(case, name) < 1:
             raise CaseError(f"field {name}: expected a positive number, got {getattr(case, name)}")
     if case.pad < 0:
         raise CaseError(f"field pad: expected a non-negative number, got {case.pad}")
+    _require_plan(case)
+
+
+def _require_plan(case: Case) -> None:
+    if case.call != Call.CHUNKED_CONTEXT:
+        return
+    try:
+        plan_context_chunks(case.kv, workspace_tokens=case.workspace, page_size=case.page)
+    except ValueError as error:
+        raise CaseError(f"field workspace: {error}") from error

@@ -123,9 +123,15 @@ def _folder(path: Path) -> Path:
 
 
 def _backends(options: argparse.Namespace) -> int:
-    for subject in _select([], options.device).subjects:
+    from mla_conformance.selection import known_names
+
+    names = known_names()
+    subjects = _select(names, options.device).subjects
+    subjects = tuple(sorted(subjects, key=lambda subject: names.index(subject.name.partition("[")[0])))
+    width = max(len(subject.name) for subject in subjects)
+    for subject in subjects:
         state = "unavailable: " + "; ".join(subject.unavailable) if subject.unavailable else "available"
-        say(f"{subject.name:<14} {state}")
+        say(f"{subject.name:<{width}} {state}")
     return 0
 
 

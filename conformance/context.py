@@ -55,19 +55,20 @@ def latent_context(
 
     def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor) -> Keys:
         k, v = _up_project(kv_c, k_pe, weights, dims.qk_nope_head_dim)
-        return k, regime.values(v)
+        return regime.keys(k), regime.values(v)
 
     weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
-    cache, block_table = _paged_cache(case, dtype, device, generator, latents(sum(case.kv)))
+    cached, new = latents(sum(case.kv)), latents(sum(case.q))
+    cache, block_table = _paged_cache(case, dtype, device, cached)
     chunks = plan_context_chunks(case.kv, workspace_tokens=case.workspace, page_size=case.page)
-    workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device)
+    workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
     chunk_keys = []
     for chunk in chunks:
         gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
         workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
         chunk_keys.append(keys_of(*gathered))
-    new = tuple(x.to(device) for x in latents(sum(case.q)))
-    return LatentContext(chunks, tuple(chunk_keys), keys_of(*new), block_table, workspace)
+    new_tokens = keys_of(new[0].to(device), new[1].to(device))
+    return LatentContext(chunks, tuple(chunk_keys), new_tokens, block_table, workspace)
 
 
 def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, nope: int) -> Keys:
@@ -77,17 +78,18 @@ def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, n
 
 
 def _paged_cache(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator, latents: Keys
+    case: Case, dtype: torch.dtype, device: torch.device, latents: Keys
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
     pages = [-(-length // case.page) for length in case.kv]
     # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
-    blocks = (torch.randperm(sum(pages), generator=generator) + 1).split(pages)
+    shuffle = torch.Generator().manual_seed(case.seed)
+    blocks = (torch.randperm(sum(pages), generator=shuffle) + 1).split(pages)
     block_table = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32)
     for row, ids in zip(block_table, blocks, strict=True):
         row[: len(ids)] = ids
     width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    cache = poison((sum(pages) + 1, case.page, width), dtype, device)
+    cache = poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
     slots = [
         ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page
         for ids, length in zip(blocks, case.kv, strict=True)

@@ -2,15 +2,19 @@
 
 import traceback
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.case import Call
-from mla_conformance.memory import Guarded, Snapshot
+from mla_conformance.memory import Guarded, Snapshot, poison, poison_allocator
 from mla_conformance.problem import PrefillCall, Problem
 from mla_conformance.reference.merge import merge
+
+State = tuple[torch.Tensor, torch.Tensor]
+"""Output [T, N, V] and LSE [N, T]."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,13 @@ class Observation:
         returned: one entry per call; the last one may carry an error.
         merged: (output, lse) of all calls merged in float64, where there are several and all returned two tensors.
         mutated: caller-owned tensors whose bytes changed.
+        merge_error: what the backend's own merge raised.
     """
 
     returned: tuple[Returned, ...]
-    merged: tuple[torch.Tensor, torch.Tensor] | None
+    merged: State | None
     mutated: tuple[str, ...]
+    merge_error: str = ""
 
     @property
     def error(self) -> Returned | None:
@@ -51,19 +57,26 @@ class Observation:
         return next((returned for returned in self.returned if returned.error), None)
 
 
-def run_calls(backend: MLAPrefillBackend, problem: Problem) -> Observation:
-    """Prepare the metadata and run every call of ``problem`` on an instance."""
+def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True) -> Observation:
+    """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare=not returned))
+        returned.append(_guarded_call(backend, problem, call, prepare=prepare and not returned))
         if returned[-1].error:
             break
-    return Observation(tuple(returned), _merge(problem, returned), tuple(before.changed()))
+    merged, merge_error = None, ""
+    try:
+        merged = _merge(backend, problem, returned)
+    except Exception as error:
+        merge_error = f"{type(error).__name__}: {error}"
+    return Observation(tuple(returned), merged, tuple(before.changed()), merge_error)
 
 
 def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, prepare: bool) -> Returned:
     out = _output_buffer(problem, call)
+    width = problem.case.dimensions.v_head_dim
+    poison_allocator((*call.q.shape[:2], width), problem.dtype, problem.device, problem.case.poison)
     try:
         if prepare:
             backend.prepare_metadata(problem.metadata)
@@ -71,7 +84,8 @@ def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCal
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
     except Exception as error:
-        return Returned(call, None, f"{type(error).__name__}: {error}", traceback.format_exc(), out)
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        return Returned(call, None, message, traceback.format_exc(), out)
     return Returned(call, value, out=out)
 
 
@@ -94,23 +108,30 @@ def _invoke(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, out
     return backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=problem.case.lse, **optional)
 
 
-def _merge(problem: Problem, returned: list[Returned]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _merge(backend: MLAPrefillBackend, problem: Problem, returned: list[Returned]) -> State | None:
+    """Context chunks first, then the new tokens, as a layer does it."""
     if problem.case.call != Call.CHUNKED_CONTEXT or len(returned) != len(problem.calls):
         return None
+    if not all(_is_state(part, problem) for part in returned):
+        return None
     rows = problem.query_start_loc[-1]
-    merged = None
-    for part in returned:
-        if not _is_state(part, problem):
-            return None
-        state = (part.value[0][:rows].double(), part.value[1][:, :rows].double())
-        merged = state if merged is None else merge(*merged, *state)
-    return merged
+    new, *chunks = [(part.value[0][:rows], part.value[1][:, :rows]) for part in returned]
+    combine = merge if problem.case.merge == "golden" else partial(_own_merge, backend)
+    return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
+
+
+def _own_merge(
+    backend: Any, prefix: torch.Tensor, prefix_lse: torch.Tensor, suffix: torch.Tensor, suffix_lse: torch.Tensor
+) -> State:
+    """The backend's merge into fresh, poisoned outputs."""
+    output = poison(suffix.shape, suffix.dtype, suffix.device)
+    lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
+    backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
+    return output, lse
 
 
 def _is_state(part: Returned, problem: Problem) -> bool:
     """Whether a call returned two tensors of the right shapes, so that they can be merged."""
     heads, tokens, width = problem.case.heads, part.call.q.shape[0], problem.case.dimensions.v_head_dim
-    return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == [
-        (tokens, heads, width),
-        (heads, tokens),
-    ]
+    shapes = [(tokens, heads, width), (heads, tokens)]
+    return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == shapes

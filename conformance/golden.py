@@ -30,7 +30,7 @@ _recent: OrderedDict[tuple[str, str], Expectation] = OrderedDict()
 
 def expect(problem: Problem) -> Expectation:
     """The golden result, computed once per case for all backends; the last few are kept."""
-    key = (problem.case.id, str(problem.device))
+    key = (problem.key, str(problem.device))
     if key not in _recent:
         _recent[key] = _compute(problem)
         if len(_recent) > _KEPT:

@@ -1,9 +1,10 @@
-"""Data regimes: inputs that reveal what N(0,1) hides, each a named transform of one request's queries or values.
+"""Data regimes: inputs that reveal what N(0,1) hides, each a named transform of one call's queries, keys or values.
 
-A regime shapes the queries, never the keys: aligning a head's queries with one key makes that key dominant whatever
-produced it, so the same regime serves direct calls and keys that were up-projected from a paged cache.
+Keys and values are transformed as the backend receives them, whatever produced them, so the same regime serves direct
+calls and keys that were up-projected from a paged cache. A dominant key is made by aligning a head's queries with it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,21 @@ class Site:
         q: [T, N, D] standard normal queries.
         k: [S, N, D] keys as the backend receives them.
         scale: softmax scale.
-        edges: key positions next to a boundary: sequence ends, pages, chunks.
+        edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     scale: float
     edges: Sequence[int]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _normal_queries(site: Site) -> torch.Tensor:
+    return site.q
 
 
 @dataclass(frozen=True)
@@ -34,17 +43,19 @@ class Regime:
     Attributes:
         sentence: what the regime reveals.
         queries: new queries of a request.
-        values: new values of the whole call, [S, N, V].
+        keys: new keys [S, N, D].
+        values: new values [S, N, V].
     """
 
     sentence: str
-    queries: Callable[[Site], torch.Tensor]
-    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v
+    queries: Callable[[Site], torch.Tensor] = _normal_queries
+    keys: Callable[[torch.Tensor], torch.Tensor] = _same
+    values: Callable[[torch.Tensor], torch.Tensor] = _same
 
 
 def _aligned(site: Site, logit: float) -> torch.Tensor:
     """Queries whose head h has ``logit`` more at the h-th edge key than the noise gives it."""
-    if not len(site.edges):
+    if not site.edges:
         return site.q
     heads = site.q.shape[1]
     targets = torch.tensor([site.edges[head % len(site.edges)] for head in range(heads)])
@@ -53,18 +64,94 @@ def _aligned(site: Site, logit: float) -> torch.Tensor:
     return site.q + direction * (logit / site.scale)
 
 
+def _hot_over_tail(site: Site) -> torch.Tensor:
+    """The edge key gets about as much mass as all others together."""
+    return _aligned(site, math.log(max(1, site.k.shape[0])) + 1.0)
+
+
+_CHANNEL = 400.0
+"""Size of the constant channel of a shifted request; its square moves raw scores by 1.6e5, exact in bf16 and fp16."""
+
+
+def _constant_key(k: torch.Tensor) -> torch.Tensor:
+    return torch.cat([k[..., :-1], torch.full_like(k[..., -1:], _CHANNEL)], dim=-1)
+
+
+def _against_constant_key(sign: float) -> Callable[[Site], torch.Tensor]:
+    return lambda site: torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], sign * _CHANNEL)], dim=-1)
+
+
+_RAMP = 16.0
+
+
+def _ramp(k: torch.Tensor) -> torch.Tensor:
+    """The last channel of the keys rises from -1 to 1 along the key axis."""
+    slope = torch.linspace(-1.0, 1.0, k.shape[0]).view(-1, 1, 1).expand(-1, k.shape[1], 1) if k.shape[0] else k[..., :1]
+    return torch.cat([k[..., :-1] * 0.25, slope.to(k.dtype)], dim=-1)
+
+
+def _along_ramp(site: Site) -> torch.Tensor:
+    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], _RAMP / site.scale)], dim=-1)
+
+
+def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
+    """Values -2 ... 2, three of four of them 0: products and sums are exact in every dtype."""
+    return torch.where(x.abs() > 1.15, x.round().clamp(-2, 2), torch.zeros_like(x))
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    """A mean offset and every sixteenth channel ten times as large."""
+    channel = torch.arange(x.shape[-1]) % 16 == 3
+    return torch.where(channel, x * 10.0, x) + 0.5
+
+
+def _low_rank(x: torch.Tensor) -> torch.Tensor:
+    """All rows of a head close to multiples of its first row."""
+    if not x.shape[0]:
+        return x
+    return x[:1] * x[..., :1].sign() + 0.05 * x
+
+
+def _scaled_queries(factor: float) -> Callable[[Site], torch.Tensor]:
+    return lambda site: site.q * factor
+
+
 REGIMES: dict[str, Regime] = {
-    "normal": Regime("N(0,1) queries, keys and values", lambda site: site.q),
+    "normal": Regime("N(0,1) queries, keys and values"),
     "needle": Regime(
-        "one dominant key per head at a sequence, page or chunk edge: a lost or leaked key changes everything",
+        "one dominant key per head at a sequence, page, chunk or tile edge: a lost or leaked key changes everything",
         lambda site: _aligned(site, 16.0),
     ),
     "hot_tail": Regime(
-        "one key holds about half of the mass over a diffuse tail: a wrong weight of the tail shows",
-        lambda site: _aligned(site, max(1.0, float(torch.tensor(float(max(1, site.k.shape[0]))).log()) + 1.0)),
+        "one key holds about half of the mass over a diffuse tail: mass lost in the tail", _hot_over_tail
     ),
-    "large_logits": Regime(
-        "logits eight times as large: overflow, and a softmax scale applied in low precision", lambda site: site.q * 8.0
+    "hot_ones": Regime(
+        "a hot key over a diffuse tail with V = 1: the weights must add up", _hot_over_tail, values=torch.ones_like
     ),
-    "ones": Regime("V = 1, the output must be 1: normalisation", lambda site: site.q, torch.ones_like),
+    "large_logits": Regime("logits × 8: overflow, and a softmax scale applied in low precision", _scaled_queries(8.0)),
+    "huge_logits": Regime("logits × 64: rescaling between tiles", _scaled_queries(64.0)),
+    "extreme_logits": Regime("logits × 100", _scaled_queries(100.0)),
+    "negative": Regime(
+        "all raw scores near -1.6e5: finite sentinels for masks and maxima", _against_constant_key(-1.0), _constant_key
+    ),
+    "shifted": Regime(
+        "all raw scores near +1.6e5: softmax is shift invariant", _against_constant_key(1.0), _constant_key
+    ),
+    "rising": Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
+    "rising_ones": Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
+    "ones": Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
+    "integers": Regime(
+        "sparse small integers, exact in every dtype",
+        lambda site: _sparse_integers(site.q),
+        _sparse_integers,
+        _sparse_integers,
+    ),
+    "outliers": Regime(
+        "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
+    ),
+    "low_rank": Regime(
+        "rows that are nearly multiples of one another", lambda site: _low_rank(site.q), _low_rank, _low_rank
+    ),
+    "tiny_values": Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
+    "zero_keys": Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
 }

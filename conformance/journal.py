@@ -26,10 +26,11 @@ class Journal:
 
     def append(self, event: str, **fields: Any) -> None:
         """Write one event and hand it to the system."""
-        line = json.dumps({"event": event, **fields}, ensure_ascii=False) + "\n"
+        # ASCII: half a line is still text, and nothing but a newline ends one.
+        line = json.dumps({"event": event, **fields}) + "\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            os.write(descriptor, line.encode("ascii"))
         finally:
             os.close(descriptor)
 
@@ -37,7 +38,7 @@ class Journal:
         """All whole events so far; a last line that was cut off is left out."""
         if not self.path.exists():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="ascii", errors="replace").split("\n"):
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:

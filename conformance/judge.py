@@ -19,7 +19,7 @@ from mla_conformance.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
-from mla_conformance.rounding import roundoffs
+from mla_conformance.rounding import Merged, roundoffs
 from mla_conformance.tolerance import Tolerance, tolerance
 from mla_conformance.verdict import BudgetUse, Check, Status, Verdict, failed
 
@@ -80,8 +80,10 @@ class _Judge:
             yield self._form(returned)
         for returned, golden in zip(observation.returned, expectation.calls, strict=True):
             yield from self._values(self._part(returned, golden))
+        if observation.merge_error:
+            yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
-            yield from self._values(_Part("all parts merged", expectation.merged, *observation.merged), merged=True)
+            yield from self._values(_Part("all parts merged", expectation.merged, *observation.merged), self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
@@ -107,9 +109,14 @@ class _Judge:
                 return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
         return None
 
-    def _values(self, part: _Part, merged: bool = False) -> Iterator[Verdict | None]:
+    def _merged(self) -> Merged:
+        """What merging the calls of the problem rounds."""
+        own = self.problem.case.merge == "own"
+        return Merged(merges=len(self.problem.calls) - 1, stored=own)
+
+    def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged=merged)
+        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged)
         fp8 = part.output.dtype == torch.float8_e4m3fn
         yield self._mask(part)
         if part.lse is not None:

@@ -7,6 +7,8 @@ import torch
 
 _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
+_LARGE = 1e4
+_FREED_BLOCKS = 2
 _POISON_BYTE = 0xFF
 """Every float format here, e4m3 included, reads all bits set as NaN."""
 
@@ -16,11 +18,21 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose every element is NaN."""
+def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> torch.Tensor:
+    """A tensor full of what a kernel must never read: ``nan``, ``inf``, or ``large`` finite values."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    storage_bytes(tensor).fill_(_POISON_BYTE)
-    return tensor
+    if kind == "nan" or dtype.itemsize == 1:
+        storage_bytes(tensor).fill_(_POISON_BYTE)
+        return tensor
+    return tensor.fill_(torch.inf if kind == "inf" else _LARGE)
+
+
+def poison_allocator(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> None:
+    """Fill and free blocks of the size of a result, so that a kernel's fresh buffers do not happen to hold zeros."""
+    sizes = tuple(shape)
+    blocks = [poison(sizes, dtype, device, kind) for _ in range(_FREED_BLOCKS)]
+    blocks += [poison(sizes, torch.float32, device, kind) for _ in range(_FREED_BLOCKS)]
+    del blocks
 
 
 @dataclass(frozen=True)

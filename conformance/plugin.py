@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mla_conformance.recording import Recorder, attach
-from mla_conformance.verdict import Nonconformance
+from mla_conformance.verdict import Nonconformance, Status
 
 if TYPE_CHECKING:
     from mla_conformance.selection import Selection
@@ -22,6 +22,8 @@ _SELECTION = pytest.StashKey["Selection"]()
 _RECORDER = pytest.StashKey[Recorder]()
 _TRIAL = pytest.StashKey["tuple[Trial, float]"]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
+
+_REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and make ``-k backend=NAME`` legal."""
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
+    if _selects(config.option):
+        _selection(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)
     recorder = Recorder(Path(config.option.mla_out) if config.option.mla_out else None)
     config.stash[_RECORDER] = recorder
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(recorder, "mla-conformance-recorder")
+
+
+def _selects(option: Any) -> bool:
+    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case)
+    return any(chosen) or option.mla_tier != "full"
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
@@ -73,6 +82,17 @@ def _keyword(name: str) -> str:
     return f"/backend:{name}/"
 
 
+def _backends(option: Any) -> list[str]:
+    """The backends that were asked for; a ``NAME[variant]`` in the keyword joins the registered ones."""
+    named = [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
+    variants = [name for name in named if "[" in name]
+    if option.backend or not variants:
+        return list(option.backend)
+    from mla_conformance.backends.loading import known_backends
+
+    return [backend.name for backend in known_backends()] + variants
+
+
 def _selection(config: pytest.Config) -> "Selection":
     """What this run judges; made when the first suite test is collected."""
     if _SELECTION not in config.stash:
@@ -81,7 +101,7 @@ def _selection(config: pytest.Config) -> "Selection":
         option = config.option
         try:
             config.stash[_SELECTION] = Selection.of(
-                option.backend, option.mla_capability, option.mla_tier, option.mla_device, option.mla_case
+                _backends(option), option.mla_capability, option.mla_tier, option.mla_device, option.mla_case
             )
         except SelectionError as error:
             raise pytest.UsageError(str(error)) from error
@@ -124,6 +144,8 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
         try:
             current.require_support()
         except Nonconformance as unsupported:
+            if current.verdict.status is not Status.UNSUPPORTED:
+                raise
             pytest.skip(f"{subject.name} unsupported: {unsupported}")
     yield current
 

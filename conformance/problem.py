@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 import torch
 
 from mla_conformance.backends.metadata import (
-    ChunkedContextMetadata,
     MLACommonPrefillMetadata,
     chunked_context_metadata,
     prefill_metadata,
@@ -59,9 +58,21 @@ class PrefillCall:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case made concrete on one device."""
+    """A case made concrete on one device.
+
+    Attributes:
+        case: what it was made from.
+        key: the case's id, and how the problem was changed since; equal keys mean equal values.
+        device: where the tensors are.
+        dtype: dtype of q, k and v.
+        query_start_loc: first new token of each request, and the end.
+        calls: the calls to make, in order.
+        metadata: prepared before the first call.
+        output_scale: scale of a quantised output.
+    """
 
     case: Case
+    key: str
     device: torch.device
     dtype: torch.dtype
     query_start_loc: tuple[int, ...]
@@ -102,16 +113,39 @@ def build_problem(case: Case, device: torch.device) -> Problem:
     """
     builder = _Builder(case, device)
     calls, context = builder.calls()
-    query_start_loc = start_loc(case.q)
+    if context is None:
+        chunks: Sequence[ContextChunk] = one_chunk(case.kv) if case.call == Call.CONTEXT_CHUNK else ()
+        metadata = assemble_metadata(case, case.q, chunks, builder.dtype, device)
+    else:
+        metadata = assemble_metadata(case, case.q, context.chunks, builder.dtype, device, context)
     scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if case.quant == "fp8" else None
-    metadata = prefill_metadata(
-        case.q,
-        block_table=context.block_table if context else torch.zeros(len(case.q), 1, dtype=torch.int32, device=device),
-        dtype=builder.dtype,
-        device=device,
-        chunked_context=builder.plan(context),
-    )
-    return Problem(case, device, builder.dtype, query_start_loc, calls, metadata, scale)
+    return Problem(case, case.id, device, builder.dtype, start_loc(case.q), calls, metadata, scale)
+
+
+def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
+    """The plan whose only chunk holds every request's whole context."""
+    return (ContextChunk((0,) * len(lengths), tuple(lengths)),)
+
+
+def assemble_metadata(
+    case: Case,
+    query_lens: Sequence[int],
+    chunks: Sequence[ContextChunk],
+    dtype: torch.dtype,
+    device: torch.device,
+    context: LatentContext | None = None,
+) -> MLACommonPrefillMetadata:
+    """Metadata of a batch; its maxima are inflated as the case says."""
+    width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+    largest = max((chunk.num_tokens for chunk in chunks), default=0)
+    workspace = context.workspace if context else poison((max(1, largest), width), dtype, device, case.poison)
+    planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
+    if planned is not None:
+        planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
+    blocks = context.block_table if context else torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device)
+    metadata = prefill_metadata(query_lens, block_table=blocks, dtype=dtype, device=device, chunked_context=planned)
+    metadata.max_query_len *= case.inflate
+    return metadata
 
 
 class _Builder:
@@ -123,8 +157,7 @@ class _Builder:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
         self.case, self.device, self.dtype = case, device, dtype
         self.regime: Regime = REGIMES[case.data]
-        seed = hashlib.sha256(f"{CASE_FORMAT}|{case.id}".encode()).digest()
-        self.generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+        self.generator = torch.Generator().manual_seed(_seed(case))
 
     def calls(self) -> tuple[tuple[PrefillCall, ...], LatentContext | None]:
         if self.case.call == Call.CHUNKED_CONTEXT:
@@ -134,18 +167,6 @@ class _Builder:
         k, v = self._random_keys(keys[-1])
         q = self._queries([k[keys_of].float() for keys_of in segments(keys)])
         return (self._call(chunk_idx, q, k, v, keys),), None
-
-    def plan(self, context: LatentContext | None) -> ChunkedContextMetadata | None:
-        """The chunked-context metadata, None without context."""
-        if self.case.call == Call.NEW_TOKENS:
-            return None
-        if context is None:
-            chunks: Sequence[ContextChunk] = (ContextChunk((0,) * len(self.case.kv), self.case.kv),)
-            width = self.case.kv_lora_rank + self.case.dimensions.qk_rope_head_dim
-            workspace = poison((max(1, sum(self.case.kv)), width), self.dtype, self.device)
-        else:
-            chunks, workspace = context.chunks, context.workspace
-        return chunked_context_metadata(chunks, workspace, self.device) if chunks else None
 
     def _chunked(self) -> tuple[tuple[PrefillCall, ...], LatentContext]:
         context = latent_context(self.case, self.dtype, self.device, self.generator, self.regime)
@@ -168,7 +189,7 @@ class _Builder:
         dims = self.case.dimensions
         k = torch.randn(tokens, self.case.heads, dims.qk_head_dim, generator=self.generator)
         v = torch.randn(tokens, self.case.heads, dims.v_head_dim, generator=self.generator)
-        return k.to(self.dtype), self.regime.values(v).to(self.dtype)
+        return self.regime.keys(k).to(self.dtype), self.regime.values(v).to(self.dtype)
 
     def _queries(self, keys: list[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype on the CPU."""
@@ -183,35 +204,40 @@ class _Builder:
         self, chunk_idx: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...]
     ) -> PrefillCall:
         q, k, v = (self._padded(x.to(self.device)) for x in (q, k, v))
-        layout = Layout(self.case.layout)
-        return PrefillCall(
-            chunk_idx, _lay_out("q", q, k, layout), _lay_out("k", k, k, layout), _lay_out("v", v, k, layout), keys
-        )
+        laid_out = (_lay_out(name, x, k, self.case) for name, x in (("q", q), ("k", k), ("v", v)))
+        return PrefillCall(chunk_idx, *laid_out, keys)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.case.pad:
             return x
-        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device)])
+        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device, self.case.poison)])
 
 
 def _edges(keys: int, case: Case) -> list[int]:
     """Key positions next to a boundary, most telling first."""
-    candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace, 127, 128, keys // 2]
+    candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
+    candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
     return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
 
 
-def _lay_out(name: str, x: torch.Tensor, k: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Tensor:
     """``x`` [tokens, N, width] with the same values in another memory layout."""
+    layout = Layout(case.layout)
+    if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
+        before, after = (1, 2) if layout is Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
+        wide = poison((*x.shape[:2], before + x.shape[2] + after), x.dtype, x.device, case.poison)
+        view = wide[..., before : before + x.shape[2]]
+        return view.copy_(x)
     if name == "v" and layout is not Layout.PACKED:
         # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
         wide = torch.cat([k[..., : max(1, k.shape[-1] // 2)], x], dim=-1)
         return wide[..., wide.shape[-1] - x.shape[-1] :]
-    if layout is Layout.SLICED:
-        tokens, heads, width = x.shape
-        wide = poison((tokens, heads, width + 2 * _SLICE_MARGIN), x.dtype, x.device)
-        view = wide[..., _SLICE_MARGIN : _SLICE_MARGIN + width]
-        view.copy_(x)
-        return view
     if layout is Layout.HEADS_FIRST and name == "q":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     return x.contiguous()
+
+
+def _seed(case: Case) -> int:
+    """The same numbers for every memory layout, chunking and dtype of the same shapes."""
+    drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
+    return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")

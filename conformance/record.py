@@ -24,6 +24,7 @@ class Record:
         used: share of the error budget by rule.
         seconds: wall time of the trial.
         detail: traceback of a harness error or a crash.
+        evidence: what served the calls, as the backend tells: library, version, variant, plan.
     """
 
     backend: str
@@ -38,6 +39,7 @@ class Record:
     used: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     detail: str = ""
+    evidence: dict[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:

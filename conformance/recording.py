@@ -1,6 +1,7 @@
 """From pytest's reports to records: attached where a test ran, collected and journalled where the run is controlled."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def attach(
     verdict = trial.verdict
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
         verdict = Verdict(Status.HARNESS_ERROR, f"{type(excinfo.value).__name__}: {excinfo.value}")
-    record = _identity(trial).with_verdict(verdict, round(seconds, 4))
+    record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
     if record.status is Status.HARNESS_ERROR:
         record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
     elif record.failed:

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.loading import BackendReferenceError, known_backends, parse_reference
+from mla_conformance.backends.loading import (
+    BackendReference,
+    BackendReferenceError,
+    known_backends,
+    known_variants,
+    parse_reference,
+)
 from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.case import Case, CaseError
+from mla_conformance.hazards import REGIMES
 from mla_conformance.subject import Subject
 
 
@@ -16,8 +23,9 @@ class SelectionError(ValueError):
 
 
 def known_names(references: Sequence[str] = ()) -> list[str]:
-    """Names of the registered backends and of those that ``references`` adds."""
-    return list(dict.fromkeys([b.name for b in known_backends()] + [parse_reference(r).name for r in references]))
+    """Names of the registered backends, of their variants, and of those that ``references`` adds."""
+    registered = [backend.name for backend in (*known_backends(), *known_variants())]
+    return list(dict.fromkeys(registered + [parse_reference(r).name for r in references]))
 
 
 def find_device(name: str | None) -> torch.device:
@@ -36,6 +44,25 @@ def find_device(name: str | None) -> torch.device:
             f"device cuda asked for, but torch {torch.__version__} sees no CUDA device; use --device cpu"
         )
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def _distinct(references: Sequence[BackendReference]) -> list[BackendReference]:
+    """Without repetitions; reports tell backends apart by name, so a name stands for one backend only."""
+    found: dict[str, BackendReference] = {}
+    for reference in references:
+        other = found.setdefault(reference.name, reference)
+        if other != reference:
+            raise SelectionError(
+                f"two backends named '{reference.name}': {other.reference} and {reference.reference}; "
+                "judge them in two runs, or rename a class"
+            )
+    return list(found.values())
+
+
+def _require_regimes(cases: Sequence[Case]) -> None:
+    for case in cases:
+        if case.data not in REGIMES:
+            raise SelectionError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +97,8 @@ class Selection:
             references = [parse_reference(r) for r in backends] or known_backends()
             parsed = tuple(Case.parse(text) for text in cases)
             wanted = [find_capability(name).name for name in [*capabilities, *(c.capability for c in parsed)]]
-            subjects = tuple(Subject(reference, target) for reference in dict.fromkeys(references))
+            _require_regimes(parsed)
+            subjects = tuple(Subject(reference, target) for reference in _distinct(references))
             for subject in subjects:
                 _ = subject.unavailable
             return Selection(

@@ -9,7 +9,12 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.loading import BackendReference, load_backend, parse_reference, unavailable_reasons
+from mla_conformance.backends.loading import (
+    BackendReference,
+    parse_reference,
+    resolve_backend,
+    unavailable_reasons,
+)
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.case import Case
@@ -39,8 +44,8 @@ class Subject:
 
     @cached_property
     def backend_class(self) -> type[MLAPrefillBackend]:
-        """The class under test."""
-        return load_backend(self.backend)
+        """The class under test, on this device."""
+        return resolve_backend(self.backend, self.capability)
 
     @cached_property
     def declaration(self) -> Declaration:
@@ -74,6 +79,8 @@ class Subject:
             return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
         config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
         reasons = list(self.backend_class.validate_configuration(self.capability, config))
+        if case.merge == "own" and not hasattr(self.backend_class, "merge_attn_states"):
+            reasons.append("no merge_attn_states of its own")
         if case.quant == "fp8" and not reasons:
             try:
                 key = fp8_static_tensor_sym()

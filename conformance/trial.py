@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.case import Case
+from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
@@ -42,24 +44,58 @@ class Trial:
             self._settle(failed(Check.CALL, f"the constructor raised {type(error).__name__}: {error}"))
             raise
 
+    def evidence(self) -> dict[str, str]:
+        """What the instance says of the kernel that served it; empty if none was made or it does not tell."""
+        tell = getattr(self.__dict__.get("backend"), "kernel_evidence", dict)
+        try:
+            return {str(name): str(value) for name, value in tell().items()}
+        except Exception as error:
+            return {"kernel_evidence": f"raised {type(error).__name__}: {error}"}
+
     def require_support(self) -> None:
         """Settle the trial as unsupported if the backend does not declare what the case needs."""
-        reasons = self.subject.unsupported(self.case)
+        try:
+            reasons = self.subject.unsupported(self.case)
+        except Exception as error:
+            self._settle(failed(Check.CALL, f"asked what it supports, it raised {type(error).__name__}: {error}"))
+            raise
         if reasons:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
 
-    def conforms(self, problem: Problem | None = None) -> Observation:
-        """Run a problem, by default the case's own, and judge everything that comes back."""
+    def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
+        """Run a problem, by default the case's own, and judge everything that comes back.
+
+        Args:
+            problem: what to run.
+            step: where in a sequence of calls this is, for the message.
+        """
         problem = problem or self.problem
-        observation = run_calls(self.backend, problem)
+        return self._judged(problem, run_calls(self.backend, problem), step)
+
+    def interleaved(self, other: Problem) -> None:
+        """Two instances: prepare both, then run both."""
+        first, second = self.backend, self.subject.create(self.case)
+        first.prepare_metadata(self.problem.metadata)
+        second.prepare_metadata(other.metadata)
+        for instance, problem in ((first, self.problem), (second, other)):
+            self._judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
+
+    def repeat(self, problem: Problem | None = None) -> Observation:
+        """Run a problem again without judging it."""
+        return run_calls(self.backend, problem or self.problem)
+
+    def _judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
         verdict = judge(problem, expect(problem), observation, self.subject.declaration)
+        if step and verdict.status is not Status.PASS:
+            verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
         return observation
 
     def must_refuse(self, reasons: list[str]) -> None:
         """The backend rejects this configuration, so a call must raise before it launches anything."""
+        problem = self.problem  # built outside: an input that cannot be built is no refusal
         try:
-            observation = run_calls(self.subject.create(self.case), self.problem)
+            observation = run_calls(self.subject.create(self.case), problem)
         except Exception as error:
             self._settle(Verdict(Status.PASS, f"refused: {type(error).__name__}: {error}"))
             return
@@ -84,10 +120,24 @@ class Trial:
         )
         return build_problem(case, self.subject.device)
 
+    def relaid_problem(self) -> Problem:
+        """The same values in another memory layout."""
+        layout = Layout.PACKED if self.case.layout != Layout.PACKED else Layout.SLICED
+        return build_problem(replace(self.case, layout=layout), self.subject.device)
+
+    def redrawn_problem(self) -> Problem:
+        """The same shapes with other values."""
+        return build_problem(replace(self.case, seed=self.case.seed + 2), self.subject.device)
+
+    def require(self, holds: bool, check: Check, message: str) -> None:
+        """Fail the trial with this check unless ``holds``."""
+        if not holds:
+            self._settle(failed(check, message))
+
     def unchanged(self, earlier: Observation, copies: list[bytes]) -> None:
         """What an earlier call returned must not have been overwritten by later ones."""
-        if returned_bytes(earlier) != copies:
-            self._settle(failed(Check.STALE_RESULT, "a later call overwrote the result of an earlier one"))
+        same = returned_bytes(earlier) == copies
+        self.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
 
     def _settle(self, verdict: Verdict) -> None:
         """Keep a pass together with what earlier steps used; raise anything else."""
@@ -105,3 +155,9 @@ def returned_bytes(observation: Observation) -> list[bytes]:
         for value in (returned.value if isinstance(returned.value, tuple | list) else (returned.value,))
     ]
     return [storage_bytes(tensor.contiguous()).cpu().numpy().tobytes() for tensor in tensors]
+
+
+def results(observation: Observation) -> list[torch.Tensor]:
+    """Output, and LSE if there is one, of the only call of an observation."""
+    value = observation.returned[0].value
+    return list(value) if isinstance(value, tuple | list) else [value]

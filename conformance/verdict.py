@@ -30,6 +30,9 @@ class Check(StrEnum):
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
     STALE_RESULT = "stale_result"
+    NONDETERMINISM = "nondeterminism"
+    BATCH_DEPENDENCE = "batch_dependence"
+    NONLINEARITY = "nonlinearity"
     UNDECLARED_SUPPORT = "undeclared_support"
     UNSAFE_REFUSAL = "unsafe_refusal"
 
@@ -46,6 +49,9 @@ CLAUSES = {
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
     Check.STALE_RESULT: "3.7",
+    Check.NONDETERMINISM: "3.7",
+    Check.BATCH_DEPENDENCE: "3.7",
+    Check.NONLINEARITY: "1.1",
     Check.UNDECLARED_SUPPORT: "3.8",
     Check.UNSAFE_REFUSAL: "3.8",
 }

@@ -58,7 +58,9 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
     terms = _terms(state)
     rounding = roundoffs.p**2 * terms.squares + roundoffs.p_floor**2 * terms.peak_squares
-    rounding = rounding + (roundoffs.output**2 + roundoffs.partials**2) * state.output.square()
+    # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
+    rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
+    rounding = rounding + roundoffs.output**2 * state.output.square()
     systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs() + roundoffs.output_floor
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()

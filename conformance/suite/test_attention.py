@@ -30,6 +30,26 @@ def test_empty_rows(trial: Trial) -> None:
     trial.conforms()
 
 
+@pytest.mark.capability("merge_states")
+def test_merge_states(trial: Trial) -> None:
+    trial.conforms()
+
+
+@pytest.mark.capability("weights")
+def test_weights(trial: Trial) -> None:
+    trial.conforms()
+
+
+@pytest.mark.capability("logit_range")
+def test_logit_range(trial: Trial) -> None:
+    trial.conforms()
+
+
+@pytest.mark.capability("shift_invariance")
+def test_shift_invariance(trial: Trial) -> None:
+    trial.conforms()
+
+
 @pytest.mark.capability("softmax_scale")
 def test_softmax_scale(trial: Trial) -> None:
     trial.conforms()
@@ -42,6 +62,16 @@ def test_mla_dims(trial: Trial) -> None:
 
 @pytest.mark.capability("head_counts")
 def test_head_counts(trial: Trial) -> None:
+    trial.conforms()
+
+
+@pytest.mark.capability("token_counts")
+def test_token_counts(trial: Trial) -> None:
+    trial.conforms()
+
+
+@pytest.mark.capability("loose_maxima")
+def test_loose_maxima(trial: Trial) -> None:
     trial.conforms()
 
 
