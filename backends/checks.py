@@ -49,7 +49,7 @@ def _check_declared(backend: MLAPrefillBackend, *operands: torch.Tensor) -> None
         qk_rope_head_dim=backend.qk_rope_head_dim,
         v_head_dim=backend.v_head_dim,
     )
-    if backend.supported_mla_dimensions and dimensions not in backend.supported_mla_dimensions:
+    if not backend.supports_mla_dimensions(dimensions):
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {dimensions} not supported")
 
 

@@ -81,7 +81,7 @@ class EagerPrefillBackend(MLAPrefillBackend):
         suffix_lse: torch.Tensor,
         output_lse: torch.Tensor | None = None,
     ) -> None:
-        """Merge partial results [T, N, V] with LSEs [N, T] into ``output``, in float32, and their LSE into ``output_lse``."""
+        """Merge partial results [T, N, V] with LSEs [N, T], in float32, into ``output`` and ``output_lse``."""
         lse = torch.logaddexp(prefix_lse, suffix_lse)
         # Two rows without keys: both weights must be 0, not exp(-inf - -inf).
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
@@ -151,7 +151,7 @@ class EagerPrefillBackend(MLAPrefillBackend):
         maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
         # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay = self._exp(state.maximum - shift)
+        decay = (state.maximum - shift).exp()
         p = self._exp(scores - shift)
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
         return SoftmaxState(

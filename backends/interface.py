@@ -34,11 +34,13 @@ class MLAPrefillBackend(ABC):
         supported_dtypes: dtypes of q, k, v and the output.
         supported_mla_dimensions: head dims; empty means any.
         declaration: rounding classes, deviations and packages, as data.
+        needed_capability: the compute capabilities that the kernel runs on, for a person; empty if not restricted.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = []
     declaration: ClassVar[Declaration] = Declaration()
+    needed_capability: ClassVar[str] = ""
 
     @staticmethod
     @abstractmethod
@@ -56,8 +58,23 @@ class MLAPrefillBackend(ABC):
         return dtype in cls.supported_dtypes
 
     @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """Whether the kernel computes these head dims."""
+        return not cls.supported_mla_dimensions or dimensions in cls.supported_mla_dimensions
+
+    @classmethod
+    def resolve(cls, device_capability: DeviceCapability | None) -> "type[MLAPrefillBackend]":
+        """The class that serves calls on such a device; another one where several kernels share a name."""
+        return cls
+
+    @classmethod
     def missing_dependencies(cls) -> list[str]:
         """What must be installed first, each with the command that does it; imports nothing heavy."""
+        return []
+
+    @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """What is installed and does not import, each with its error; imports the libraries."""
         return []
 
     @classmethod
@@ -68,6 +85,10 @@ class MLAPrefillBackend(ABC):
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Whether ``run_prefill_new_tokens`` writes ``out`` quantised by ``quant_key`` itself (fused)."""
         return False
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """What served the last calls, as far as the library tells: versions, variant, plan; empty if unknown."""
+        return {}
 
     @classmethod
     def validate_configuration(
@@ -83,10 +104,10 @@ class MLAPrefillBackend(ABC):
         if not cls.is_available():
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
-        dimensions = cls.supported_mla_dimensions
-        if dimensions and selector_config.mla_dimensions not in dimensions:
-            supported = ", ".join(map(str, dimensions))
-            reasons.append(f"MLA dimensions {selector_config.mla_dimensions} not supported (supported: {supported})")
+        if not cls.supports_mla_dimensions(selector_config.mla_dimensions):
+            supported = ", ".join(map(str, cls.supported_mla_dimensions))
+            listing = f" (supported: {supported})" if supported else ""
+            reasons.append(f"MLA dimensions {selector_config.mla_dimensions} not supported{listing}")
         return reasons
 
     def __init__(

@@ -1,19 +1,22 @@
 """From what a user writes to a backend class: NAME, ``package.module:Class`` or ``path/to/file.py:Class``.
 
-NAME is a member of the enumeration or an entry point of the group ``mla_conformance.backends``.
+NAME is a member of the enumeration or an entry point of the group ``mla_conformance.backends``; ``NAME[variant]`` is
+one of the kernels that share a name.
 """
 
 import hashlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.registry import MLAPrefillBackendEnum, resolve_obj_by_qualname
+from mla_conformance.backends.registry import MLAPrefillBackendEnum, resolve_class
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
 _REQUIRED = (
@@ -22,6 +25,7 @@ _REQUIRED = (
     "is_available",
     "supports_compute_capability",
     "supports_dtype",
+    "supports_quant_output",
     "prepare_metadata",
     "run_prefill_new_tokens",
     "run_prefill_context_chunk",
@@ -55,6 +59,12 @@ def known_backends() -> list[BackendReference]:
     return [BackendReference(name, name) for name in dict.fromkeys([*members, *_plugins()])]
 
 
+def known_variants() -> list[BackendReference]:
+    """Every kernel of the backends that have several, as ``NAME[variant]``."""
+    names = [f"{member.name}[{variant}]" for member in MLAPrefillBackendEnum for variant in member.variants()]
+    return [BackendReference(name, name) for name in names]
+
+
 def parse_reference(reference: str) -> BackendReference:
     """The backend that ``reference`` names, without importing it.
 
@@ -62,7 +72,7 @@ def parse_reference(reference: str) -> BackendReference:
         BackendReferenceError: an unknown name, or a path that does not exist.
     """
     if ":" not in reference:
-        names = [backend.name for backend in known_backends()]
+        names = [backend.name for backend in (*known_backends(), *known_variants())]
         if reference not in names:
             raise BackendReferenceError(
                 f"unknown backend '{reference}'; expected one of {', '.join(names)}, "
@@ -89,20 +99,28 @@ def load_backend(backend: BackendReference) -> type[MLAPrefillBackend]:
         return _checked(_load_class(backend.reference), backend.reference)
     plugins = _plugins()
     if backend.name in plugins:
-        return _checked(plugins[backend.name].load(), backend.reference)
-    return MLAPrefillBackendEnum[backend.name].get_class()
+        return _checked(_load_plugin(plugins[backend.name]), backend.reference)
+    name, _, variant = backend.name.partition("[")
+    loaded: Any = MLAPrefillBackendEnum[name].get_class()
+    return loaded.variants[variant.rstrip("]")] if variant else loaded
+
+
+def _load_plugin(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except AttributeError as error:
+        raise BackendReferenceError(f"entry point {point.name} = {point.value}: {error}") from error
 
 
 def _load_class(reference: str) -> Any:
     location, _, class_name = reference.rpartition(":")
     try:
-        if location.endswith(".py"):
-            return getattr(_import_file(Path(location)), class_name)
-        return resolve_obj_by_qualname(f"{location}.{class_name}")
-    except AttributeError as error:
-        raise BackendReferenceError(f"'{reference}': no class {class_name} in {location}") from error
-    except Exception as error:
+        module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
+    except (Exception, SystemExit) as error:
         raise BackendReferenceError(f"'{reference}' does not import: {type(error).__name__}: {error}") from error
+    if not hasattr(module, class_name):
+        raise BackendReferenceError(f"'{reference}': no class {class_name} in {location}")
+    return getattr(module, class_name)
 
 
 def _import_file(path: Path) -> Any:
@@ -128,7 +146,16 @@ def _checked(loaded: Any, reference: str) -> type[MLAPrefillBackend]:
     missing = sorted(abstract | {name for name in _REQUIRED if not callable(getattr(loaded, name, None))})
     if missing:
         raise BackendReferenceError(f"'{reference}': class {loaded.__name__} lacks {', '.join(missing)}")
+    try:
+        declaration_of(loaded)
+    except TypeError as error:
+        raise BackendReferenceError(f"'{reference}': {error}") from error
     return loaded
+
+
+def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:
+    """The class that a backend's calls go to on such a device; see :func:`load_backend` for what it raises."""
+    return resolve_class(load_backend(backend), device_capability)
 
 
 def unavailable_reasons(backend: BackendReference, device_capability: DeviceCapability | None) -> list[str]:
@@ -138,20 +165,30 @@ def unavailable_reasons(backend: BackendReference, device_capability: DeviceCapa
         BackendReferenceError: see :func:`load_backend`.
     """
     try:
-        loaded = load_backend(backend)
-    except ImportError as error:
+        loaded = resolve_backend(backend, device_capability)
+    except (ImportError, OSError) as error:  # the latter from a shared library that does not load
         return [_import_reason(error)]
+    try:
+        return _reasons(loaded, device_capability)
+    except Exception as error:
+        return [f"asked whether it can run here, it raised {type(error).__name__}: {error}"]
+
+
+def _reasons(loaded: type[MLAPrefillBackend], device_capability: DeviceCapability | None) -> list[str]:
     reasons = []
     if not loaded.supports_compute_capability(device_capability):
+        needed = getattr(loaded, "needed_capability", "")
         got = "this device has none" if device_capability is None else f"this device has {device_capability}"
-        reasons.append(f"compute capability not supported: {got}")
+        reasons.append(
+            f"needs compute capability {needed}: {got}" if needed else f"compute capability not supported: {got}"
+        )
     if not loaded.is_available():
         missing: list[str] = getattr(loaded, "missing_dependencies", list)()
         reasons += missing or ["required dependencies not available"]
-    return reasons
+    return reasons or getattr(loaded, "broken_dependencies", list)()
 
 
-def _import_reason(error: ImportError) -> str:
+def _import_reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mla_conformance.backends."):
         return "this version has no adapter for it"
     return f"{type(error).__name__}: {error}"

@@ -42,7 +42,7 @@ def fp8_static_tensor_sym() -> QuantKey:
     A function, because a torch without float8 must still be able to import this module.
 
     Raises:
-        RuntimeError: this torch has no float8 dtype.
+        ValueError: this torch has no float8 dtype.
     """
     require_float8()
     return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))

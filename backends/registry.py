@@ -1,11 +1,12 @@
 """The enumeration of MLA prefill backends, lazily loaded by class path (vLLM's ``registry``)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
 from typing import Any
 
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.platform import DeviceCapability
 
 _OVERRIDES: dict["MLAPrefillBackendEnum", str] = {}
 
@@ -24,6 +25,7 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
 
     EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
+    FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend"
     FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend"
     CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend"
@@ -55,6 +57,10 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
         """
         return resolve_obj_by_qualname(self.get_path())
 
+    def variants(self) -> tuple[str, ...]:
+        """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
+        return () if self.is_overridden() else VARIANTS.get(self.name, ())
+
     def is_overridden(self) -> bool:
         """Whether another class was registered for this backend."""
         return self in _OVERRIDES
@@ -62,6 +68,14 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
     def clear_override(self) -> None:
         """Return to the class that the enumeration names."""
         _OVERRIDES.pop(self, None)
+
+
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
+    "FLASHINFER": ("fa2", "fa3", "cutlass"),
+    "CUDNN": ("graph", "flashinfer"),
+}
+"""Kernels of the backends that have several; here, so that they are known without importing an adapter."""
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
@@ -75,6 +89,11 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     if not hasattr(loaded, name):
         raise ImportError(f"module {module} has no '{name}'", name=module)
     return getattr(loaded, name)
+
+
+def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:
+    """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
+    return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
 
 
 def register_mla_prefill_backend(

@@ -6,7 +6,7 @@ import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
-from mla_conformance.backends.registry import MLAPrefillBackendEnum
+from mla_conformance.backends.registry import MLAPrefillBackendEnum, resolve_class
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _CPU = (MLAPrefillBackendEnum.TORCH_SDPA,)
@@ -39,10 +39,11 @@ def invalid_reasons(
 ) -> list[str]:
     """Why ``backend`` cannot be used; a class that cannot be imported is a reason, not an error."""
     try:
-        backend_class = backend.get_class()
+        backend_class = resolve_class(backend.get_class(), device_capability)
     except (ImportError, ValueError) as error:
         return [str(error)]
-    return backend_class.validate_configuration(device_capability, selector_config)
+    reasons = backend_class.validate_configuration(device_capability, selector_config)
+    return reasons or getattr(backend_class, "broken_dependencies", list)()
 
 
 def select_mla_prefill_backend(
@@ -60,7 +61,7 @@ def select_mla_prefill_backend(
     for backend in candidates:
         reasons = invalid_reasons(backend, device_capability, selector_config)
         if not reasons:
-            return backend.get_class()
+            return resolve_class(backend.get_class(), device_capability)
         rejected[backend.name] = "; ".join(reasons)
     listing = "\n".join(f"  {name}: {reasons}" for name, reasons in rejected.items())
     asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"

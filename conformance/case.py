@@ -210,7 +210,7 @@ def _from_plain(name: str, value: Any) -> Any:
     """A field's value from JSON, where a tuple is a list."""
     kind = _TYPES[name]
     if kind in (int, bool, str):
-        fits = type(value) is kind
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     else:
         fits = isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if not fits:

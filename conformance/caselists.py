@@ -41,7 +41,7 @@ def new_tokens() -> Iterator[Fields]:
     """Causal attention within each request, output only."""
     yield from each(
         [
-            new((1, 7, 64, 129, 513), data="needle"),
+            new((1, 7, 64, 129, 257), data="needle"),
             new((65, 130), data="outliers"),
             new((257, 1), data="hot_tail"),
             new((1, 7, 64, 129, 513)),
@@ -147,8 +147,8 @@ def empty_rows() -> Iterator[Fields]:
 
 def weights() -> Iterator[Fields]:
     """V = 1 must give 1, whatever the distribution of the weights."""
-    yield chunk((3, 2), (4000, 129), data="hot_ones")
-    yield new((257, 129), data="rising_ones", lse=False)
+    yield chunk((3, 2), (4000, 129), heads=2, data="hot_ones")
+    yield new((257,), data="rising_ones", lse=False)
     yield new((300,), data="ones", lse=False)
     yield chunk((3,), (9000,), data="hot_ones", dims="small")
     yield from (new((length,), data="rising_ones", lse=False) for length in (127, 128, 256))
@@ -201,8 +201,8 @@ def token_counts() -> Iterator[Fields]:
     """Many tokens in a call: offsets and indices beyond 2^14 and 2^15."""
     yield chunk((2, 1), (33000, 40), **_SMALL, data="needle")
     yield new((128,) * 128, **_SMALL, lse=False)
-    yield new((1,) * 1500, **_SMALL)
     yield chunk((2,), (16385,), **_SMALL, data="hot_tail")
+    yield new((1,) * 1500, **_SMALL)
     yield new((64,) * 257, **_SMALL, lse=False)
     yield chunk((1,) * 700, (5,) * 700, **_SMALL)
 
@@ -277,17 +277,17 @@ def no_side_effects() -> Iterator[Fields]:
 
 def call_order() -> Iterator[Fields]:
     """Shapes whose second call must not remember the first."""
-    yield new((33, 140))
-    yield chunk((5, 40), (140, 33), data="needle")
-    yield chunked((9, 5), (40, 300), workspace=128)
-    yield new((5, 140), out=True, data="needle")
+    yield new((33, 140), heads=2)
+    yield chunk((5, 40), (140, 33), heads=2, data="needle")
+    yield chunked((9, 5), (40, 300), heads=2, workspace=128)
+    yield new((5, 140), heads=2, out=True, data="needle")
 
 
 def determinism() -> Iterator[Fields]:
     """Shapes that a kernel splits in more than one way."""
-    yield new((300, 7))
-    yield chunk((3, 5), (1500, 40), data="hot_tail")
-    yield new((40, 130), lse=False)
+    yield new((140, 7), heads=2)
+    yield chunk((3, 5), (500, 40), heads=2, data="hot_tail")
+    yield new((40, 130), heads=2, lse=False)
 
 
 def batches() -> Iterator[Fields]:
@@ -306,8 +306,8 @@ def prefixes() -> Iterator[Fields]:
 
 def splits() -> Iterator[Fields]:
     """Contexts that several workspaces cut differently."""
-    yield chunked((9, 5), (300, 40))
-    yield chunked((4, 4, 4), (0, 700, 16), data="hot_tail")
+    yield chunked((9, 5), (300, 40), heads=2)
+    yield chunked((4, 4, 4), (0, 700, 16), heads=2, data="hot_tail")
 
 
 def value_factors() -> Iterator[Fields]:

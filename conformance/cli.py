@@ -1,6 +1,7 @@
 """The command line. Exit status: 0 all judged capabilities hold, 1 one failed, 2 usage, 3 nothing could be judged."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ class _UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
+    sys.path.insert(0, str(Path.cwd()))
     parser = _parser()
     options, extra = parser.parse_known_args(arguments)
     if extra and options.command != "certify":
@@ -63,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     backends.set_defaults(run=_backends)
     capabilities = commands.add_parser("capabilities", help="list the capabilities with their definitions")
     capabilities.set_defaults(run=_capabilities)
+    defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
+    defects.add_argument("--tier", default="full", metavar="smoke|full")
+    defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
+    defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
     return parser
@@ -140,6 +147,24 @@ def _capabilities(options: argparse.Namespace) -> int:
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
     return 0
+
+
+def _defects(options: argparse.Namespace) -> int:
+    from mla_conformance.capabilities import CapabilityError, find_tier
+    from mla_conformance.defects.matrix import run_matrix
+    from mla_conformance.defects.report import summarise, terminal_lines
+    from mla_conformance.report.json_report import write_json
+
+    try:
+        tier = find_tier(options.tier)
+    except CapabilityError as error:
+        raise _UsageError(str(error)) from error
+    report = summarise(run_matrix(tier), tier.value)
+    if options.out:
+        write_json(options.out, report.to_json())
+    for line in terminal_lines(report):
+        say(line)
+    return 1 if report.survivors or report.false_alarms else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

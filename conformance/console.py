@@ -70,6 +70,8 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
     """
     if not as_json:
         say(header(environment(run.selection), sum(run.listed.values())))
+    report = run.directory / REPORT_NAME
+    report.unlink(missing_ok=True)  # what is there is of another run
     progress = Progress(run)
     broken = ""
     if run.available:
@@ -80,7 +82,6 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
                 raise
             broken = str(error)
     summary = run.summary()
-    report = run.directory / REPORT_NAME
     _write(report, summary)
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))

@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.case import Call
-from mla_conformance.memory import Guarded, Snapshot, poison, poison_allocator
+from mla_conformance.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
 from mla_conformance.problem import PrefillCall, Problem
 from mla_conformance.reference.merge import merge
 
@@ -44,17 +44,25 @@ class Observation:
         merged: (output, lse) of all calls merged in float64, where there are several and all returned two tensors.
         mutated: caller-owned tensors whose bytes changed.
         merge_error: what the backend's own merge raised.
+        device_lost: the calls left the GPU's context unusable, so nothing of them can be looked at.
     """
 
     returned: tuple[Returned, ...]
     merged: State | None
     mutated: tuple[str, ...]
     merge_error: str = ""
+    device_lost: bool = False
 
     @property
     def error(self) -> Returned | None:
         """The call that raised."""
         return next((returned for returned in self.returned if returned.error), None)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text on one line that every encoding can carry."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True) -> Observation:
@@ -65,11 +73,13 @@ def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True
         returned.append(_guarded_call(backend, problem, call, prepare=prepare and not returned))
         if returned[-1].error:
             break
+    if returned and returned[-1].error and device_lost(problem.device):
+        return Observation(tuple(returned), None, (), device_lost=True)
     merged, merge_error = None, ""
     try:
         merged = _merge(backend, problem, returned)
     except Exception as error:
-        merge_error = f"{type(error).__name__}: {error}"
+        merge_error = one_line(error)
     return Observation(tuple(returned), merged, tuple(before.changed()), merge_error)
 
 
@@ -83,9 +93,8 @@ def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCal
         value = _invoke(backend, problem, call, out)
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        return Returned(call, None, message, traceback.format_exc(), out)
+    except (Exception, SystemExit) as error:
+        return Returned(call, None, one_line(error), traceback.format_exc(), out)
     return Returned(call, value, out=out)
 
 

@@ -4,7 +4,7 @@ Every row and head of the LSE and every element of the output is compared; the f
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.driver import Observation, Returned
 from mla_conformance.golden import Expectation
 from mla_conformance.locate import Place, worst_element, worst_row
-from mla_conformance.problem import Problem
+from mla_conformance.problem import Problem, segments
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
+from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
 from mla_conformance.rounding import Merged, roundoffs
 from mla_conformance.tolerance import Tolerance, tolerance
@@ -76,7 +76,8 @@ class _Judge:
     def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
         for returned in observation.returned:
             if returned.error:
-                yield failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
+                verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
+                yield replace(verdict, detail=returned.traceback)
             yield self._form(returned)
         for returned, golden in zip(observation.returned, expectation.calls, strict=True):
             yield from self._values(self._part(returned, golden))
@@ -117,7 +118,7 @@ class _Judge:
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
         allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged)
-        fp8 = part.output.dtype == torch.float8_e4m3fn
+        fp8 = self.problem.output_scale is not None
         yield self._mask(part)
         if part.lse is not None:
             yield self._lse(part, allowed)
@@ -165,29 +166,34 @@ class _Judge:
         return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
 
     def _output(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         error = (part.output.double() - part.golden.output).abs()
-        element = error / (element_budget(part.golden, allowed) * self.numbers.element_limit)
-        row = error.square().mean(dim=-1).sqrt() / (expected_row_rms(part.golden, allowed) * self.numbers.row_limit)
-        element, row = element.nan_to_num(nan=0.0), row.nan_to_num(nan=0.0)  # 0 error over 0 budget: an empty row
+        element = _share(error, element_budget(part.golden, allowed) * self.numbers.element_limit)
+        ratio = _share(error.square().mean(dim=-1).sqrt(), expected_row_rms(part.golden, allowed))
+        row = self._worst_rms(ratio)
         self._use(BudgetUse(element=_largest(element), row=_largest(row)))
         if max(_largest(element), _largest(row)) <= 1:
             return None
         if _largest(element) > 1:
             place = worst_element(self.problem, element)
             index = (place.token, place.head, place.column or 0)
-            detail = (
-                f"output is {part.output[index].item():.5g} at {place}, expected {part.golden.output[index].item():.5g}"
-            )
-            detail += f": {_largest(element):.3g} × its error budget"
+            got, want = part.output[index].item(), part.golden.output[index].item()
+            detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget"
         else:
             place = worst_row(self.problem, row)
-            detail = f"RMS error of the row at {place} is {_largest(row):.3g} × its limit"
-        return failed(
-            Check.OUTPUT,
-            f"{part.name}: {detail}{explain_output(part.output.double(), part.golden.output)}",
-            place.to_json(),
-            self.used,
-        )
+            detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"
+        hint = explain_output(part.output.double(), part.golden.output)
+        return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
+
+    def _worst_rms(self, ratio: torch.Tensor) -> torch.Tensor:
+        """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
+        share = ratio / rms_limit(1, self.numbers.row_deviations)
+        for rows in segments(self.problem.query_start_loc):
+            if rows.stop > rows.start:
+                together = ratio[rows].square().mean(dim=0, keepdim=True).sqrt()
+                limit = rms_limit(rows.stop - rows.start, self.numbers.row_deviations)
+                share[rows] = torch.maximum(share[rows], together / limit)
+        return share
 
     def _codes(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
         """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
@@ -241,6 +247,11 @@ def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torc
     if case.lse or returned.call.chunk_idx is not None:
         form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
     return form
+
+
+def _share(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Error over allowance; no error over no allowance, as in a row without keys, is 0."""
+    return (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def _largest(share: torch.Tensor) -> float:

@@ -65,6 +65,17 @@ class Guarded:
         return int(sum((zone != _GUARD_BYTE).sum().item() for zone in zones))
 
 
+def device_lost(device: torch.device) -> bool:
+    """Whether a kernel destroyed the GPU's context: every later use of it in this process fails, whoever makes it."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 class Snapshot:
     """The bytes of tensors at one moment, their whole storages included."""
 

@@ -1,11 +1,13 @@
 """The pytest plugin: options, selection by backend, parametrisation, and the ``trial`` fixture.
 
-It is loaded in every pytest run of its environment, so nothing here imports torch before the suite is collected.
+It is loaded in every pytest run of its environment, so nothing here imports torch before the suite is
+collected or one of its options is given.
 """
 
+import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ _RECORDER = pytest.StashKey[Recorder]()
 _TRIAL = pytest.StashKey["tuple[Trial, float]"]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
+_DEVICE_LOST = 70
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
@@ -49,8 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and make ``-k backend=NAME`` legal."""
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
-    if _selects(config.option):
-        _selection(config)  # a mistake is a usage error here; during collection it would be an error of the suite
+    if _selects(config.option) and not config.option.mla_out:
+        # A mistake is a usage error here; during collection it would be an error of the suite. Where there is an output
+        # folder, certify has checked the selection, and the controller of its workers does without torch.
+        _selection(config)
     _rewrite_keyword(config)
     recorder = Recorder(Path(config.option.mla_out) if config.option.mla_out else None)
     config.stash[_RECORDER] = recorder
@@ -94,7 +99,7 @@ def _backends(option: Any) -> list[str]:
 
 
 def _selection(config: pytest.Config) -> "Selection":
-    """What this run judges; made when the first suite test is collected."""
+    """What this run judges; made when an option selects, or else when the first suite test is collected."""
     if _SELECTION not in config.stash:
         from mla_conformance.selection import Selection, SelectionError
 
@@ -121,6 +126,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
         params.append(pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks))
     metafunc.parametrize("trial", params, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the suite's tests that the selection leaves without a case; pytest would count each as skipped."""
+    empty = [item for item in items if _is_suite_test(item) and item.get_closest_marker("backend") is None]
+    if empty:
+        items[:] = [item for item in items if item not in empty]
+        config.hook.pytest_deselected(items=empty)
+
+
+def _is_suite_test(item: pytest.Item) -> bool:
+    return item.get_closest_marker("capability") is not None and "trial" in getattr(item, "fixturenames", ())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -160,9 +177,27 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
     return report  # type: ignore[return-value]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A process whose GPU context a kernel destroyed judges nothing more; a worker is replaced by a new one."""
+    result = yield
+    if _TRIAL in item.stash:
+        from mla_conformance.memory import device_lost
+
+        if device_lost(item.stash[_TRIAL][0].subject.device):
+            if hasattr(item.config, "workerinput"):
+                os._exit(_DEVICE_LOST)
+            pytest.exit(
+                "a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST
+            )
+    return result
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Backends that were asked for by name and could not be judged are no success."""
-    if session.config.option.backend and exitstatus == pytest.ExitCode.OK and _judged_nothing(session.config):
+    option = session.config.option
+    meant = option.backend and not option.collectonly
+    if meant and exitstatus == pytest.ExitCode.OK and _judged_nothing(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 

@@ -204,8 +204,8 @@ class _Builder:
         self, chunk_idx: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...]
     ) -> PrefillCall:
         q, k, v = (self._padded(x.to(self.device)) for x in (q, k, v))
-        laid_out = (_lay_out(name, x, k, self.case) for name, x in (("q", q), ("k", k), ("v", v)))
-        return PrefillCall(chunk_idx, *laid_out, keys)
+        q, k, v = (_lay_out(name, x, k, self.case) for name, x in (("q", q), ("k", k), ("v", v)))
+        return PrefillCall(chunk_idx, q, k, v, keys)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.case.pad:
@@ -230,7 +230,7 @@ def _lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.T
         return view.copy_(x)
     if name == "v" and layout is not Layout.PACKED:
         # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
-        wide = torch.cat([k[..., : max(1, k.shape[-1] // 2)], x], dim=-1)
+        wide = torch.cat([k[..., : case.dimensions.qk_nope_head_dim], x], dim=-1)
         return wide[..., wide.shape[-1] - x.shape[-1] :]
     if layout is Layout.HEADS_FIRST and name == "q":
         return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -72,8 +72,9 @@ class Recorder:
         """A worker that dies leaves no record; its start is in the journal."""
         if not self._journal:
             return
+        judged = {(record.reference, record.case) for record in self.records}
         started = [e for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid]
-        if started:
+        if started and (started[-1]["record"]["reference"], started[-1]["record"]["case"]) not in judged:
             message = "the process died during this case"
             self._keep(
                 {**started[-1]["record"], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)}

@@ -84,7 +84,7 @@ class Subject:
         if case.quant == "fp8" and not reasons:
             try:
                 key = fp8_static_tensor_sym()
-            except RuntimeError as error:
+            except ValueError as error:
                 return [str(error)]
             if not self.create(case).supports_quant_output(key):
                 reasons.append("fused e4m3 output not declared")

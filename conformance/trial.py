@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.case import Case, Layout
-from mla_conformance.driver import Observation, run_calls
+from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
 from mla_conformance.memory import storage_bytes
@@ -24,11 +24,14 @@ class Trial:
         subject: the backend under test.
         case: the case.
         verdict: the verdict so far; a pass carries the budget used by all judged steps.
+        last: what was judged last, and on which problem.
     """
 
     subject: Subject
     case: Case
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.HARNESS_ERROR, "nothing was judged"))
+    last: Observation | None = None
+    last_problem: Problem | None = None
 
     @cached_property
     def problem(self) -> Problem:
@@ -41,7 +44,7 @@ class Trial:
         try:
             return self.subject.create(self.case)
         except Exception as error:
-            self._settle(failed(Check.CALL, f"the constructor raised {type(error).__name__}: {error}"))
+            self._settle(failed(Check.CALL, f"the constructor raised {one_line(error)}"))
             raise
 
     def evidence(self) -> dict[str, str]:
@@ -50,15 +53,19 @@ class Trial:
         try:
             return {str(name): str(value) for name, value in tell().items()}
         except Exception as error:
-            return {"kernel_evidence": f"raised {type(error).__name__}: {error}"}
+            return {"kernel_evidence": f"raised {one_line(error)}"}
+
+    def unsupported(self) -> list[str]:
+        """What of the case the backend declares unsupported; a query that raises is a failure."""
+        try:
+            return self.subject.unsupported(self.case)
+        except Exception as error:
+            self._settle(failed(Check.CALL, f"asked what it supports, it raised {one_line(error)}"))
+            raise
 
     def require_support(self) -> None:
         """Settle the trial as unsupported if the backend does not declare what the case needs."""
-        try:
-            reasons = self.subject.unsupported(self.case)
-        except Exception as error:
-            self._settle(failed(Check.CALL, f"asked what it supports, it raised {type(error).__name__}: {error}"))
-            raise
+        reasons = self.unsupported()
         if reasons:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
 
@@ -85,6 +92,7 @@ class Trial:
         return run_calls(self.backend, problem or self.problem)
 
     def _judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
+        self.last, self.last_problem = observation, problem
         verdict = judge(problem, expect(problem), observation, self.subject.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
@@ -97,9 +105,12 @@ class Trial:
         try:
             observation = run_calls(self.subject.create(self.case), problem)
         except Exception as error:
-            self._settle(Verdict(Status.PASS, f"refused: {type(error).__name__}: {error}"))
+            self._settle(Verdict(Status.PASS, f"refused: {one_line(error)}"))
             return
         declared = "; ".join(reasons)
+        if observation.device_lost and observation.error:
+            what = f"declared unsupported ({declared}), but launched: {observation.error.error}"
+            self._settle(failed(Check.UNSAFE_REFUSAL, what))
         if observation.mutated:
             changed = ", ".join(observation.mutated)
             self._settle(failed(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but changed {changed}"))

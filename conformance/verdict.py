@@ -44,7 +44,7 @@ CLAUSES = {
     Check.DEVICE: "3.1",
     Check.MASK: "1.6",
     Check.LSE: "4.2",
-    Check.OUTPUT: "4.3",
+    Check.OUTPUT: "4.2",
     Check.OUT_TENSOR: "3.4",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
@@ -85,6 +85,7 @@ class Verdict:
         check: what failed.
         where: request, token, head and column of the worst element, where there is one.
         used: share of the error budget.
+        detail: the traceback of a call that raised.
     """
 
     status: Status
@@ -92,6 +93,7 @@ class Verdict:
     check: Check | None = None
     where: dict[str, int] = field(default_factory=dict)
     used: BudgetUse = BudgetUse()
+    detail: str = ""
 
     @property
     def clause(self) -> str:

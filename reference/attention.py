@@ -25,7 +25,6 @@ class ErrorTerms:
     peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
         is
         tiny beside it rounds to a subnormal or to 0.
-    peak_squares [T, N, V]: max(p)²·Σ v², the variance of the same.
     lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
     """
 
@@ -33,7 +32,6 @@ class ErrorTerms:
     score: Tensor
     squares: Tensor
     peak: Tensor
-    peak_squares: Tensor
     lse_score: Tensor
 
 
@@ -95,13 +93,11 @@ def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, sc
     """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
     weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
     largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
-    seen = visible.to(torch.float64)
     return ErrorTerms(
         magnitude=(p @ v.abs()).transpose(0, 1),
         score=(weighted_scores @ v.abs()).transpose(0, 1),
         squares=(p.square() @ v.square()).transpose(0, 1),
-        peak=(largest * (seen @ v.abs())).transpose(0, 1),
-        peak_squares=(largest.square() * (seen @ v.square())).transpose(0, 1),
+        peak=(largest * (visible.to(torch.float64) @ v.abs())).transpose(0, 1),
         lse_score=weighted_scores.sum(dim=-1),
     )
 
@@ -134,7 +130,6 @@ def _concatenate(blocks: list[AttentionState]) -> AttentionState:
         score=torch.cat([term.score for term in terms]),
         squares=torch.cat([term.squares for term in terms]),
         peak=torch.cat([term.peak for term in terms]),
-        peak_squares=torch.cat([term.peak_squares for term in terms]),
         lse_score=torch.cat([term.lse_score for term in terms], dim=-1),
     )
     return AttentionState(output, lse, joined)

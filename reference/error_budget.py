@@ -57,13 +57,24 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
     terms = _terms(state)
-    rounding = roundoffs.p**2 * terms.squares + roundoffs.p_floor**2 * terms.peak_squares
+    rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
-    rounding = rounding + roundoffs.output**2 * state.output.square()
+    # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
     systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
-    systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs() + roundoffs.output_floor
+    systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
+
+
+def rms_limit(samples: int, deviations: float) -> float:
+    """Largest plausible RMS of ``samples`` independent errors over its expectation, so many ``deviations`` out.
+
+    The root of a chi-square quantile over its degrees of freedom, by Wilson and Hilferty's cube (1931): 5.2 for one
+    sample and 4.75 deviations, 1.3 for 128, towards 1.
+    """
+    spread = 2.0 / (9.0 * samples)
+    return float((1.0 - spread + deviations * spread**0.5) ** 1.5)
 
 
 def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:

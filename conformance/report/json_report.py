@@ -27,6 +27,7 @@ def _backend(backend: BackendSummary) -> dict[str, Any]:
         "status": backend.outcome,
         "reasons": list(backend.reasons),
         "versions": backend.versions,
+        "evidence": backend.evidence,
         "emulated": backend.emulated,
         "rounding": backend.rounding,
         "deviations": [{"library": library, "adapter": adapter} for library, adapter in backend.deviations],

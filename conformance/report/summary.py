@@ -94,6 +94,15 @@ class BackendSummary:
     capabilities: tuple[CapabilitySummary, ...]
 
     @property
+    def evidence(self) -> list[dict[str, str]]:
+        """Every distinct evidence of a kernel that its records carry."""
+        distinct: list[dict[str, str]] = []
+        for record in (record for capability in self.capabilities for record in capability.records):
+            if record.evidence and record.evidence not in distinct:
+                distinct.append(record.evidence)
+        return distinct
+
+    @property
     def outcome(self) -> Outcome:
         """Unavailable, or the worst of the capabilities that apply."""
         if self.reasons:

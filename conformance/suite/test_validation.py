@@ -7,7 +7,7 @@ from mla_conformance.trial import Trial
 
 @pytest.mark.capability("refusals")
 def test_refusals(trial: Trial) -> None:
-    reasons = trial.subject.unsupported(trial.case)
+    reasons = trial.unsupported()
     if reasons:
         trial.must_refuse(reasons)
     else:

@@ -38,7 +38,6 @@ def parts(state: AttentionState) -> list[Tensor]:
         terms.score,
         terms.squares,
         terms.peak,
-        terms.peak_squares,
         state.lse.mT,
         terms.lse_score.mT,
     ]

@@ -13,7 +13,7 @@ from mla_conformance.reference.attention import AttentionState, attention
 mpmath.mp.dps = 60
 
 
-TERMS = ("magnitude", "score", "squares", "peak", "peak_squares")
+TERMS = ("magnitude", "score", "squares", "peak")
 
 
 def exact_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, list[mpf]]:
@@ -34,7 +34,6 @@ def exact_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, list[m
         "score": columns(lambda s, x: p[s] * sizes[s] * abs(x)),
         "squares": columns(lambda s, x: p[s] ** 2 * x**2),
         "peak": columns(lambda _, x: max(p) * abs(x)),
-        "peak_squares": columns(lambda _, x: max(p) ** 2 * x**2),
         "lse": [lse],
         "lse_score": [mpmath.fdot(p, sizes)],
     }

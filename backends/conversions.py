@@ -1,0 +1,119 @@
+"""What the adapters convert: lengths, LSE base and layout, padding of head dims, rows without keys."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+
+ALIGNMENT = 16
+"""Bytes; GPU kernels load and store in units of it, and few of them check."""
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The lengths of one call: B requests, packed one after the other.
+
+    Attributes:
+        chunk_idx: the context chunk that is attended to; None for the new tokens, which attend causally.
+        query_start_loc: [B + 1] int32, on the device.
+        key_start_loc: [B + 1] int32, on the device.
+        query_lens: on the host.
+        key_lens: on the host.
+    """
+
+    chunk_idx: int | None
+    query_start_loc: torch.Tensor
+    key_start_loc: torch.Tensor
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+
+    @staticmethod
+    def new_tokens(metadata: MLACommonPrefillMetadata) -> "RaggedBatch":
+        """Each request's new tokens against themselves."""
+        lengths = _query_lens(metadata)
+        return RaggedBatch(None, metadata.query_start_loc, metadata.query_start_loc, lengths, lengths)
+
+    @staticmethod
+    def context_chunk(metadata: MLACommonPrefillMetadata, chunk_idx: int) -> "RaggedBatch":
+        """The new tokens against one chunk of the cached context.
+
+        Raises:
+            ValueError: the metadata has no chunked context.
+        """
+        context = metadata.chunked_context
+        if context is None:
+            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
+        key_lens = tuple(context.seq_lens[chunk_idx].tolist())
+        return RaggedBatch(
+            chunk_idx, metadata.query_start_loc, context.cu_seq_lens[chunk_idx], _query_lens(metadata), key_lens
+        )
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is causal; query and key lengths are then the same."""
+        return self.chunk_idx is None
+
+    @cached_property
+    def query_tokens(self) -> int:
+        """Rows of q that count."""
+        return sum(self.query_lens)
+
+    @cached_property
+    def key_tokens(self) -> int:
+        """Rows of k and v that count."""
+        return sum(self.key_lens)
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """Longest query in tokens."""
+        return max(self.query_lens)
+
+    @cached_property
+    def max_key_len(self) -> int:
+        """Most keys of a request."""
+        return max(self.key_lens)
+
+    def rows_without_keys(self) -> torch.Tensor | None:
+        """[T] bool on the device, or None if every row sees a key; launches no synchronisation."""
+        if all(keys or not queries for queries, keys in zip(self.query_lens, self.key_lens, strict=True)):
+            return None
+        keyless = self.key_start_loc.diff() == 0
+        return keyless.repeat_interleave(self.query_start_loc.diff(), output_size=self.query_tokens)
+
+
+def _query_lens(metadata: MLACommonPrefillMetadata) -> tuple[int, ...]:
+    lengths = metadata.query_lens_cpu
+    return tuple((metadata.query_start_loc.diff() if lengths is None else lengths).tolist())
+
+
+def pad_head_dim(x: torch.Tensor, width: int) -> torch.Tensor:
+    """``x`` [tokens, N, D] with zeros up to ``width`` columns; ``x`` itself if it has them."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes."""
+    rows = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    misaligned = any(offset % ALIGNMENT for offset in (x.data_ptr(), *rows))
+    return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x
+
+
+def natural_heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """[T, N] of logarithms to base 2 as [N, T] of natural ones."""
+    return lse.mT * math.log(2)
+
+
+def blank_lse(lse: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """``lse`` [N, T] with -inf in the rows that see no key, whatever the kernel left there."""
+    keyless = batch.rows_without_keys()
+    return lse if keyless is None else lse.masked_fill(keyless, -torch.inf)
+
+
+def blank_output(output: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """``output`` [T, N, V], set to 0 in place in the rows that see no key, whatever the kernel left there."""
+    keyless = batch.rows_without_keys()
+    return output if keyless is None else output.masked_fill_(keyless[:, None, None], 0.0)

@@ -1,0 +1,86 @@
+"""The library behind an adapter: whether it is installed, whether it imports, and its version.
+
+Asking whether a library is installed imports nothing; only an adapter that is going to run imports its own.
+"""
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Library:
+    """An importable module and the distribution that brings it.
+
+    Attributes:
+        module: what the adapter imports.
+        distribution: name on the package index.
+        command: how to install it.
+        note: what a user should know before trying, or empty.
+    """
+
+    module: str
+    distribution: str
+    command: str
+    note: str = ""
+
+    def missing(self) -> list[str]:
+        """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""
+        if _installed(self.module):
+            return []
+        return [f"package {self.distribution} not installed ({self.command})" + (f"; {self.note}" if self.note else "")]
+
+    def broken(self) -> list[str]:
+        """Why an installed library does not import; empty if it does, or if it is not installed."""
+        if not _installed(self.module):
+            return []
+        try:
+            import_module(self.module)
+        except Exception as error:  # a library may raise anything while it loads its shared objects
+            return [
+                f"package {self.distribution} is installed, but {self.module} does not import: "
+                f"{type(error).__name__}: {error}"
+            ]
+        return []
+
+    def load(self) -> ModuleType:
+        """Import the module.
+
+        Raises:
+            ImportError: it is missing or broken.
+        """
+        return import_module(self.module)
+
+    def version(self) -> str:
+        """Version of the distribution, or that it has none."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return "not installed as a distribution"
+
+
+def extra(name: str) -> str:
+    """The command that installs an extra of this project."""
+    return f"pip install 'mla-conformance[{name}]'"
+
+
+def _installed(module: str) -> bool:
+    """Whether ``module`` can be found, without importing its parent packages as ``find_spec`` would."""
+    if module in sys.modules:
+        return True
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top)
+    except ValueError:  # a module in sys.modules without a spec
+        return True
+    name = top
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec is not None

@@ -1,0 +1,138 @@
+"""FLASHINFER: the ragged prefill wrapper, with the backend of FlashInfer that the variant names.
+
+Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, and for 0.7.2, which converts on request.
+"""
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first
+from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.reference.dimensions import MLADimensions
+
+FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
+_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
+_WORKSPACE_BYTES = 128 << 20
+_DEVIATIONS = (
+    Deviation("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),
+    Deviation("0.6.13: LSE about -50000 in a row without keys", "-inf in the rows that the lengths say see no key"),
+    Deviation("faults on rows that do not start at multiples of 16 bytes", "such operands are copied"),
+    Deviation("plan() before run(), float16 and d^-1/2 by default", "plans once a batch and chunk, naming all of it"),
+)
+
+
+class FlashInferPrefillBackend(RaggedPrefillBackend):
+    """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere.
+
+    Attributes:
+        head_dims: (q and k, v) that the kernels are compiled for; nothing is padded.
+    """
+
+    libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, _TVM_FFI)
+    needed_capability: ClassVar[str] = "8.0 or newer"
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("flashinfer-python", "apache-tvm-ffi"), deviations=_DEVIATIONS
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "FLASHINFER"
+
+    @classmethod
+    def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
+        """The kernels written for the device first."""
+        by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2")}
+        return by_device.get(device_capability.major if device_capability else 0, ("fa2",))
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Ampere or newer."""
+        return device_capability is not None and device_capability >= (8, 0)
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """The pairs in ``head_dims``."""
+        return (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`RaggedPrefillBackend`."""
+        if batch.chunk_idx not in self._plans:
+            self._plans[batch.chunk_idx] = self._plan(q, batch)
+        wrapper = self._plans[batch.chunk_idx]
+        direct = out if out is not None and out.is_contiguous() and aligned(out) is out else None
+        natural = "lse_base" in inspect.signature(wrapper.run).parameters
+        options: dict[str, Any] = {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
+        output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), out=direct, return_lse=True, **options)
+        return output, blank_lse(lse if natural else natural_heads_first(lse), batch)
+
+    def _plan(self, q: torch.Tensor, batch: RaggedBatch) -> Any:
+        """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
+        wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace(q.device), "NHD", backend=self.variant
+        )
+        wrapper.plan(
+            batch.query_start_loc,
+            batch.key_start_loc,
+            self.num_heads,
+            self.num_heads,
+            self.qk_nope_head_dim + self.qk_rope_head_dim,
+            head_dim_vo=self.v_head_dim,
+            causal=batch.causal,
+            sm_scale=self.scale,
+            q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+            o_data_type=q.dtype,
+        )
+        self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
+        return wrapper
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        if not hasattr(self, "_buffer"):
+            self._buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._buffer
+
+
+class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
+    """FlashInfer's FA2 kernels; long keys are split and the partial outputs stored in the model's dtype."""
+
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
+        deviations=(
+            *_DEVIATIONS,
+            Deviation("the row sum adds P as rounded: the LSE is off by up to 2^-9", "declared rounded-p"),
+            Deviation("outputs of split keys are stored in the model's dtype", "declared partial outputs: model"),
+        ),
+    )
+
+
+class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
+    """FlashInfer's Hopper kernels."""
+
+    needed_capability: ClassVar[str] = "9.0"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Hopper."""
+        return device_capability is not None and device_capability.major == 9
+
+
+class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):
+    """CUTLASS's Blackwell kernels."""
+
+    needed_capability: ClassVar[str] = "10.x"
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128))
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Blackwell of a data centre."""
+        return device_capability is not None and device_capability.major == 10

@@ -1,0 +1,102 @@
+"""FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
+
+The batch is one sequence; a mask over request and position keeps requests apart. The eager form on a CPU materialises
+the scores in float32.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.ragged import RaggedPrefillBackend
+
+_COMPILED_SHAPES = 512
+_SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_ATTENTION": True}
+
+
+class FlexAttentionPrefillBackend(RaggedPrefillBackend):
+    """One call a batch, whatever its lengths."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("torch", "triton"),
+        deviations=(
+            Deviation("no ragged batches", "a mask over request and position, aligned bottom-right"),
+            Deviation("raises IndexError without keys", "such a call is not launched"),
+            Deviation("no out argument", "copies the result into out"),
+            Deviation("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "FLEX_ATTENTION"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """A CPU, or a GPU that Triton compiles for."""
+        return device_capability is None or device_capability >= (8, 0)
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """PyTorch's version and whether the kernel is compiled."""
+        return {"torch": torch.__version__, **super().kernel_evidence()}
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`RaggedPrefillBackend`."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        compiled = q.is_cuda
+        self._served = {"mode": "compiled" if compiled else "eager"}
+        mask = create_block_mask(_visible(batch), None, None, q.shape[0], k.shape[0], device=q.device.type)
+        operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        tiles = _SMALL_TILES if compiled and q.dtype is torch.float32 else None
+        output, lse = _flex(compiled)(*operands, block_mask=mask, scale=self.scale, kernel_options=tiles)
+        return output[0].transpose(0, 1), lse[0]
+
+
+def _visible(batch: RaggedBatch) -> Callable[..., torch.Tensor]:
+    """A key is visible if it belongs to the query's request and, causally, is not behind its last one."""
+    query_request, query_position = _places(batch.query_start_loc, batch.query_tokens)
+    key_request, key_position = _places(batch.key_start_loc, batch.key_tokens)
+    # As far as a query sees: keys - queries + position when causal, else everything.
+    reach = query_position + (0 if batch.causal else batch.key_tokens)
+
+    def visible(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query_request[query] == key_request[key]) & (key_position[key] <= reach[query])
+
+    return visible
+
+
+def _places(start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request of each token, and its position there."""
+    token = torch.arange(tokens, device=start_loc.device)
+    request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
+    return request, token - start_loc[request]
+
+
+@cache
+def _flex(compiled: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The attention function with its LSE; compiled without a fallback, for many shapes."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, auxiliary = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        return output, auxiliary.lse
+
+    if not compiled:
+        return attend
+    compile_once = torch.compile(attend, dynamic=True, fullgraph=True)
+
+    def run(*operands: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
+            return compile_once(*operands, **options)
+
+    return run

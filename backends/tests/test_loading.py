@@ -1,0 +1,159 @@
+"""Loading: what a user may write for a backend, and the sentence for everything that is not one."""
+
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.backends import loading
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.loading import (
+    BackendReference,
+    BackendReferenceError,
+    known_backends,
+    load_backend,
+    parse_reference,
+    unavailable_reasons,
+)
+from mla_conformance.backends.platform import DeviceCapability
+
+IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
+
+
+def written(folder: Path, source: str) -> str:
+    (folder / "mine.py").write_text(source)
+    return str(folder / "mine.py")
+
+
+class EntryPoint:
+    """What importlib.metadata hands out for an installed plug-in."""
+
+    name, value = "THEIRS", "theirs:Backend"
+
+    def __init__(self, loaded: object) -> None:
+        self.loaded = loaded
+
+    def load(self) -> object:
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+def test_a_name_is_a_member_of_the_enumeration() -> None:
+    assert load_backend(parse_reference("EAGER")) is EagerPrefillBackend
+    names = [backend.name for backend in known_backends()]
+    assert {"EAGER", "TORCH_SDPA", "FLASH_ATTN"} <= set(names) and "CUSTOM" not in names
+
+
+def test_an_unknown_name_lists_names_and_forms() -> None:
+    with pytest.raises(BackendReferenceError, match=r"'NOPE'; expected one of EAGER, TORCH_SDPA, .*file\.py:Class"):
+        parse_reference("NOPE")
+
+
+def test_a_class_of_a_module_is_loaded() -> None:
+    backend = parse_reference("mla_conformance.backends.eager:EagerPrefillBackend")
+    assert backend.name == "EagerPrefillBackend"
+    assert load_backend(backend) is EagerPrefillBackend
+
+
+def test_a_class_of_a_file_is_loaded_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, IMPORT + "class Mine(EagerPrefillBackend): ...\n")
+    monkeypatch.chdir(tmp_path)
+    backend = parse_reference("mine.py:Mine")
+    monkeypatch.chdir("/")
+    assert backend.reference == f"{tmp_path / 'mine.py'}:Mine"
+    assert issubclass(load_backend(backend), EagerPrefillBackend)
+    assert load_backend(backend) is load_backend(backend)
+
+
+def test_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    loaded = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        path = written(folder, IMPORT + f"class Mine(EagerPrefillBackend): home = {folder.name!r}\n")
+        loaded.append(load_backend(parse_reference(f"{path}:Mine")))
+    assert [getattr(cls, "home", "") for cls in loaded] == ["a", "b"]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BackendReferenceError, match=r"no file .*gone\.py"):
+        parse_reference(f"{tmp_path / 'gone.py'}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def broken(:", "does not import: SyntaxError"),
+        ("import torch\ntorch.no_such_attribute", "does not import: AttributeError.*no_such_attribute"),
+        ("raise SystemExit(0)", "does not import: SystemExit: 0"),
+        ("other = 1", "no class Mine in .*mine.py"),
+        ("Mine = 3", "expected a class, got int"),
+        ("def Mine(): ...", "expected a class, got function"),
+        ("class Mine: ...", "class Mine lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk"),
+        (IMPORT + "class Mine(EagerPrefillBackend): prepare_metadata = None", "class Mine lacks prepare_metadata$"),
+        (
+            IMPORT + "class Mine(EagerPrefillBackend): declaration = {'emulated': True}",
+            "must be a Declaration, got dict",
+        ),
+        (
+            "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ...",
+            "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens",
+        ),
+    ],
+)
+def test_a_file_without_a_backend_says_why(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(BackendReferenceError, match=said):
+        load_backend(parse_reference(f"{written(tmp_path, source)}:Mine"))
+
+
+def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
+    reference = f"{written(tmp_path, 'import no_such_library')}:Mine"
+    with pytest.raises(BackendReferenceError):
+        load_backend(parse_reference(reference))
+    written(tmp_path, IMPORT + "class Mine(EagerPrefillBackend): ...\n\n")
+    assert load_backend(parse_reference(reference)).get_name() == "EAGER"
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:Mine", "mla_conformance.backends.eager:Nope", ":Mine", "a..b:C"])
+def test_a_module_without_a_backend_says_why(reference: str) -> None:
+    with pytest.raises(BackendReferenceError, match=r"does not import|no class"):
+        load_backend(parse_reference(reference))
+
+
+def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
+    assert BackendReference("THEIRS", "THEIRS") in known_backends()
+    assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
+
+
+@pytest.mark.parametrize(
+    ("loaded", "said"), [(AttributeError("no Backend"), "entry point THEIRS.*no Backend"), (object, "object lacks")]
+)
+def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, loaded: object, said: str) -> None:
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(loaded)])
+    with pytest.raises(BackendReferenceError, match=said):
+        unavailable_reasons(parse_reference("THEIRS"), None)
+
+
+def test_what_cannot_be_imported_or_run_here_is_unavailable_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unavailable_reasons(parse_reference("EAGER"), None) == []
+    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0))
+    assert reason == "compute capability not supported: this device has 9.0"
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(ImportError("libcuda.so.1"))])
+    assert unavailable_reasons(parse_reference("THEIRS"), None) == ["ImportError: libcuda.so.1"]
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(OSError("libcuda.so.1"))])
+    assert unavailable_reasons(parse_reference("THEIRS"), None) == ["OSError: libcuda.so.1"]
+
+
+def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, IMPORT + "class Mine(EagerPrefillBackend):\n    is_available = classmethod(lambda cls: 1 / 0)\n"
+    )
+    (reason,) = unavailable_reasons(parse_reference(f"{path}:Mine"), None)
+    assert reason == "asked whether it can run here, it raised ZeroDivisionError: division by zero"
+
+
+def test_missing_dependencies_are_reasons(tmp_path: Path) -> None:
+    method = "    missing_dependencies = classmethod(lambda cls: ['install x with: pip install x'])\n"
+    path = written(tmp_path, IMPORT + "class Mine(EagerPrefillBackend):\n" + method)
+    assert unavailable_reasons(parse_reference(f"{path}:Mine"), None) == ["install x with: pip install x"]

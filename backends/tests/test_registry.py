@@ -1,0 +1,69 @@
+"""The registry: class paths, overrides, and errors that name what exists."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.registry import (
+    MLAPrefillBackendEnum,
+    register_mla_prefill_backend,
+    resolve_obj_by_qualname,
+)
+from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
+
+PATH = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
+
+
+class Decorated(EagerPrefillBackend):
+    """Registered by the decorator."""
+
+
+@pytest.fixture
+def overridden() -> Iterator[MLAPrefillBackendEnum]:
+    """A member whose override is taken back after the test."""
+    yield MLAPrefillBackendEnum.EAGER
+    MLAPrefillBackendEnum.EAGER.clear_override()
+
+
+def test_members_are_classes_by_path() -> None:
+    assert MLAPrefillBackendEnum.TORCH_SDPA.get_path() == PATH
+    assert MLAPrefillBackendEnum.TORCH_SDPA.get_class() is TorchSDPAPrefillBackend
+    assert MLAPrefillBackendEnum["EAGER"].get_class().get_name() == "EAGER"
+
+
+def test_an_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"backend: 'NOPE'.*EAGER, TORCH_SDPA, .*FLASH_ATTN, .*CUSTOM"):
+        MLAPrefillBackendEnum["NOPE"]
+
+
+def test_an_override_by_path_lasts_until_it_is_cleared(overridden: MLAPrefillBackendEnum) -> None:
+    register_mla_prefill_backend(overridden, PATH)
+    assert overridden.is_overridden() and overridden.get_class() is TorchSDPAPrefillBackend
+    overridden.clear_override()
+    assert not overridden.is_overridden() and overridden.get_class() is EagerPrefillBackend
+
+
+def test_the_decorator_registers_its_class_and_returns_it(overridden: MLAPrefillBackendEnum) -> None:
+    assert register_mla_prefill_backend(overridden)(Decorated) is Decorated
+    assert overridden.get_path() == f"{Decorated.__module__}.Decorated"
+
+
+def test_clearing_twice_is_harmless(overridden: MLAPrefillBackendEnum) -> None:
+    overridden.clear_override()
+    overridden.clear_override()
+    assert overridden.get_class() is EagerPrefillBackend
+
+
+def test_custom_must_be_registered_first() -> None:
+    with pytest.raises(ValueError, match=r"CUSTOM must be registered before use: register_mla_prefill_backend\("):
+        MLAPrefillBackendEnum.CUSTOM.get_class()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("no_such_module.Class", "no_such_module"), ("mla_conformance.backends.eager.Nope", "eager has no 'Nope'")],
+)
+def test_a_path_that_leads_nowhere_is_an_import_error(path: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        resolve_obj_by_qualname(path)

@@ -1,0 +1,99 @@
+"""TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer.
+
+``trtllm_ragged_attention_deepseek`` of FlashInfer 0.6.13 and 0.7.2. The package tensorrt-llm on PyPI is a stub that
+downloads from another index; it is not needed.
+"""
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.reference.dimensions import MLADimensions
+
+_NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"
+_LIBRARY = Library("flashinfer.prefill", "flashinfer-python", extra("flashinfer"), _NOTE)
+_WORKSPACE_BYTES = 128 << 20
+_HEAD_DIMS = ((192, 128), (128, 128), (256, 256))
+
+
+class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
+    """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
+
+    needed_capability: ClassVar[str] = "10.x"
+    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("flashinfer-python",),
+        deviations=(
+            Deviation("LSE to base 2, [T, N]", "times ln 2, transposed"),
+            Deviation(
+                "strides of q are ignored",
+                "q is made contiguous; k and v keep their strides if their rows start at multiples of 16 bytes",
+            ),
+            Deviation("a request without queries or keys is undefined in 0.6.13", "0 and -inf by the lengths"),
+            Deviation("0.7.2 drops such requests if it knows the lengths on the host", "they are passed"),
+            Deviation("counters in the workspace must start at zero", "zeroed when it is allocated"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "TRTLLM_RAGGED"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
+        return device_capability is not None and device_capability.major == 10
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """What the library asserts."""
+        return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`RaggedPrefillBackend`."""
+        kernel = _LIBRARY.load().trtllm_ragged_attention_deepseek
+        direct = out if out is not None and out.is_contiguous() else None
+        output, lse = kernel(
+            query=aligned(q.contiguous()),
+            key=aligned(k),
+            value=aligned(v),
+            workspace_buffer=self._workspace(q.device),
+            seq_lens=batch.key_start_loc.diff(),
+            max_q_len=batch.max_query_len,
+            max_kv_len=batch.max_key_len,
+            bmm1_scale=self.scale,
+            bmm2_scale=1.0,
+            o_sf_scale=1.0,
+            batch_size=len(batch.query_lens),
+            window_left=-1,
+            cum_seq_lens_q=batch.query_start_loc,
+            cum_seq_lens_kv=batch.key_start_loc,
+            enable_pdl=False,
+            is_causal=batch.causal,
+            return_lse=True,
+            out=direct,
+            **_host_lengths(kernel, batch),
+        )
+        return blank_output(output, batch), blank_lse(natural_heads_first(lse), batch)
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        if not hasattr(self, "_buffer"):
+            self._buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._buffer
+
+
+def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, torch.Tensor]:
+    """Lengths on the host, for the versions that use them to drop empty requests."""
+    if "kv_seq_lens_cpu" not in inspect.signature(kernel).parameters:
+        return {}
+    lengths = {"q_seq_lens_cpu": batch.query_lens, "kv_seq_lens_cpu": batch.key_lens}
+    return {name: torch.tensor(value, dtype=torch.int32) for name, value in lengths.items()}

@@ -1,0 +1,129 @@
+"""What a failure looks like: the failed trial beside what every suspect and known defect makes of the same case.
+
+Each of them goes through the same procedure; the one whose result is nearest to the observed one explains it best.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.loading import BackendReference
+from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.suspects import SUSPECTS
+from mla_conformance.driver import Observation
+from mla_conformance.execute import execute, failing
+from mla_conformance.golden import expect
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Verdict
+
+_WORTH_TELLING = 0.8
+_INFINITE, _NOT_A_NUMBER = 1e4, 2e4
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A kernel that fails as the observed one does.
+
+    Attributes:
+        name: id of a known defect, or the class of a suspect.
+        family: the kind of fault.
+        sentence: what is wrong with it.
+        fit: share of the observed error that it explains; 1 is all of it.
+    """
+
+    name: str
+    family: str
+    sentence: str
+    fit: float
+
+    def __str__(self) -> str:
+        return f"looks like {self.name} ({self.sentence}): explains {100 * self.fit:.0f} % of the error"
+
+
+def _candidates() -> Iterator[tuple[str, str, type[EagerPrefillBackend]]]:
+    """Name, family and kernel."""
+    yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items())
+    yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values())
+
+
+def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
+    """Every candidate that fails the same check on the same case, best first.
+
+    Args:
+        trial: the trial that failed; its last observation is compared.
+        verdict: its verdict.
+    """
+    found = []
+    for name, family, cls in _candidates():
+        subject = Subject(BackendReference(name, f"{cls.__module__}:{cls.__name__}"), trial.subject.device)
+        other = Trial(subject, trial.case)
+        outcome = execute(other)
+        if failing(outcome) and outcome.check == verdict.check:
+            sentence = (cls.__doc__ or "").strip().rstrip(".")
+            fit = _fit(trial, other, verdict, outcome)
+            found.append(Explanation(name, family, sentence, fit))
+    return sorted(found, key=lambda explanation: -explanation.fit)
+
+
+def explain(trial: Trial, verdict: Verdict) -> str:
+    """The best explanation as a sentence, or that there is none."""
+    best = next(iter(explanations(trial, verdict)), None)
+    if best is None or best.fit < _WORTH_TELLING:
+        return "unlike every known defect"
+    return str(best)
+
+
+def _fit(trial: Trial, other: Trial, verdict: Verdict, outcome: Verdict) -> float:
+    """1 for the same result, 0 for one that is no nearer than the golden one."""
+    step = verdict.message.partition(":")[0] == outcome.message.partition(":")[0]
+    observed, suspected = trial.last, other.last
+    if observed is None or suspected is None:
+        return float(step)
+    observed_values, suspected_values = _values(observed), _values(suspected)
+    if not observed_values or len(observed_values) != len(suspected_values):
+        return 0.9 * step + 0.1 * _same_error(observed, suspected)
+    golden = _golden(trial, len(observed_values))
+    if [x.shape for x in observed_values] != [x.shape for x in suspected_values]:
+        return 0.0
+    if golden is None or [x.shape for x in golden] != [x.shape for x in observed_values]:
+        golden = [torch.zeros_like(x) for x in observed_values]
+    error = _distance(observed_values, golden)
+    remaining = _distance(observed_values, suspected_values)
+    return max(0.0, 1.0 - remaining / error) if error else float(step and remaining == 0)
+
+
+def _same_error(a: Observation, b: Observation) -> bool:
+    errors = [observation.error.error if observation.error else "" for observation in (a, b)]
+    return bool(errors[0]) and errors[0] == errors[1]
+
+
+def _values(observation: Observation) -> list[torch.Tensor]:
+    """Everything the calls of an observation returned, comparable: infinities and NaN are large numbers."""
+    if observation.error:
+        return []
+    returned = [r.out.view if r.out is not None else r.value for r in observation.returned]
+    values = [x for value in returned for x in (value if isinstance(value, tuple | list) else (value,))]
+    values += list(observation.merged or ())
+    tensors = [value.double() for value in values if isinstance(value, torch.Tensor)]
+    return [x.nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE) for x in tensors]
+
+
+def _golden(trial: Trial, count: int) -> list[torch.Tensor] | None:
+    """The golden values in the same order, where they can be lined up."""
+    if trial.last_problem is None:
+        return None
+    expectation = expect(trial.last_problem)
+    states = [*expectation.calls, *([expectation.merged] if expectation.merged is not None else [])]
+    tensors = [x for state in states for x in (state.output, state.lse)]
+    if count == 1:
+        tensors = tensors[:1]
+    return [x.nan_to_num(neginf=-_INFINITE) for x in tensors] if len(tensors) == count else None
+
+
+def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """Sum over the tensors of the relative difference, so that output and LSE count alike."""
+    parts = ((x - y).norm() / (y.norm() + 1e-9) for x, y in zip(a, b, strict=True))
+    return float(sum(parts))

@@ -1,0 +1,221 @@
+"""Honest kernels that differ legitimately from EAGER: the judge must accept every one of them on every case.
+
+They declare what they do; a policy that rejects one of them raises a false alarm.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
+
+
+def _declares(rounding: Rounding) -> Declaration:
+    return Declaration(rounding=rounding, emulated=True)
+
+
+def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
+class Tiles16(EagerPrefillBackend):
+    """Tiles of 16 keys."""
+
+    key_tile = 16
+
+
+class Tiles1024(EagerPrefillBackend):
+    """Tiles of 1024 keys."""
+
+    key_tile = 1024
+
+
+class ReversedKeys(EagerPrefillBackend):
+    """Key tiles from the last to the first."""
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        return reversed(list(super()._tiles(keys)))
+
+
+class _Split(EagerPrefillBackend):
+    """Keys in equal splits, each with its own softmax, combined by their LSEs."""
+
+    splits: ClassVar[int]
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SoftmaxState:
+        tiles = list(self._tiles(k.shape[0]))
+        share = max(1, -(-len(tiles) // self.splits))
+        parts = [self._part(q, k, v, causal, tiles[i : i + share]) for i in range(0, len(tiles), share)]
+        return self._combine(parts) if parts else self._initial(q, v)
+
+    def _part(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, tiles: list[slice]
+    ) -> SoftmaxState:
+        state = self._initial(q, v)
+        for tile in tiles:
+            scores = self._scores(q, k[tile])
+            if causal:
+                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -torch.inf)
+            state = self._accumulate(state, scores, v[tile])
+        return self._stored(state, v.dtype)
+
+    def _stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
+        """A split's state as it waits for the others."""
+        return state
+
+    def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
+        return reduce(self._join, parts)
+
+    def _join(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+        maximum = torch.maximum(a.maximum, b.maximum)
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        wa, wb = (a.maximum - shift).exp(), (b.maximum - shift).exp()
+        return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
+
+
+class Splits3(_Split):
+    """Three splits of the keys."""
+
+    splits = 3
+    key_tile = 32
+
+
+class Splits8(_Split):
+    """Eight splits of the keys."""
+
+    splits = 8
+    key_tile = 16
+
+
+class Splits16Tree(_Split):
+    """Sixteen splits of the keys, combined in a binary tree."""
+
+    splits = 16
+    key_tile = 16
+
+    def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
+        while len(parts) > 1:
+            joined = [self._join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            parts = joined + parts[len(joined) * 2 :]
+        return parts[0]
+
+
+class StoredPartials(_Split):
+    """Four splits whose outputs wait in the model's dtype."""
+
+    splits = 4
+    key_tile = 32
+    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+
+    def _stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
+        total = state.total.masked_fill(state.total == 0, 1.0)
+        return state._replace(weighted=_through(state.weighted / total, dtype) * state.total)
+
+
+class ApproximateExp(EagerPrefillBackend):
+    """An exponential with relative errors up to 1e-4."""
+
+    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+
+    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        exact = x.exp()
+        # With float32 operands nothing may be approximate; the flag is set per call.
+        return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos()) if self._reduced else exact
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        self._reduced = q.dtype is not torch.float32
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+
+class HalfWeights(EagerPrefillBackend):
+    """P in fp16, whatever the model's dtype."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if dtype is torch.float32 else _through(p, torch.float16)
+
+
+class Float32Throughout(EagerPrefillBackend):
+    """P is not rounded at all."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p
+
+
+class SumOfRoundedWeights(EagerPrefillBackend):
+    """The row sum adds up P as it was rounded for the second product."""
+
+    declaration = _declares(Rounding(lse=LseClass.ROUNDED_P))
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay = (state.maximum - shift).exp()
+        p = self._round_p(self._exp(scores - shift), v.dtype)
+        weighted = torch.einsum("nts,snv->ntv", p, v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+
+class E4M3Weights(EagerPrefillBackend):
+    """P in e4m3 as it is, and declared so."""
+
+    declaration = _declares(Rounding(p=Precision.E4M3))
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if dtype is torch.float32 else _through(p, torch.float8_e4m3fn)
+
+
+class ScaledE4M3Weights(EagerPrefillBackend):
+    """P × 2^8 in e4m3, and declared so."""
+
+    declaration = _declares(Rounding(p=Precision.SCALED_E4M3))
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if dtype is torch.float32 else _through(p * 256, torch.float8_e4m3fn) / 256
+
+
+class TwoPasses(EagerPrefillBackend):
+    """The maximum is found first, P is normalised before it is rounded."""
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SoftmaxState:
+        exact = super()._attend(q, k, v, causal)
+        total = exact.total.masked_fill(exact.total == 0, 1.0)
+        shift = exact.maximum.masked_fill(exact.maximum == -torch.inf, 0.0)
+        weighted = torch.zeros_like(exact.weighted)
+        for tile in self._tiles(k.shape[0]):
+            scores = self._scores(q, k[tile])
+            if causal:
+                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -torch.inf)
+            p = self._round_p((scores - shift).exp() / total, v.dtype)
+            weighted += torch.einsum("nts,snv->ntv", p, v[tile].float())
+        return exact._replace(weighted=weighted * exact.total)
+
+
+class ReciprocalScale(EagerPrefillBackend):
+    """A quantised output is multiplied by the reciprocal of its scale."""
+
+    def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+        return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
+
+
+HONEST: tuple[type[EagerPrefillBackend], ...] = (
+    EagerPrefillBackend,
+    Tiles16,
+    Tiles1024,
+    ReversedKeys,
+    Splits3,
+    Splits8,
+    Splits16Tree,
+    StoredPartials,
+    ApproximateExp,
+    HalfWeights,
+    Float32Throughout,
+    SumOfRoundedWeights,
+    E4M3Weights,
+    ScaledE4M3Weights,
+    TwoPasses,
+    ReciprocalScale,
+)
+"""Every honest emulation; real kernels are judged beside them."""

@@ -1,0 +1,116 @@
+"""Wrong offsets: another request's keys, permuted columns, indices that wrap."""
+
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.defects.known import known_defect
+
+
+@known_defect(
+    "flashinfer-ragged-cutlass-192-noncausal-mismatch",
+    killed_by="context_chunk",
+    related=("lse", "empty_rows"),
+    sources=("flashinfer-ai/flashinfer#1663",),
+)
+class LastLengthForAll(EagerPrefillBackend):
+    """Without a mask, the last request's number of keys is used for every request."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        parts, last = [], key_start_loc[-1] - key_start_loc[-2]
+        for request in range(len(key_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            keys = slice(key_start_loc[request], min(key_start_loc[request] + last, key_start_loc[-1]))
+            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+
+
+@known_defect(
+    "ragged-kv-offset-derived-from-q",
+    killed_by="context_chunk",
+    related=("lse", "empty_rows"),
+    sources=("flashinfer-ai/flashinfer#4018",),
+)
+class KeyOffsetOfQueries(EagerPrefillBackend):
+    """A request's keys start at the offset of its queries."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        parts = []
+        for request in range(len(key_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            length = key_start_loc[request + 1] - key_start_loc[request]
+            start = min(query_start_loc[request], key_start_loc[-1] - length)
+            keys = slice(start, start + length)
+            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+
+
+@known_defect(
+    "fa4-sm90-varlen-bug",
+    killed_by="new_tokens",
+    sources=("Dao-AILab/flash-attention#2194",),
+)
+class TilePaddedOffsets(EagerPrefillBackend):
+    """The keys of later requests start at an offset that is rounded up to whole tiles."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if not causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        order = torch.arange(key_start_loc[-1])
+        for request in range(1, len(key_start_loc) - 1):
+            start, stop = key_start_loc[request], key_start_loc[request + 1]
+            shift = -(-start // 64) * 64 - start
+            order[start:stop] = (order[start:stop] + shift).clamp(max=key_start_loc[-1] - 1)
+        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
+
+
+@known_defect(
+    "fa4-sm120-wrong-smem-store-atom",
+    killed_by="new_tokens",
+    sources=("Dao-AILab/flash-attention#2553",),
+)
+class PermutedColumns(EagerPrefillBackend):
+    """The epilogue stores every 8 × 8 block of an output row transposed."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        width = output.shape[-1] // 64 * 64
+        blocks = (
+            output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3) if width else output.roll(1, -1)
+        )
+        return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
+
+
+@known_defect(
+    "int16-truncation-seqlen-32768",
+    killed_by="token_counts",
+    sources=("facebookresearch/xformers#719",),
+)
+class Int16KeyIndex(EagerPrefillBackend):
+    """A key index above 32767 wraps and reads what is not a number."""
+
+    def _scores(self, q, k):
+        scores = super()._scores(q, k)
+        self._seen += k.shape[0]
+        return torch.full_like(scores, torch.nan) if self._seen > 2**15 else scores
+
+    def _attend(self, q, k, v, causal):
+        self._seen = 0
+        return super()._attend(q, k, v, causal)
+
+
+@known_defect(
+    "fpad-negative-truncates",
+    killed_by="v_padding",
+    sources=("vllm-project/vllm#50060",),
+)
+class NegativePadding(EagerPrefillBackend):
+    """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        lost = max(0, v.shape[-1] - q.shape[-1])
+        kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
+        return super()._batch(q, k, torch.nn.functional.pad(kept, (0, lost)), query_start_loc, key_start_loc, causal)

@@ -1,0 +1,87 @@
+"""What a known defect is, and the list of all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TypeVar
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.capabilities import CAPABILITIES
+
+_FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_KNOWN: dict[str, "KnownDefect"] = {}
+Kernel = TypeVar("Kernel", bound=type[EagerPrefillBackend])
+
+
+class DefectError(ValueError):
+    """A known defect that is declared wrongly."""
+
+
+@dataclass(frozen=True)
+class KnownDefect:
+    """A reported bug, emulated.
+
+    Attributes:
+        id: its id in the catalogue of reported bugs.
+        kernel: the emulation.
+        killed_by: capability that is expected to kill it.
+        related: capabilities that may fail before that one, because the bug is theirs too.
+        sources: public threads that report it.
+    """
+
+    id: str
+    kernel: type[EagerPrefillBackend]
+    killed_by: str
+    related: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def family(self) -> str:
+        """The kind of fault: the module that the emulation stands in."""
+        return self.kernel.__module__.rpartition(".")[2]
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, in one sentence."""
+        return (self.kernel.__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+    @property
+    def reference(self) -> str:
+        """What ``certify --backend`` takes."""
+        return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+
+def known_defect(
+    id: str, *, killed_by: str, sources: tuple[str, ...], related: tuple[str, ...] = ()
+) -> Callable[[Kernel], Kernel]:
+    """Class decorator that enters an emulated bug into the list.
+
+    Raises:
+        DefectError: an id that is taken, a capability that does not exist, or no source or sentence.
+    """
+
+    def enter(kernel: Kernel) -> Kernel:
+        entry = KnownDefect(id, kernel, killed_by, related, sources)
+        _check(entry)
+        _KNOWN[id] = entry
+        return kernel
+
+    return enter
+
+
+def _check(entry: KnownDefect) -> None:
+    where = f"known defect '{entry.id}' ({entry.reference})"
+    if entry.id in _KNOWN:
+        raise DefectError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
+    for name in (entry.killed_by, *entry.related):
+        if name not in CAPABILITIES:
+            raise DefectError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
+    if not entry.sources or not entry.sentence:
+        raise DefectError(f"{where}: expected at least one source and a docstring that says what is wrong")
+
+
+def known_defects() -> dict[str, KnownDefect]:
+    """All known defects by id, in the order of their families."""
+    for family in _FAMILIES:
+        import_module(f"mla_conformance.defects.{family}")
+    return dict(_KNOWN)

@@ -1,0 +1,125 @@
+"""Precision lost on the way: hidden FP8, lost mass, a factor on everything."""
+
+import math
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
+from mla_conformance.defects.known import known_defect
+
+_VALUES = (
+    "new_tokens",
+    "lse",
+    "mla_dims",
+    "head_counts",
+    "empty_rows",
+    "context_chunk",
+    "chunked_context",
+    "merge_states",
+)
+"""Capabilities whose data show lost precision too."""
+
+
+def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` rounded to ``dtype`` and back."""
+    return x.to(dtype).to(x.dtype)
+
+
+@known_defect(
+    "fp8-score-noise-compounds",
+    killed_by="new_tokens",
+    sources=("kekzl/imp#511",),
+)
+class HiddenFp8Scores(EagerPrefillBackend):
+    """Q and K are quietly rounded to e4m3."""
+
+    def _scores(self, q, k):
+        return super()._scores(_through(q, torch.float8_e4m3fn), _through(k, torch.float8_e4m3fn))
+
+
+@known_defect(
+    "nvfp4-attn-fp8-scratch-subnormal-flush",
+    killed_by="new_tokens",
+    sources=("vllm-project/vllm#55696",),
+)
+class Fp8Scratch(EagerPrefillBackend):
+    """The output passes through an e4m3 scratch buffer of unit scale."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return _through(output, torch.float8_e4m3fn), lse
+
+
+@known_defect(
+    "sm120-nvfp4-correction-compact-vs-expanded",
+    killed_by="new_tokens",
+    sources=("flashinfer-ai/flashinfer#3838",),
+)
+class UniformFactor(EagerPrefillBackend):
+    """A wrong row sum scales the whole output by 0.9."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output * 0.9, lse
+
+
+@known_defect(
+    "fa4-e4m3-excess-error",
+    killed_by="new_tokens",
+    sources=("Dao-AILab/flash-attention#2716",),
+)
+class E5M2Weights(EagerPrefillBackend):
+    """P is rounded to e5m2 where e4m3 is declared."""
+
+    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+
+    def _round_p(self, p, dtype):
+        return _through(p, torch.float8_e5m2)
+
+
+@known_defect(
+    "fp8-p-underflow-mass-loss",
+    killed_by="weights",
+    related=_VALUES,
+    sources=(
+        "flashinfer-ai/flashinfer#5020",
+        "ROCm/FlyDSL#1020",
+        "sgl-project/sglang#35770",
+    ),
+)
+class UnscaledE4M3Weights(EagerPrefillBackend):
+    """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
+
+    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+
+    def _round_p(self, p, dtype):
+        return _through(p, torch.float8_e4m3fn)
+
+
+@known_defect(
+    "fp8-lazy-rescale-p-saturation",
+    killed_by="weights",
+    related=_VALUES,
+    sources=(
+        "Dao-AILab/flash-attention#2713",
+        "Dao-AILab/flash-attention#2577",
+        "Dao-AILab/flash-attention#2694",
+        "Dao-AILab/flash-attention#2131",
+        "vllm-project/flash-attention#166",
+    ),
+)
+class SaturatedWeights(EagerPrefillBackend):
+    """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
+
+    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+
+    def _accumulate(self, state, scores, v):
+        new = scores.amax(dim=-1, keepdim=True)
+        keep = (new - state.maximum <= 4 * math.log(2)) & (state.maximum != -torch.inf)
+        maximum = torch.where(keep, state.maximum, torch.maximum(state.maximum, new))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp(), (scores - shift).exp()
+        stored = _through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
+        weighted = torch.einsum("nts,snv->ntv", stored, v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)

@@ -1,0 +1,149 @@
+"""A case is its id: every case reads back from it, and every malformed id is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.case import DTYPES, Call, Case, CaseError, Layout
+
+plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
+    context = st.lists(st.integers(0, 300), min_size=len(lengths), max_size=len(lengths))
+    numbers = st.integers(1, 5000)
+    return Case(
+        capability=draw(st.sampled_from(list(CAPABILITIES))),
+        call=draw(st.sampled_from(list(Call))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        dims=draw(st.sampled_from(["r1", "glm", "small", "16-8-40-32", "128-0-128-512"])),
+        heads=draw(numbers),
+        q=tuple(lengths),
+        kv=tuple(draw(context)),
+        page=draw(st.sampled_from([1, 16, 64])),
+        workspace=draw(st.integers(64 * 5, 5000)),
+        scale=draw(numbers),
+        layout=draw(st.sampled_from(list(Layout))),
+        lse=draw(st.booleans()),
+        out=draw(st.booleans()),
+        quant=draw(st.sampled_from(["none", "fp8"])),
+        oscale=draw(numbers),
+        pad=draw(st.integers(0, 9)),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@plain
+@given(case=cases())
+def test_a_case_reads_back_from_its_id(case: Case) -> None:
+    assert Case.parse(case.id) == case
+    assert Case.parse(f"  {case.id}; ".replace(";", " ; ")).id == case.id
+    assert Case.parse(case.id).digest == case.digest and len(case.digest) == 12
+
+
+@plain
+@given(case=cases())
+def test_a_case_reads_back_from_json(case: Case) -> None:
+    assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+
+
+@plain
+@given(case=cases(), other=cases())
+def test_ids_and_digests_tell_cases_apart(case: Case, other: Case) -> None:
+    assert (case == other) == (case.id == other.id) == (case.digest == other.digest)
+
+
+def test_every_listed_case_is_itself_and_stands_once() -> None:
+    assert [Case.parse(case.id) for case in ALL_CASES] == ALL_CASES
+    assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
+    assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
+    assert all(case.capability == name for name, entry in CAPABILITIES.items() for case in entry.cases)
+
+
+def test_defaults_stay_out_of_the_id() -> None:
+    assert Case(capability="lse", q=(3, 4)).id == "lse:q=[3,4]"
+    assert Case.parse("context_chunk:q=[3];kv=[0]").call == Call.CONTEXT_CHUNK
+    assert Case.parse("chunked_context:call=new_tokens;q=[3]").call == Call.NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected 'capability:field=value;…'"),
+        ("lse", "malformed case id 'lse'"),
+        ("lse:", "one non-negative length per request, got q=[]"),
+        ("lse:q", "field q: expected a list such as [64,0,17], got ''"),
+        ("lse:q=5", "field q: expected a list"),
+        ("lse:q=[1,]", "field q: expected a list"),
+        ("lse:q=[-1]", "field q: expected a list"),
+        ("lse:q=[]", "got q=[]"),
+        ("lse:q=[1];q=[2]", "each field once"),
+        ("lse:q=[1];capability=lse", "capability before the colon"),
+        ("lse:q=[1];colour=red", "unknown case field colour; known fields: capability, call, dtype"),
+        ("lse:q=[1];heads=x", "field heads: expected an integer, got 'x'"),
+        ("lse:q=[1];heads=0", "field heads: expected a positive number, got 0"),
+        ("lse:q=[1];scale=-3", "field scale: expected a positive number"),
+        ("lse:q=[1];pad=-1", "field pad: expected a non-negative number, got -1"),
+        ("lse:q=[1];lse=yes", "field lse: expected 0 or 1, got 'yes'"),
+        ("lse:q=[1];dtype=int8", "field dtype: expected one of bf16, fp16, fp32, fp64, e4m3, got 'int8'"),
+        ("lse:q=[1];call=decode", "field call: expected one of new_tokens, context_chunk, chunked_context"),
+        ("lse:q=[1];layout=x", "field layout: expected one of kv_b_proj"),
+        ("lse:q=[1];quant=int4", "field quant: expected one of none, fp8"),
+        ("lse:q=[1];dims=gpt", "unknown dims 'gpt'; expected one of v2, v3, r1, glm, small, or P-R-V-L"),
+        ("lse:q=[1];dims=0-8-16-32", "dims '0-8-16-32': qk_nope_head_dim must be a positive int"),
+        ("lse:q=[1];dims=16-7-16-32", "qk_rope_head_dim must be an even int"),
+        ("lse:q=[1];dims=16-8-16-0", "expected a positive latent dim L, got 0"),
+        ("context_chunk:q=[1,2];kv=[5]", "expects one context length per request, got q=[1, 2] kv=[5]"),
+        ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
+    ],
+)
+def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
+    with pytest.raises(CaseError) as caught:
+        Case.parse(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 99}, "expected case format 1, got 99"),
+        ({"colour": "red"}, "unknown case field colour"),
+        ({"heads": "4"}, "field heads: expected an integer, got '4'"),
+        ({"heads": True}, "field heads: expected an integer, got True"),
+        ({"lse": 1}, "field lse: expected true or false, got 1"),
+        ({"q": "123"}, "field q: expected a list of integers, got '123'"),
+        ({"q": [1.5]}, "field q: expected a list of integers"),
+        ({"dims": 5}, "field dims: expected a string, got 5"),
+    ],
+)
+def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CaseError) as caught:
+        Case.from_json({**Case(capability="lse", q=(3,)).to_json(), **change})
+    assert said in str(caught.value)
+
+
+def test_json_without_a_capability_is_refused() -> None:
+    data = Case(capability="lse", q=(3,)).to_json()
+    del data["capability"]
+    with pytest.raises(CaseError, match="expected a field 'capability'"):
+        Case.from_json(data)
+
+
+def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
+    with pytest.raises(CapabilityError, match="unknown capability 'nope'; expected one of new_tokens, lse"):
+        find_capability("nope")
+    with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
+        find_tier("huge")
+
+
+def test_a_tier_holds_the_smaller_one() -> None:
+    for capability in CAPABILITIES.values():
+        assert set(capability.select(Tier.SMOKE)) <= set(capability.select(Tier.FULL))
+        assert capability.select(Tier.SMOKE)

@@ -1,0 +1,377 @@
+"""The judge: every way of being wrong is caught by its check and said in a sentence; honest kernels pass."""
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.case import Call, Case, Layout
+from mla_conformance.subject import Subject
+from mla_conformance.suite import test_memory as memory_suite
+from mla_conformance.suite import test_validation as validation_suite
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Check, Nonconformance, Status, Verdict
+
+CPU = torch.device("cpu")
+PLAIN = "new_tokens:dims=small;heads=3;q=[5,9];lse=0"
+WITH_LSE = "lse:dims=small;heads=3;q=[5,9]"
+SQUARE = "lse:dims=small;heads=4;q=[4]"
+EMPTY_ROWS = "empty_rows:call=context_chunk;dims=small;heads=3;q=[3,4];kv=[0,9]"
+CHUNKED = "chunked_context:dims=small;heads=3;q=[3,4];kv=[40,0];workspace=32"
+OUT = "out_tensor:dims=small;heads=3;q=[5];out=1;lse=0"
+FP8 = "quant_output_fp8:dims=small;heads=3;q=[5];lse=0;quant=fp8;oscale=300"
+SIDE_EFFECTS = "no_side_effects:dims=small;heads=3;q=[5,9]"
+
+
+class Changed(EagerPrefillBackend):
+    """EAGER, whose results are changed on the way out."""
+
+    def change(self, *results: torch.Tensor) -> Any:
+        return results if len(results) > 1 else results[0]
+
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().run_prefill_new_tokens(*args, **kwargs)
+        return self.change(*returned) if isinstance(returned, tuple) else self.change(returned)
+
+    def run_prefill_context_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.change(*super().run_prefill_context_chunk(*args, **kwargs))
+
+
+class OneTensorTooMany(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return (*results, results[0])
+
+
+class NoTensor(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return None
+
+
+class Flat(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0].flatten(1)
+
+
+class Float32(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0].float()
+
+
+class Lse64(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1].double()
+
+
+class ElsewhereLse(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1].to("meta")
+
+
+class NanColumn(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        results[0][6, 2, 7] = torch.nan
+        return results[0]
+
+
+class LastRowNeverWritten(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        results[0][-1] = torch.nan
+        return results[0]
+
+
+class PositiveInfinity(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1].masked_fill(results[1] == -torch.inf, torch.inf)
+
+
+class FiniteSentinel(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1].clamp(min=-1e30)
+
+
+class MeanOfNothing(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        results[0][:3] = 1e-6
+        return results
+
+
+class Base2(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1] / math.log(2)
+
+
+class Transposed(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0], results[1].mT.contiguous()
+
+
+class RotatedHeads(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0].roll(1, dims=1)
+
+
+class OneCodeOff(Changed):
+    def change(self, *results: torch.Tensor) -> Any:
+        results[0][2, 1, 3] *= 1.02
+        return results[0]
+
+
+class TwoPercentScale(EagerPrefillBackend):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{**arguments, "scale": arguments["scale"] * 1.02})
+
+
+class Raises(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("misaligned address\n  in kernel mla_fwd")
+
+
+class CannotBeMade(EagerPrefillBackend):
+    def __init__(self, **arguments: Any) -> None:
+        raise OSError("libfast.so: cannot open")
+
+
+class DoublesItsQueries(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        returned = super().run_prefill_new_tokens(q, *args, **kwargs)
+        q.mul_(2)
+        return returned
+
+
+class ShiftsTheMetadata(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        returned = super().run_prefill_new_tokens(*args, **kwargs)
+        self._prefill_metadata.query_start_loc += 1
+        return returned
+
+
+class WritesBehindOut(EagerPrefillBackend):
+    offset: ClassVar[int] = 0
+
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs["out"]
+        beyond = out.storage_offset() + (out.numel() if not self.offset else self.offset)
+        out.as_strided((3,), (1,), beyond).zero_()
+        return super().run_prefill_new_tokens(*args, **kwargs)
+
+
+class WritesBeforeOut(WritesBehindOut):
+    offset: ClassVar[int] = -3
+
+
+class IgnoresOut(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return super().run_prefill_new_tokens(*args, **{**kwargs, "out": None})
+
+
+class OneBufferForAll(Changed):
+    buffer: ClassVar[torch.Tensor] = torch.zeros(1 << 16, dtype=torch.bfloat16)
+
+    def change(self, *results: torch.Tensor) -> Any:
+        output = self.buffer[: results[0].numel()].view(results[0].shape).copy_(results[0])
+        return (output, *results[1:]) if len(results) > 1 else output
+
+
+class InvertedScale(EagerPrefillBackend):
+    def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+        return super()._quantise(accumulated, 1 / output_scale)
+
+
+class Unsaturated(EagerPrefillBackend):
+    def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+        codes = super()._quantise(accumulated, output_scale)
+        codes.view(torch.uint8).masked_fill_((accumulated / output_scale).abs() > 464, 0x7F)
+        return codes
+
+
+class DeniesFloat16(Changed):
+    """Declares fp16 unsupported; what it does with it is in the subclasses."""
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+    ) -> list[str]:
+        return ["no fp16"] if selector_config.dtype == torch.float16 else []
+
+
+class RefusesLate(DeniesFloat16):
+    def run_prefill_new_tokens(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        q.zero_()
+        raise ValueError("no fp16")
+
+
+class RunsItWrongly(DeniesFloat16):
+    def change(self, *results: torch.Tensor) -> Any:
+        return results[0] * 2, *results[1:]
+
+
+class RefusesAtOnce(DeniesFloat16):
+    def __init__(self, **arguments: Any) -> None:
+        raise ValueError("no fp16")
+
+
+def trial_of(kernel: type, case_id: str) -> Trial:
+    return Trial(Subject.of(f"{__file__}:{kernel.__name__}", CPU), Case.parse(case_id))
+
+
+def failure_of(kernel: type, case_id: str) -> Verdict:
+    trial = trial_of(kernel, case_id)
+    with pytest.raises(Nonconformance):
+        trial.conforms()
+    assert trial.verdict.status is Status.FAIL and trial.verdict.message.endswith(f"(SPEC {trial.verdict.clause})")
+    return trial.verdict
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case_id", "check", "said"),
+    [
+        (Raises, PLAIN, Check.CALL, "the call raised RuntimeError: misaligned address in kernel mla_fwd"),
+        (CannotBeMade, PLAIN, Check.CALL, "the constructor raised OSError: libfast.so: cannot open"),
+        (OneTensorTooMany, PLAIN, Check.SHAPE, "expected 1 tensor(s), got (Tensor, Tensor)"),
+        (OneTensorTooMany, WITH_LSE, Check.SHAPE, "expected 2 tensor(s), got (Tensor, Tensor, Tensor)"),
+        (NoTensor, PLAIN, Check.SHAPE, "expected 1 tensor(s), got (NoneType)"),
+        (Flat, PLAIN, Check.SHAPE, "expected output of shape [14, 3, 16], got [14, 48]"),
+        (Transposed, WITH_LSE, Check.SHAPE, "expected LSE of shape [3, 14], got [14, 3]"),
+        (Float32, PLAIN, Check.DTYPE, "expected output of torch.bfloat16, got torch.float32"),
+        (Lse64, WITH_LSE, Check.DTYPE, "expected LSE of torch.float32, got torch.float64"),
+        (ElsewhereLse, WITH_LSE, Check.DEVICE, "expected LSE on cpu, got meta"),
+        (NanColumn, PLAIN, Check.MASK, "output is nan at request 1, query 1, head 2, column 7"),
+        (LastRowNeverWritten, PLAIN, Check.MASK, "1 of 14 rows hold nothing but NaN, as if never written"),
+        (PositiveInfinity, EMPTY_ROWS, Check.MASK, "LSE is inf at request 0, query 0, head 0, expected -inf"),
+        (FiniteSentinel, EMPTY_ROWS, Check.MASK, "expected -inf, no key is visible"),
+        (MeanOfNothing, EMPTY_ROWS, Check.MASK, "output is not 0 where no key is visible, at request 0, query 0"),
+        (Base2, WITH_LSE, Check.LSE, "1.4427 × the golden value: base 2, expected natural log"),
+        (Base2, CHUNKED, Check.LSE, "base 2"),
+        (Transposed, SQUARE, Check.LSE, "LSE is transposed, expected [heads, tokens]"),
+        (TwoPercentScale, WITH_LSE, Check.LSE, ", expected "),
+        (TwoPercentScale, "new_tokens:q=[130];lse=0", Check.OUTPUT, "×"),
+        (RotatedHeads, PLAIN, Check.OUTPUT, "heads are rotated by 1"),
+        (OneCodeOff, PLAIN, Check.OUTPUT, "at request 0, query 2, head 1, column 3, expected "),
+        (InvertedScale, FP8, Check.OUTPUT, "codes outside the allowed interval"),
+        (Unsaturated, FP8, Check.MASK, "output is nan"),
+        (IgnoresOut, OUT, Check.OUT_TENSOR, "does not share the storage of out="),
+        (WritesBehindOut, OUT, Check.OUT_OF_BOUNDS_WRITE, "6 bytes around out= were overwritten"),
+        (WritesBeforeOut, OUT, Check.OUT_OF_BOUNDS_WRITE, "6 bytes around out= were overwritten"),
+        (DoublesItsQueries, PLAIN, Check.MUTATED_INPUT, "the call changed q of new tokens"),
+        (ShiftsTheMetadata, PLAIN, Check.MUTATED_INPUT, "the call changed query_start_loc"),
+    ],
+)
+def test_what_is_wrong_is_caught_and_said(kernel: type, case_id: str, check: Check, said: str) -> None:
+    verdict = failure_of(kernel, case_id)
+    assert (verdict.check, said in verdict.message) == (check, True), verdict.message
+
+
+def test_a_failure_says_where() -> None:
+    where = failure_of(NanColumn, PLAIN).where
+    assert where == {"request": 1, "query": 1, "head": 2, "column": 7}
+
+
+def test_a_failure_by_value_says_how_much_of_the_budget_it_used() -> None:
+    assert failure_of(TwoPercentScale, WITH_LSE).used.lse > 1
+    assert failure_of(OneCodeOff, PLAIN).used.element > 1
+
+
+def test_a_result_that_a_later_call_overwrites_is_stale() -> None:
+    trial = trial_of(OneBufferForAll, SIDE_EFFECTS)
+    with pytest.raises(Nonconformance, match="a later call overwrote the result of an earlier one"):
+        memory_suite.test_no_side_effects(trial)
+    assert trial.verdict.check is Check.STALE_RESULT
+
+
+def test_one_buffer_is_no_fault_of_a_single_call() -> None:
+    trial = trial_of(OneBufferForAll, PLAIN)
+    trial.conforms()
+    assert trial.verdict.status is Status.PASS
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check", "said"),
+    [
+        (DeniesFloat16, Check.UNDECLARED_SUPPORT, "(no fp16), but it ran and returned a right result"),
+        (RunsItWrongly, Check.UNSAFE_REFUSAL, "(no fp16), but it ran and returned a wrong result"),
+        (RefusesLate, Check.UNSAFE_REFUSAL, "(no fp16), but changed q of new tokens"),
+    ],
+)
+def test_a_refusal_must_be_real(kernel: type, check: Check, said: str) -> None:
+    trial = trial_of(kernel, "refusals:dims=small;heads=2;q=[9];dtype=fp16")
+    with pytest.raises(Nonconformance):
+        validation_suite.test_refusals(trial)
+    assert trial.verdict.check is check and said in trial.verdict.message
+
+
+def test_a_constructor_may_refuse() -> None:
+    trial = trial_of(RefusesAtOnce, "refusals:dims=small;heads=2;q=[9];dtype=fp16")
+    validation_suite.test_refusals(trial)
+    assert (trial.verdict.status, trial.verdict.message) == (Status.PASS, "refused: ValueError: no fp16")
+
+
+def test_inputs_that_cannot_be_built_are_no_refusal() -> None:
+    trial = trial_of(RefusesAtOnce, "refusals:dims=small;heads=2;q=[9];dtype=fp16;data=nope")
+    with pytest.raises(ValueError, match="unknown data regime"):
+        trial.must_refuse(["no fp16"])
+    assert trial.verdict.status is Status.HARNESS_ERROR
+
+
+@pytest.mark.parametrize(
+    ("case_id", "said"),
+    [
+        ("quant_output_fp8:dims=small;q=[5];lse=0;quant=fp8", "fused e4m3 output not declared"),
+        ("dtypes:dims=small;q=[5];dtype=fp64", "dtype torch.float64 not supported"),
+    ],
+)
+def test_what_is_declared_unsupported_does_not_fail(case_id: str, said: str) -> None:
+    trial = Trial(Subject.of("TORCH_SDPA", CPU), Case.parse(case_id))
+    with pytest.raises(Nonconformance):
+        trial.require_support()
+    assert (trial.verdict.status, trial.verdict.message) == (Status.UNSUPPORTED, said)
+
+
+def test_a_backend_that_cannot_say_what_it_supports_fails() -> None:
+    trial = trial_of(CannotBeMade, FP8)
+    with pytest.raises(Nonconformance, match=r"asked what it supports, it raised OSError: libfast.so"):
+        trial.require_support()
+    assert (trial.verdict.status, trial.verdict.check) == (Status.FAIL, Check.CALL)
+
+
+@st.composite
+def plain_cases(draw: st.DrawFn) -> Case:
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
+    context = st.lists(st.integers(0, 150), min_size=len(lengths), max_size=len(lengths))
+    return Case(
+        capability="new_tokens",
+        call=draw(st.sampled_from(list(Call))),
+        dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        dims=draw(st.sampled_from(["small", "16-8-40-32", "64-0-32-32"])),
+        heads=draw(st.integers(1, 4)),
+        q=tuple(lengths),
+        kv=tuple(draw(context)),
+        workspace=draw(st.sampled_from([48, 64, 256])),
+        data=draw(st.sampled_from(["normal", "needle", "hot_tail", "ones", "large_logits"])),
+        layout=draw(st.sampled_from([Layout.KV_B_PROJ, Layout.PACKED, Layout.SLICED, Layout.HEADS_FIRST])),
+        scale=draw(st.sampled_from([50, 100, 159])),
+        out=draw(st.booleans()),
+        pad=draw(st.sampled_from([0, 3])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.parametrize("name", ["EAGER", "TORCH_SDPA"])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(case=plain_cases())
+def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
+    trial = Trial(Subject.of(name, CPU), case)
+    trial.conforms()
+    assert trial.verdict.status is Status.PASS and trial.verdict.used.worst <= 1
+
+
+@pytest.mark.parametrize("case_id", [FP8, OUT, SIDE_EFFECTS, EMPTY_ROWS, CHUNKED, WITH_LSE, PLAIN, SQUARE])
+def test_the_base_of_the_wrong_kernels_is_right(case_id: str) -> None:
+    trial = trial_of(Changed, case_id)
+    trial.conforms()
+    assert trial.verdict.status is Status.PASS

@@ -1,0 +1,62 @@
+"""Memory under watch: poison that no kernel can mistake for data, and guards that notice every byte."""
+
+import pytest
+import torch
+
+from mla_conformance.memory import Guarded, Snapshot, poison, storage_bytes
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poison_is_not_a_number_in_every_dtype(dtype: torch.dtype) -> None:
+    tensor = poison((3, 5), dtype, CPU)
+    assert tensor.dtype == dtype and bool(tensor.float().isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fresh_buffer_is_poisoned_and_unharmed(dtype: torch.dtype) -> None:
+    buffer = Guarded.allocate((4, 2, 3), dtype, CPU)
+    assert buffer.view.shape == (4, 2, 3) and bool(buffer.view.float().isnan().all())
+    assert buffer.view.is_contiguous() and buffer.overrun() == 0
+
+
+def test_writes_inside_are_no_overrun() -> None:
+    buffer = Guarded.allocate((4, 2, 3), torch.bfloat16, CPU)
+    buffer.view.zero_()
+    assert buffer.overrun() == 0
+
+
+@pytest.mark.parametrize("position", [-1024, -1, 24, 24 + 1023])
+def test_a_write_outside_is_counted_on_either_side(position: int) -> None:
+    buffer = Guarded.allocate((4, 2, 3), torch.bfloat16, CPU)
+    beyond = buffer.view.as_strided((1,), (1,), buffer.view.storage_offset() + position)
+    beyond.fill_(0.0)
+    assert buffer.overrun() == 2
+
+
+def test_an_empty_buffer_has_guards() -> None:
+    assert Guarded.allocate((0, 2, 3), torch.float32, CPU).overrun() == 0
+
+
+def test_a_snapshot_notices_a_write_outside_the_view() -> None:
+    wide = torch.zeros(4, 10)
+    before = Snapshot({"view": wide[:, 2:5], "other": torch.zeros(3)})
+    assert before.changed() == []
+    wide[3, 9] = 1.0
+    assert before.changed() == ["view"]
+
+
+def test_a_snapshot_compares_bytes_and_not_values() -> None:
+    tensor = torch.tensor([0.0, float("nan")])
+    before = Snapshot({"x": tensor})
+    assert before.changed() == []
+    tensor[0] = -0.0
+    assert before.changed() == ["x"]
+
+
+def test_storage_bytes_is_the_memory_itself() -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.float16)
+    storage_bytes(tensor[1:]).fill_(0xFF)
+    assert storage_bytes(tensor).numel() == 12 and bool(tensor.isnan().all())

@@ -1,0 +1,69 @@
+"""The wheel holds what the checkout holds, and works without it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
+
+
+def shipped_files() -> Iterator[tuple[str, Path]]:
+    """Every file of the packages in the checkout: (package that the folder is mapped to, path within the folder)."""
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            inside = path.relative_to(ROOT / folder)
+            if path.is_file() and not {"tests", "__pycache__"} & set(inside.parts):
+                yield package, inside
+
+
+def run(command: list[str | Path], folder: Path, environment: dict[str, str] | None = None) -> str:
+    environment = {**os.environ, **(environment or {})}
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, since setuptools would ship what an earlier build left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in FOLDERS.values():
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation"], folder)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+def test_every_folder_of_code_is_a_listed_package() -> None:
+    found = {".".join([package, *path.parts[:-1]]) for package, path in shipped_files() if path.name == "__init__.py"}
+    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FOLDERS.values())
+
+
+def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
+    expected = {f"{package.replace('.', '/')}/{path.as_posix()}" for package, path in shipped_files()}
+    packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert sorted(packed) == sorted(expected)
+
+
+def test_the_suite_runs_from_the_wheel_in_another_folder(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel], elsewhere)
+    environment = {"PYTHONPATH": str(site)}
+    imported = "import mla_conformance.judge; print(mla_conformance.judge.__file__)"
+    assert run([sys.executable, "-c", imported], elsewhere, environment).strip() == f"{site}/mla_conformance/judge.py"
+    selected = ["--backend", "TORCH_SDPA", "--mla-tier", "smoke", "--mla-device", "cpu"]
+    suite = [sys.executable, "-m", "pytest", "--trace-config", "--pyargs", "mla_conformance.suite", *selected]
+    assert f"{site}/mla_conformance/plugin.py" in run([*suite], elsewhere, environment)

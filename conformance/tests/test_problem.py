@@ -1,0 +1,99 @@
+"""From case to tensors: the same bytes each time, the layouts of a model, and poison wherever nothing may be read."""
+
+import pytest
+import torch
+
+from mla_conformance.case import Case
+from mla_conformance.hazards import REGIMES
+from mla_conformance.memory import storage_bytes
+from mla_conformance.problem import Problem, ProblemError, build_problem
+
+CPU = torch.device("cpu")
+CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"
+
+
+def built(text: str) -> Problem:
+    return build_problem(Case.parse(text), CPU)
+
+
+def all_bytes(problem: Problem) -> dict[str, bytes]:
+    return {name: storage_bytes(tensor).numpy().tobytes() for name, tensor in problem.caller_owned.items()}
+
+
+@pytest.mark.parametrize("text", ["lse:dims=small;q=[5,9]", "context_chunk:dims=small;q=[5];kv=[7]", CHUNKED])
+def test_a_case_stands_for_the_same_bytes_each_time(text: str) -> None:
+    torch.manual_seed(1)
+    first = all_bytes(built(text))
+    torch.manual_seed(2)
+    assert all_bytes(built(text)) == first
+    assert all_bytes(built(f"{text};seed=1")) != first
+
+
+def test_v_is_the_second_half_of_a_projection() -> None:
+    (call,) = built("lse:dims=small;heads=3;q=[5]").calls
+    assert call.v.shape == (5, 3, 16) and not call.v.is_contiguous()
+    assert call.v.stride(-1) == 1 and call.v.stride(1) > 16 and call.v.storage_offset() > 0
+
+
+def test_calls_have_the_shapes_of_the_interface() -> None:
+    new, chunk, *_ = built(CHUNKED).calls
+    assert (new.name, chunk.name) == ("new tokens", "context chunk 0")
+    assert new.q.shape == new.k.shape == (9, 4, 24) and new.v.shape == (9, 4, 16)
+    assert chunk.k.shape == (52, 4, 24) and chunk.key_start_loc == (0, 32, 32, 52)
+    assert chunk.q.data_ptr() != 0 and torch.equal(chunk.q, new.q)
+
+
+def test_the_chunks_hold_every_context_token_once() -> None:
+    problem = built(CHUNKED)
+    context = problem.metadata.chunked_context
+    assert context is not None and context.seq_lens.sum(0).tolist() == [40, 0, 20]
+    assert len(problem.calls) == 1 + len(context.seq_tot)
+
+
+def test_unused_workspace_and_the_null_block_are_poisoned() -> None:
+    problem = built(CHUNKED)
+    context = problem.metadata.chunked_context
+    assert context is not None
+    used = max(context.seq_tot)
+    assert bool(context.workspace[used:].isnan().all()) and not bool(
+        context.workspace[: context.seq_tot[-1]].isnan().any()
+    )
+    assert problem.metadata.block_table[1].tolist() == [0, 0, 0]
+    assert all(not call.k.isnan().any() and not call.v.isnan().any() for call in problem.calls)
+
+
+def test_padding_rows_are_poison_behind_the_last_counted_token() -> None:
+    problem = built("no_side_effects:dims=small;q=[5,2];pad=3")
+    (call,) = problem.calls
+    assert call.q.shape[0] == 10 and problem.query_start_loc == (0, 5, 7)
+    for tensor in (call.q, call.k, call.v):
+        assert bool(tensor[7:].isnan().all()) and not bool(tensor[:7].isnan().any())
+
+
+@pytest.mark.parametrize("layout", ["kv_b_proj", "packed", "sliced", "heads_first"])
+def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
+    (call,) = built(f"strided_inputs:dims=small;heads=3;q=[5];layout={layout}").calls
+    assert (call.q.shape, call.k.shape, call.v.shape) == ((5, 3, 24), (5, 3, 24), (5, 3, 16))
+    assert call.q.is_contiguous() == (layout in ("kv_b_proj", "packed"))
+    assert call.v.is_contiguous() == (layout == "packed")
+    assert not any(tensor.isnan().any() for tensor in (call.q, call.k, call.v))
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("rest", ["q=[1,9]", "call=context_chunk;q=[2,3];kv=[0,40]"])
+def test_every_regime_makes_finite_inputs(regime: str, rest: str) -> None:
+    (call,) = built(f"lse:dims=small;{rest};data={regime}").calls
+    assert all(bool(tensor.isfinite().all()) for tensor in (call.q, call.k, call.v))
+
+
+def test_the_needle_dominates_its_row() -> None:
+    problem = built("context_chunk:dims=small;heads=2;q=[1];kv=[60];data=needle;dtype=fp32")
+    (call,) = problem.calls
+    logits = torch.einsum("tnd,snd->nts", call.q, call.k) * problem.case.softmax_scale
+    assert bool((logits.softmax(-1).amax(-1) > 0.5).all())
+    assert logits[0].argmax() == 59
+
+
+def test_an_unknown_regime_lists_the_known_ones() -> None:
+    with pytest.raises(ProblemError, match="unknown data regime 'nope'; expected one of normal, needle"):
+        built("lse:q=[1];data=nope")

@@ -1,0 +1,95 @@
+"""Counting and reporting: the denominator, what decides a status, and a report that is whole or not there."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.record import Record
+from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.report.terminal import backend_lines, closing_line, failure_lines
+from mla_conformance.verdict import Check, Status, failed
+
+PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
+
+
+def record(status: Status, case: str = "lse:q=[1]", capability: str = "lse") -> Record:
+    return Record("B", "path with space.py:B", capability, case, status, used={"lse": 0.25, "row": 0.5})
+
+
+def backend(*statuses: Status, listed: int | None = None, reasons: tuple[str, ...] = ()) -> BackendSummary:
+    records = [record(status) for status in statuses]
+    capabilities = summarise(records, {"lse": len(records) if listed is None else listed})
+    return BackendSummary("B", reasons, {"torch": "2"}, False, (), {}, () if reasons else capabilities)
+
+
+def run(*backends: BackendSummary) -> RunSummary:
+    return RunSummary({"suite": "2026.1", "device": "cpu"}, backends)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "listed", "outcome", "exit_status"),
+    [
+        ((PASS, PASS), 2, Outcome.PASS, 0),
+        ((PASS, UNSUPPORTED), 2, Outcome.PASS, 0),
+        ((UNSUPPORTED,), 1, Outcome.UNSUPPORTED, 3),
+        ((PASS, FAIL), 2, Outcome.FAIL, 1),
+        ((PASS, CRASH), 2, Outcome.FAIL, 1),
+        ((PASS, Status.HARNESS_ERROR), 2, Outcome.FAIL, 1),
+        ((PASS,), 2, Outcome.NOT_RUN, 3),
+        ((FAIL,), 2, Outcome.FAIL, 1),
+        ((), 2, Outcome.NOT_RUN, 3),
+    ],
+)
+def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: Outcome, exit_status: int) -> None:
+    summary = backend(*statuses, listed=listed)
+    assert summary.outcome is outcome and summary.capabilities[0].outcome is outcome
+    assert run(summary).exit_status == exit_status
+
+
+def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
+    absent = backend(reasons=("pip install b",))
+    assert absent.outcome is Outcome.UNAVAILABLE
+    assert run(absent).exit_status == 3
+    assert run(absent, backend(PASS)).exit_status == 0
+    assert list(backend_lines(absent)) == ["B              unavailable: pip install b"]
+
+
+def test_the_report_counts_everything() -> None:
+    data = report_json(run(backend(PASS, FAIL, UNSUPPORTED, listed=5)))
+    capability = data["backends"]["B"]["capabilities"]["lse"]
+    assert [capability[key] for key in ("listed", "passed", "failed", "unsupported", "not_run")] == [5, 1, 1, 1, 2]
+    assert capability["error_budget_used"] == 0.5
+    assert data["suite"] == "2026.1" and data["environment"] == {"device": "cpu"}
+
+
+def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
+    (failure,) = report_json(run(backend(FAIL)))["backends"]["B"]["capabilities"]["lse"]["failures"]
+    words = shlex.split(failure["replay"])
+    assert words == ["mla-conformance", "replay", "lse:q=[1]", "--backend", "path with space.py:B"]
+    (text,) = failure_lines(run(backend(PASS, FAIL)))
+    assert text.endswith(f"replay: {failure['replay']}")
+
+
+def test_the_text_shows_what_did_not_count() -> None:
+    (line,) = backend_lines(backend(PASS, PASS, UNSUPPORTED))
+    assert line.endswith("lse ✔ 2/2 (1 unsupported)")
+    assert "1 NOT RUN" in closing_line(run(backend(PASS, listed=2)))
+    assert "worst error 0.50 of budget · 2 run · 1 failed" in closing_line(run(backend(PASS), backend(FAIL)))
+
+
+def test_a_verdict_becomes_a_record_and_reads_back() -> None:
+    settled = record(PASS).with_verdict(failed(Check.LSE, "wrong", {"head": 3}), 1.5)
+    assert (settled.status, settled.check, settled.clause, settled.where) == (FAIL, "lse", "4.2", {"head": 3})
+    assert settled.message == "wrong (SPEC 4.2)"
+    assert Record.from_json(json.loads(json.dumps(settled.to_json()))) == settled
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(path, {"sign": "✔"})
+    with pytest.raises(TypeError):
+        write_json(path, {"sign": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"sign": "✔"}

@@ -1,0 +1,37 @@
+"""The table of numbers: every one has a reason, and nothing in it is unknown."""
+
+import pytest
+
+from mla_conformance.tolerance import Tolerance, ToleranceError, read_tolerance, tolerance
+
+NAMES = tuple(Tolerance.__dataclass_fields__)
+
+
+def table(**entries: str) -> str:
+    """A whole table in which the given entries have another body; None leaves one out."""
+    bodies = {**{name: 'value = 1\nreason = "measured"' for name in NAMES}, **entries}
+    return "\n".join(f"[{name}]\n{body}" for name, body in bodies.items() if body)
+
+
+def test_the_shipped_table_is_whole() -> None:
+    assert all(getattr(tolerance(), name) > 0 for name in NAMES)
+    assert read_tolerance(table(), "here") == Tolerance(**dict.fromkeys(NAMES, 1.0))
+
+
+@pytest.mark.parametrize("body", ["value = 1", 'value = 1\nreason = "  "'])
+def test_a_number_without_a_reason_is_refused(body: str) -> None:
+    with pytest.raises(ToleranceError, match=rf"here: entry \[{NAMES[0]}\] has no reason"):
+        read_tolerance(table(**{NAMES[0]: body}), "here")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "true", '"2"', "[1]"])
+def test_a_value_that_is_not_a_positive_number_is_refused(value: str) -> None:
+    with pytest.raises(ToleranceError, match=rf"here: entry \[{NAMES[-1]}\] expects a positive value, got"):
+        read_tolerance(table(**{NAMES[-1]: f'value = {value}\nreason = "r"'}), "here")
+
+
+def test_unknown_and_missing_entries_are_named() -> None:
+    with pytest.raises(ToleranceError, match=r"here: expected exactly the entries .*; check generosity"):
+        read_tolerance(table(generosity='value = 1\nreason = "r"'), "here")
+    with pytest.raises(ToleranceError, match=f"check {NAMES[0]}"):
+        read_tolerance(table(**{NAMES[0]: ""}), "here")
