@@ -14,7 +14,7 @@ from mla_conformance.case import Case
 from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.driver import Observation, Returned
 from mla_conformance.golden import Expectation
-from mla_conformance.locate import Place, worst_element, worst_row
+from mla_conformance.locate import Place, extent, worst_element, worst_row
 from mla_conformance.problem import Problem, segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget, rms_limit
@@ -161,7 +161,8 @@ class _Judge:
         place = worst_row(self.problem, share.mT)
         got, want = part.lse[place.head, place.token].item(), part.golden.lse[place.head, place.token].item()
         sentence = explain_lse(self.problem, part.lse.double(), part.golden.lse) or (
-            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget"
+            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget, "
+            f"{extent(self.problem, share.mT > 1)}"
         )
         return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
 
@@ -178,7 +179,10 @@ class _Judge:
             place = worst_element(self.problem, element)
             index = (place.token, place.head, place.column or 0)
             got, want = part.output[index].item(), part.golden.output[index].item()
-            detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget"
+            detail = (
+                f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget, "
+            )
+            detail += extent(self.problem, element > 1)
         else:
             place = worst_row(self.problem, row)
             detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.problem import Problem
+from mla_conformance.problem import Problem, segments
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class Place:
         """Plain data, without what is not known."""
         found = {"request": self.request, "query": self.position, "head": self.head}
         return found if self.column is None else {**found, "column": self.column}
+
+
+def extent(problem: Problem, wrong: torch.Tensor) -> str:
+    """How far an error reaches: ``wrong`` is a mask [T, N] or [T, N, V] with at least one place."""
+    rows = wrong.flatten(1).any(dim=1)
+    requests = sum(bool(rows[part].any()) for part in segments(problem.query_start_loc))
+    counts = [(requests, len(problem.query_start_loc) - 1, "requests"), (int(rows.sum()), len(rows), "rows")]
+    for dim, name in ((1, "heads"), (2, "columns")):
+        if dim < wrong.dim():
+            affected = wrong.movedim(dim, 0).flatten(1).any(dim=1)
+            counts.append((int(affected.sum()), len(affected), name))
+    return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
 
 
 def worst_element(problem: Problem, share: torch.Tensor) -> Place:

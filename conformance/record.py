@@ -22,6 +22,7 @@ class Record:
         clause: clause of SPEC.md, or empty.
         where: position of the worst element.
         used: share of the error budget by rule.
+        explanation: what the failure looks like beside the known defects, for a capability's first failure.
         seconds: wall time of the trial.
         detail: traceback of a harness error or a crash.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
@@ -37,6 +38,7 @@ class Record:
     clause: str = ""
     where: dict[str, int] = field(default_factory=dict)
     used: dict[str, float] = field(default_factory=dict)
+    explanation: str = ""
     seconds: float = 0.0
     detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)

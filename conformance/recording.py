@@ -33,14 +33,31 @@ def attach(
     if record.status is Status.HARNESS_ERROR:
         record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
     elif record.failed:
-        report.longrepr = f"{describe_failure(record)}"
+        record = replace(record, explanation=_explanation(trial, verdict, seconds))
+        report.longrepr = describe_failure(record)
     report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
 
 
 def describe_failure(record: Record) -> str:
-    """Two lines for a person: what failed, and how to see it again."""
+    """For a person: what failed, what it looks like, and how to see it again."""
     where = f"{record.backend} {record.capability} · case {record.case}"
-    return f"FAIL {where} · {record.message}\n     replay: {record.replay}"
+    explanation = f"\n     {record.explanation}" if record.explanation else ""
+    return f"FAIL {where} · {record.message}{explanation}\n     replay: {record.replay}"
+
+
+_EXPLAINED_SECONDS = 0.5
+_explained: set[tuple[str, str]] = set()
+
+
+def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
+    """What the failure looks like: once per backend and capability, for short trials, as candidates repeat it."""
+    key = (trial.subject.name, trial.case.capability)
+    if key in _explained or seconds > _EXPLAINED_SECONDS:
+        return ""
+    _explained.add(key)
+    from mla_conformance.defects.explain import explain
+
+    return explain(trial, verdict)
 
 
 class Recorder:

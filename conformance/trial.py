@@ -77,11 +77,14 @@ class Trial:
             step: where in a sequence of calls this is, for the message.
         """
         problem = problem or self.problem
+        expect(problem)  # before the call: a backend that changes its inputs must not change what is expected
         return self._judged(problem, run_calls(self.backend, problem), step)
 
     def interleaved(self, other: Problem) -> None:
         """Two instances: prepare both, then run both."""
         first, second = self.backend, self.subject.create(self.case)
+        for problem in (self.problem, other):
+            expect(problem)
         first.prepare_metadata(self.problem.metadata)
         second.prepare_metadata(other.metadata)
         for instance, problem in ((first, self.problem), (second, other)):
@@ -102,6 +105,7 @@ class Trial:
     def must_refuse(self, reasons: list[str]) -> None:
         """The backend rejects this configuration, so a call must raise before it launches anything."""
         problem = self.problem  # built outside: an input that cannot be built is no refusal
+        expect(self.problem)
         try:
             observation = run_calls(self.subject.create(self.case), problem)
         except Exception as error:

@@ -1,1 +1,4 @@
-"""Known wrong kernels: one small class per reported bug, each overriding one step of the honest EAGER kernel."""
+"""Judging the judge: known wrong kernels, honest ones, and what a failure looks like.
+
+A known defect is one small class that overrides one step of the honest EAGER kernel.
+"""
