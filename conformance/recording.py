@@ -45,16 +45,21 @@ def describe_failure(record: Record) -> str:
     return f"FAIL {where} · {record.message}{explanation}\n     replay: {record.replay}"
 
 
-_EXPLAINED_SECONDS = 0.5
-_explained: set[tuple[str, str]] = set()
+_SHORT_SECONDS = 0.5
+_MOST_EXPLAINED = 3
+_explained: dict[str, set[str]] = {}
 
 
 def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
-    """What the failure looks like: once per backend and capability, for short trials, as candidates repeat it."""
-    key = (trial.subject.name, trial.case.capability)
-    if key in _explained or seconds > _EXPLAINED_SECONDS:
+    """What the failure looks like, for the first capabilities of a backend that fail.
+
+    Every candidate repeats the trial, so it must be short; a process's first one is long only because it loads everything.
+    """
+    told = _explained.setdefault(trial.subject.name, set())
+    long = seconds > _SHORT_SECONDS and bool(_explained.keys() - {trial.subject.name} or told)
+    if trial.case.capability in told or len(told) >= _MOST_EXPLAINED or long:
         return ""
-    _explained.add(key)
+    told.add(trial.case.capability)
     from mla_conformance.defects.explain import explain
 
     return explain(trial, verdict)
