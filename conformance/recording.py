@@ -53,7 +53,7 @@ _explained: dict[str, set[str]] = {}
 def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
     """What the failure looks like, for the first capabilities of a backend that fail.
 
-    Every candidate repeats the trial, so it must be short; a process's first one is long only because it loads everything.
+    Every candidate repeats the trial, so it must be short; a process's first one is long because it loads everything.
     """
     told = _explained.setdefault(trial.subject.name, set())
     long = seconds > _SHORT_SECONDS and bool(_explained.keys() - {trial.subject.name} or told)

@@ -57,8 +57,16 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
             line = " " * len(name)
         line += text + "  "
     yield line.rstrip()
+    if backend.rounding:
+        yield " " * len(name) + declared(backend)
     if backend.emulated:
         yield " " * len(name) + "an emulated kernel: judged, never certified"
+
+
+def declared(backend: BackendSummary) -> str:
+    """The rounding classes that the backend declares, all verified by the cases, and how many deviations."""
+    classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in backend.rounding.items())
+    return f"declares {classes}; {len(backend.deviations)} deviations, listed in the report"
 
 
 def capability_lines(records: Sequence[Record]) -> Iterator[str]:
