@@ -1,4 +1,4 @@
-"""The README's table of certified kernels, from the records under ``ci/certificates``: ``python ci/matrix.py README.md``.
+"""The README's table of judged kernels, from ``ci/certificates``: ``python ci/matrix.py README.md``.
 
 Every figure is read from a record; the table says which suite judged it, on what device, and when.
 """

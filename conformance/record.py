@@ -26,6 +26,7 @@ class Record:
         seconds: wall time of the trial.
         detail: traceback of a harness error or a crash.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
+        cases: how many cases it stands for; more than one for drawn cases of which none fails.
     """
 
     backend: str
@@ -42,6 +43,7 @@ class Record:
     seconds: float = 0.0
     detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
+    cases: int = 1
 
     @property
     def failed(self) -> bool:

@@ -43,7 +43,7 @@ class KnownDefect:
     @property
     def sentence(self) -> str:
         """What is wrong, in one sentence."""
-        return (self.kernel.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        return (self.kernel.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
     @property
     def reference(self) -> str:
