@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
@@ -86,7 +86,7 @@ def deciding_digest() -> str:
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = files("mla_conformance")
     sources = [folder / name for name in _DECISIVE]
-    sources += [entry for entry in (folder / "defects").iterdir() if entry.name.endswith(".py")]
+    sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest")]
     sources += [files("mla_conformance.backends") / "eager.py", files("mla_conformance.reference") / "error_budget.py"]
     for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())
