@@ -29,6 +29,7 @@ class Finding(StrEnum):
     DRIFTED = "drifted"
 
 
+_NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 _INFORMATION = (Finding.NEWLY_PASSING, Finding.DRIFTED)
 
 
@@ -66,6 +67,7 @@ class Gate:
         Raises:
             InputError: reports that do not belong together.
         """
+        _require_alike([*self.reports, *filter(None, [self.baseline])])
         now = _joined(self.reports, self.expectations)
         found = [*_incomplete(self.reports), *self._failures(now), *self._outdated()]
         if self.baseline:
@@ -97,7 +99,7 @@ class Gate:
     def _changes(self, now: "Records", before: "Records") -> Iterator[Row]:
         for earlier in _flat(before):
             record = now.get(earlier.backend, {}).get(earlier.case)
-            if record is None or (earlier.status is Status.PASS and record.status is Status.UNSUPPORTED):
+            if record is None or (earlier.status is Status.PASS and record.status in _NOT_JUDGED):
                 what = f"{earlier.status} in the baseline, {record.status if record else 'absent'} now"
                 yield Row(Finding.LOST, earlier.backend, earlier.case, what)
             elif earlier.as_judged.failed and record.as_judged.status is Status.PASS:
@@ -121,18 +123,20 @@ def _flat(records: Records) -> Iterator[Record]:
     return (record for by_case in records.values() for record in by_case.values())
 
 
-def _joined(reports: Sequence[Report], expectations: Expectations) -> Records:
-    """The records of all reports as the expectations see them.
+def _require_alike(reports: Sequence[Report]) -> None:
+    """Verdicts of different suites or tiers say nothing about each other."""
+    first = reports[0]
+    for report in reports:
+        for name in ("suite", "tier"):
+            expected, got = ((r.suite if name == "suite" else r.environment.get(name)) for r in (first, report))
+            if got != expected:
+                raise InputError(f"{report.path}: expected {name} {expected} as in {first.path}, got {got}")
 
-    Raises:
-        InputError: reports of different suites, or one that repeats a case of another.
-    """
+
+def _joined(reports: Sequence[Report], expectations: Expectations) -> Records:
+    """The records of all reports as the expectations see them."""
     joined: dict[str, dict[str, Record]] = {}
     for report in reports:
-        if report.suite != reports[0].suite:
-            raise InputError(
-                f"{report.path}: expected suite {reports[0].suite} as in {reports[0].path}, got {report.suite}"
-            )
         for backend in report.backends:
             for record in backend.records:
                 _add(joined.setdefault(backend.name, {}), record, report)

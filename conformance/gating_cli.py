@@ -1,4 +1,4 @@
-"""The commands that decide by a run's outcome: gate, expectations update, verify, mustpass. No torch before one runs."""
+"""The commands that decide by a run's outcome: gate, expectations update, verify, mustpass."""
 
 import argparse
 import datetime
@@ -104,7 +104,7 @@ def _write(path: Path | None, content: Any) -> None:
             write_json(path, content)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    say(f"wrote {path}")
+    say(f"wrote {path}", error=True)
 
 
 def _gate(options: argparse.Namespace) -> int:
