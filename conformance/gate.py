@@ -50,14 +50,14 @@ class Gate:
     Attributes:
         reports: the run; several reports are shards or backends of one run.
         expectations: known failures.
-        baseline: an earlier run to compare with.
+        baseline: the reports of an earlier run to compare with.
         must_pass: what has to be passed.
         max_drift: a larger drift blocks; None shows drift without blocking.
     """
 
     reports: Sequence[Report]
     expectations: Expectations
-    baseline: Report | None = None
+    baseline: Sequence[Report] = ()
     must_pass: MustPass | None = None
     max_drift: float | None = None
 
@@ -67,11 +67,11 @@ class Gate:
         Raises:
             InputError: reports that do not belong together.
         """
-        _require_alike([*self.reports, *filter(None, [self.baseline])])
+        _require_alike([*self.reports, *self.baseline])
         now = _joined(self.reports, self.expectations)
         found = [*_incomplete(self.reports), *self._failures(now), *self._outdated()]
         if self.baseline:
-            found += self._changes(now, _joined([self.baseline], self.expectations))
+            found += self._changes(now, _joined(self.baseline, self.expectations))
         for backend, records in now.items() if self.must_pass else ():
             assert self.must_pass
             found += [Row(Finding.MUST_PASS, backend, *missing) for missing in self.must_pass.missing(records)]
@@ -82,7 +82,7 @@ class Gate:
         return row.finding not in _INFORMATION or (row.finding is Finding.DRIFTED and self.max_drift is not None)
 
     def _failures(self, now: "Records") -> Iterator[Row]:
-        before = _joined([self.baseline], self.expectations) if self.baseline else {}
+        before = _joined(self.baseline, self.expectations)
         for record in _flat(now):
             if record.status is Status.UNEXPECTED_PASS:
                 yield Row(Finding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)

@@ -37,7 +37,7 @@ def add_commands(commands: Any) -> None:
 def _add_gate(commands: Any) -> None:
     gate = commands.add_parser("gate", help="decide by reports whether a change may be merged")
     gate.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
-    gate.add_argument("--baseline", type=Path, metavar="REPORT", help="an earlier report to compare with")
+    gate.add_argument("--baseline", type=Path, action="append", default=[], metavar="REPORT", help="of an earlier run")
     gate.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     gate.add_argument("--must-pass", nargs="?", const=_SHIPPED, metavar="FILE", help="by default the suite's own list")
     gate.add_argument("--max-drift", type=float, metavar="SHARE", help="close on a larger drift in error-budget use")
@@ -118,7 +118,7 @@ def _gate(options: argparse.Namespace) -> int:
     gate = Gate(
         reports=[read_report(path) for path in options.reports],
         expectations=Expectations.load([shipped(), *options.expectations]),
-        baseline=read_report(options.baseline) if options.baseline else None,
+        baseline=[read_report(path) for path in options.baseline],
         must_pass=mustpass.MustPass.read(Path(listed)) if listed else None,
         max_drift=options.max_drift,
     )
