@@ -22,20 +22,23 @@ def rerun(certificate: Certificate, number: int, reference: str | None, device: 
     cases = random.SystemRandom().sample(sorted(certificate["cases"]), min(number, len(certificate["cases"])))
     try:
         selection = Selection.of([reference or certificate["backend"]], (), "full", device, cases)
-        summary = _run(selection)
+        _require_runnable(certificate, selection)
+        found = {record.case: record for record in _run(selection).records}
     except (SelectionError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
-    (subject,) = selection.subjects
-    if subject.name != certificate["backend"]:
-        raise InputError(f"the certificate is of {certificate['backend']}, not of {subject.name}")
-    if subject.unavailable:
-        raise InputError(f"cannot run the cases again: {'; '.join(subject.unavailable)}")
-    found: dict[str, Record] = {record.case: record for record in summary.records}
     for case in cases:
         stated, record = certificate["cases"][case], found.get(case)
         if record is None or not _agrees(stated, record):
             now = f"{record.status}: {record.message}" if record else "no verdict"
             yield f"case {case}: the certificate says {stated}, run again it gives {now}"
+
+
+def _require_runnable(certificate: Certificate, selection: Selection) -> None:
+    (subject,) = selection.subjects
+    if subject.name != certificate["backend"]:
+        raise InputError(f"the certificate is of {certificate['backend']}, not of {subject.name}")
+    if subject.unavailable:
+        raise InputError(f"cannot run the cases again: {'; '.join(subject.unavailable)}")
 
 
 def _agrees(stated: str, record: Record) -> bool:
@@ -45,6 +48,5 @@ def _agrees(stated: str, record: Record) -> bool:
 def _run(selection: Selection) -> RunSummary:
     with tempfile.TemporaryDirectory(prefix="mla-conformance-verify-") as folder:
         run = Run(selection, Path(folder), workers=1)
-        if run.available:
-            run.execute(lambda record: None)
+        run.execute(lambda record: None)
         return run.summary()

@@ -14,6 +14,7 @@ from mla_conformance.capabilities import CAPABILITIES
 from mla_conformance.certificate.badge import badge
 from mla_conformance.certificate.digests import _JUDGE, seal
 from mla_conformance.certificate.issue import Refused, issue
+from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import Certificate, problems
 from mla_conformance.cli import main
 from mla_conformance.record import Record
@@ -213,6 +214,12 @@ def test_the_digests_cover_files_that_exist() -> None:
 def test_a_badge_is_an_image_with_a_text(certificate: Certificate) -> None:
     root = ElementTree.fromstring(badge({**certificate, "backend": "A<&>[b]"}))
     assert root.tag.endswith("svg") and "A<&>[b]" in root.attrib["aria-label"] and "http" not in badge(certificate)[60:]
+
+
+def test_running_again_tells_what_differs(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_conformance.certificate.rerun._run", lambda selection: run(changed(CORE, Status.FAIL)))
+    (difference,) = rerun(certificate, len(CASES), None, "cpu")
+    assert difference.startswith(f"case {CORE}: the certificate says pass, run again it gives fail")
 
 
 def test_a_real_run_is_certified_verified_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import datetime
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_what_is_no_condition(text: str) -> None:
         Condition.parse(text)
 
 
-def applied(record: Record, **changes: str) -> Record:
+def applied(record: Record, **changes: Any) -> Record:
     return Expectations((replace(KNOWN, **changes),)).apply(record, FACTS)
 
 
