@@ -40,12 +40,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def member(data: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:
+def member(data: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
     """The entry ``name`` of an object, of the wanted type.
 
     Raises:
         InputError: it is missing or of another type.
     """
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: expected an object, got {type(data).__name__}")
     if name not in data:
         raise InputError(f"{where}: expected an entry '{name}'")
     if not isinstance(data[name], kind) or (isinstance(data[name], bool) and kind is int):

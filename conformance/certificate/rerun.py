@@ -42,7 +42,7 @@ def _require_runnable(certificate: Certificate, selection: Selection) -> None:
 
 
 def _agrees(stated: str, record: Record) -> bool:
-    return record.failed if stated == "expected_failure" else record.status == stated
+    return record.as_judged.failed if stated == "expected_failure" else record.status == stated
 
 
 def _run(selection: Selection) -> RunSummary:

@@ -61,7 +61,7 @@ def read_report(path: Path) -> Report:
     data = read_json_object(path)
     if data.get("schema") != SCHEMA:
         raise InputError(f"{path}: expected a report of schema {SCHEMA}, got {data.get('schema')!r}")
-    environment = member(data, "environment", dict, str(path))
+    environment = _texts(member(data, "environment", dict, str(path)))
     parts = member(data, "backends", dict, str(path))
     backends = tuple(_backend(name, part, path) for name, part in parts.items())
     return Report(path, member(data, "suite", str, str(path)), environment, backends)
@@ -69,14 +69,17 @@ def read_report(path: Path) -> Report:
 
 def _backend(name: str, part: Any, path: Path) -> BackendReport:
     where = f"{path}: backend {name}"
-    if not isinstance(part, dict):
-        raise InputError(f"{where}: expected an object")
     capabilities = member(part, "capabilities", dict, where)
     listed = {key: member(value, "listed", int, f"{where} {key}") for key, value in capabilities.items()}
     records = _records(name, part, path)
     _require_counts(capabilities, records, where)
-    reasons = tuple(member(part, "reasons", list, where))
-    return BackendReport(name, reasons, member(part, "versions", dict, where), listed, records)
+    reasons = tuple(map(str, member(part, "reasons", list, where)))
+    return BackendReport(name, reasons, _texts(member(part, "versions", dict, where)), listed, records)
+
+
+def _texts(data: dict[str, Any]) -> dict[str, str]:
+    """The entries that conditions can compare with."""
+    return {name: value for name, value in data.items() if isinstance(value, str)}
 
 
 def _records(name: str, part: dict[str, Any], path: Path) -> tuple[Record, ...]:
@@ -94,7 +97,9 @@ def _record(backend: str, entry: Any, path: Path) -> Record:
         capability = Case.parse(kept["case"]).capability
         if kept.get("judged"):
             Status(kept["judged"])
-        return Record.from_json({"backend": backend, "reference": backend, "capability": capability, **kept})
+        kept["used"] = {rule: float(share) for rule, share in kept.get("used", {}).items()}
+        texts = {key: str(kept[key]) for key in ("check", "judged", "expectation") if key in kept}
+        return Record.from_json({"backend": backend, "reference": backend, "capability": capability, **kept, **texts})
     except (KeyError, TypeError, AttributeError, ValueError, CaseError) as error:
         raise InputError(f"{path}: backend {backend}: malformed record {entry!r}: {error}") from error
 
@@ -108,7 +113,7 @@ def _require_counts(capabilities: dict[str, Any], records: Sequence[Record], whe
     for name, counts in capabilities.items():
         own = [record for record in records if record.capability == name]
         passed = sum(record.status is Status.PASS for record in own)
-        said = counts.get("listed"), counts.get("passed"), counts.get("not_run", 0)
+        said = tuple(member(counts, key, int, f"{where} {name}") for key in ("listed", "passed", "not_run"))
         if said != (len(own) + said[2], passed, said[2]):
             raise InputError(
                 f"{where} {name}: counts and verdicts disagree: listed {said[0]}, passed {said[1]}, not run {said[2]}, "
