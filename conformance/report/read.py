@@ -98,7 +98,7 @@ def _record(backend: str, entry: Any, path: Path) -> Record:
         if kept.get("judged"):
             Status(kept["judged"])
         kept["used"] = {rule: float(share) for rule, share in kept.get("used", {}).items()}
-        texts = {key: str(kept[key]) for key in ("check", "judged", "expectation") if key in kept}
+        texts: dict[str, Any] = {key: str(kept[key]) for key in ("check", "judged", "expectation") if key in kept}
         return Record.from_json({"backend": backend, "reference": backend, "capability": capability, **kept, **texts})
     except (KeyError, TypeError, AttributeError, ValueError, CaseError) as error:
         raise InputError(f"{path}: backend {backend}: malformed record {entry!r}: {error}") from error

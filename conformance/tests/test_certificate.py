@@ -171,10 +171,13 @@ def test_tampering_is_rejected_even_under_a_new_seal(
 
 @pytest.mark.parametrize("name", ["versions", "environment", "evidence", "date", "clean_tree"])
 def test_a_change_without_a_new_seal_is_noticed(certificate: Certificate, name: str) -> None:
-    replacement = {"versions": {"torch": "9"}, "evidence": ["mine"], "date": "2026-05-01", "clean_tree": None}
-    certificate[name] = replacement.get(name, {**certificate["environment"], "torch": "9"})
-    if name == "clean_tree":
-        certificate[name] = not certificate[name]
+    certificate[name] = {
+        "versions": {"torch": "9"},
+        "environment": {**certificate["environment"], "torch": "9"},
+        "evidence": ["mine"],
+        "date": "2026-05-01",
+        "clean_tree": not certificate["clean_tree"],
+    }[name]
     assert problems(certificate, TODAY) == ["the seal does not fit the content: it was changed after it was issued"]
 
 

@@ -19,7 +19,7 @@ from mla_conformance.record import Record
 from mla_conformance.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
-ODD = (None, 7, "odd", [[]])
+ODD: tuple[Any, ...] = (None, 7, "odd", [[]])
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 
 
