@@ -96,7 +96,10 @@ def pad_head_dim(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes."""
+    """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes.
+
+    Its columns must fill a multiple of 16 bytes, or no copy would help.
+    """
     rows = [stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     misaligned = any(offset % ALIGNMENT for offset in (x.data_ptr(), *rows))
     return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x

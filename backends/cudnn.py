@@ -159,12 +159,10 @@ def _graph(key: _Key, handle: Any = None) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"handle": handle} if handle is not None else {}
     graph = cudnn.pygraph(io_data_type=io_type, intermediate_data_type=single, compute_data_type=single, **options)
     operands: dict[str, Any] = {}
-    for name in ("q", "k", "v", "o", "stats"):
-        shape = (key.requests + 1, 1, 1, 1)
-        operands[f"{name}_at"] = graph.tensor(name=f"{name}_at", dim=shape, stride=(1, 1, 1, 1), data_type=wide)
-    for name in ("q_len", "k_len"):
-        shape, kind = (key.requests, 1, 1, 1), cudnn.data_type.INT32
-        operands[name] = graph.tensor(name=name, dim=shape, stride=(1, 1, 1, 1), data_type=kind)
+    counts = {f"{name}_at": (key.requests + 1, wide) for name in ("q", "k", "v", "o", "stats")}
+    counts |= {name: (key.requests, cudnn.data_type.INT32) for name in ("q_len", "k_len")}
+    for name, (count, kind) in counts.items():
+        operands[name] = graph.tensor(name=name, dim=(count, 1, 1, 1), stride=(1, 1, 1, 1), data_type=kind)
     for name, (shape, stride) in _layouts(key).items():
         operands[name] = graph.tensor(name=name, dim=shape, stride=stride, data_type=io_type)
         operands[name].set_ragged_offset(operands[f"{name}_at"])
@@ -233,27 +231,27 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
     ) -> torch.Tensor:
         entry = FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
         natural: dict[str, Any] = {"lse_base": "ln"} if "lse_base" in inspect.signature(entry).parameters else {}
-        queries, keys = batch.query_start_loc, batch.key_start_loc
-        _, padded = entry(
-            q,
-            k,
-            v,
-            self.scale,
-            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device),
-            max_token_per_sequence=batch.max_query_len,
-            max_sequence_kv=batch.max_key_len,
-            actual_seq_lens_q=_lengths(queries),
-            actual_seq_lens_kv=_lengths(keys),
-            causal=batch.causal,
-            return_lse=True,
-            batch_offsets_q=_offsets(queries, q.stride(0)),
-            batch_offsets_o=_offsets(queries, output.stride(0)),
-            batch_offsets_k=_offsets(keys, k.stride(0)),
-            batch_offsets_v=_offsets(keys, v.stride(0)),
-            out=output,
-            **natural,
-        )
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        options = {"causal": batch.causal, "return_lse": True, "out": output, **natural}
+        _, padded = entry(q, k, v, self.scale, workspace, **_places(q, k, v, output, batch), **options)
         return _rows_that_count(padded, batch)
+
+
+def _places(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
+) -> dict[str, Any]:
+    """Lengths and offsets as keywords of FlashInfer's entry."""
+    queries, keys = batch.query_start_loc, batch.key_start_loc
+    return {
+        "max_token_per_sequence": batch.max_query_len,
+        "max_sequence_kv": batch.max_key_len,
+        "actual_seq_lens_q": _lengths(queries),
+        "actual_seq_lens_kv": _lengths(keys),
+        "batch_offsets_q": _offsets(queries, q.stride(0)),
+        "batch_offsets_o": _offsets(queries, output.stride(0)),
+        "batch_offsets_k": _offsets(keys, k.stride(0)),
+        "batch_offsets_v": _offsets(keys, v.stride(0)),
+    }
 
 
 def _rows_that_count(padded: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:

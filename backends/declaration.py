@@ -24,6 +24,8 @@ class Precision(Enum):
 
     FLOAT32 = "float32"
     MODEL = "model"
+    FLOAT16 = "float16"
+    """Finer than bfloat16, but what is below 2^-25 of a row's largest vanishes."""
     E4M3 = "e4m3"
     """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
     SCALED_E4M3 = "scaled-e4m3"

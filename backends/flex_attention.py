@@ -1,11 +1,11 @@
 """FLEX_ATTENTION: PyTorch's flex attention, compiled to one fused kernel on a GPU, eager on a CPU.
 
-The batch is one sequence; a mask over request and position keeps requests apart. The eager form on a CPU materialises
-the scores in float32.
+On a GPU the batch is one sequence and a mask over request and position keeps requests apart. The eager form on a CPU
+materialises the scores in float32, so there every request has a call of its own.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 
 
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
-    """One call a batch, whatever its lengths."""
+    """One call a batch on a GPU, one a request on a CPU."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(
@@ -51,15 +51,43 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`RaggedPrefillBackend`."""
+        self._served = {"mode": "compiled" if q.is_cuda else "eager"}
+        if not q.is_cuda:
+            return self._one_by_one(q, k, v, batch)
         from torch.nn.attention.flex_attention import create_block_mask
 
-        compiled = q.is_cuda
-        self._served = {"mode": "compiled" if compiled else "eager"}
         mask = create_block_mask(_visible(batch), None, None, q.shape[0], k.shape[0], device=q.device.type)
+        return self._call(q, k, v, mask)
+
+    def _one_by_one(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A call per request: scores of the whole batch would be materialised, those of other requests included."""
+        output = q.new_zeros(*q.shape[:2], v.shape[-1])
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+        query_start = key_start = 0
+        for queries, keys in zip(batch.query_lens, batch.key_lens, strict=True):
+            rows, visible = slice(query_start, query_start + queries), slice(key_start, key_start + keys)
+            query_start, key_start = rows.stop, visible.stop
+            if queries and keys:
+                mask = _causal_mask(queries) if batch.causal else None
+                output[rows], lse[:, rows] = self._call(q[rows], k[visible], v[visible], mask)
+        return output, lse
+
+    def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        compiled = q.is_cuda
         operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         tiles = _SMALL_TILES if compiled and q.dtype is torch.float32 else None
         output, lse = _flex(compiled)(*operands, block_mask=mask, scale=self.scale, kernel_options=tiles)
         return output[0].transpose(0, 1), lse[0]
+
+
+@lru_cache(maxsize=256)
+def _causal_mask(tokens: int) -> Any:
+    """The mask of one request's new tokens on a CPU; making one takes longer than a short request's attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda _batch, _head, query, key: key <= query, None, None, tokens, tokens, device="cpu")
 
 
 def _visible(batch: RaggedBatch) -> Callable[..., torch.Tensor]:

@@ -67,20 +67,14 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
             key=aligned(k),
             value=aligned(v),
             workspace_buffer=self._workspace(q.device),
-            seq_lens=batch.key_start_loc.diff(),
-            max_q_len=batch.max_query_len,
-            max_kv_len=batch.max_key_len,
             bmm1_scale=self.scale,
             bmm2_scale=1.0,
             o_sf_scale=1.0,
-            batch_size=len(batch.query_lens),
             window_left=-1,
-            cum_seq_lens_q=batch.query_start_loc,
-            cum_seq_lens_kv=batch.key_start_loc,
             enable_pdl=False,
-            is_causal=batch.causal,
             return_lse=True,
             out=direct,
+            **_lengths(batch),
             **_host_lengths(kernel, batch),
         )
         return blank_output(output, batch), blank_lse(natural_heads_first(lse), batch)
@@ -89,6 +83,19 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
+
+
+def _lengths(batch: RaggedBatch) -> dict[str, Any]:
+    """Lengths and mask as the kernel's keywords."""
+    return {
+        "seq_lens": batch.key_start_loc.diff(),
+        "max_q_len": batch.max_query_len,
+        "max_kv_len": batch.max_key_len,
+        "batch_size": len(batch.query_lens),
+        "cum_seq_lens_q": batch.query_start_loc,
+        "cum_seq_lens_kv": batch.key_start_loc,
+        "is_causal": batch.causal,
+    }
 
 
 def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "mla-conformance-certificate/1"
-_FRAMEWORK = ("at::native", "Memcpy", "Memset", "cudaL", "cudaM", "cudaD", "cudaS", "cuLaunch", "Activity", "INVALID")
+_NOT_THE_LIBRARYS = ("at::native", "at_cuda_detail", "Memcpy", "Memset", "Activity", "INVALID")
+_CALLS_OF_THE_HOST = ("cuda", "cuLaunch")
 
 
 def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -24,13 +25,17 @@ def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str,
             **head,
             "backend": name,
             **part,
-            "kernels": [kernel for kernel in kernels.get(name, []) if not any(f in kernel for f in _FRAMEWORK)],
+            "kernels": [kernel for kernel in kernels.get(name, []) if _of_the_library(kernel)],
             "error_budget_used": _worst([record for record in records if record["backend"] == name]),
             "seconds": round(sum(record["seconds"] for record in records if record["backend"] == name), 1),
         }
         for name, part in report["backends"].items()
         if part["status"] in ("pass", "fail")
     }
+
+
+def _of_the_library(kernel: str) -> bool:
+    return not kernel.startswith(_CALLS_OF_THE_HOST) and not any(part in kernel for part in _NOT_THE_LIBRARYS)
 
 
 def _records(journal: Path) -> list[dict[str, Any]]:

@@ -5,9 +5,10 @@ No tensor and no torch here: a case is written into journals, file names and bug
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
 
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -191,8 +192,30 @@ def _default_call(capability: str) -> str:
 
 def _format(value: object) -> str:
     if isinstance(value, tuple):
-        return "[" + ",".join(map(str, value)) + "]"
+        return "[" + ",".join(_runs(value)) + "]"
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+_SHORTEST_RUN = 4
+
+
+def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
+    """The lengths one by one; four or more equal ones in a row as LENGTHxTIMES."""
+    for length, group in groupby(lengths):
+        times = len(list(group))
+        yield from [f"{length}x{times}"] if times >= _SHORTEST_RUN else [str(length)] * times
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """What :func:`_runs` wrote; runs of any length are understood.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not re.fullmatch(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", text):
+        raise ValueError
+    runs = [item.partition("x") for item in text[1:-1].split(",") if item]
+    return tuple(int(length) for length, _, times in runs for _ in range(int(times or 1)))
 
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in fields(Case)}
@@ -207,11 +230,9 @@ def _parse(name: str, value: str) -> Any:
             return {"0": False, "1": True}[value]
         if kind is str:
             return value
-        if not re.fullmatch(r"\[(\d+(,\d+)*)?\]", value):
-            raise ValueError
-        return tuple(int(item) for item in value[1:-1].split(",") if item)
+        return _lengths(value)
     except (ValueError, KeyError):
-        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17]")
+        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17] or [1x48]")
         raise CaseError(f"field {name}: expected {expected}, got {value!r}") from None
 
 

@@ -204,6 +204,7 @@ def token_counts() -> Iterator[Fields]:
     yield chunk((2,), (16385,), **_SMALL, data="hot_tail")
     yield new((1,) * 1500, **_SMALL)
     yield new((64,) * 257, **_SMALL, lse=False)
+    yield new((63,) * 520 + (9,), **_SMALL)
     yield chunk((1,) * 700, (5,) * 700, **_SMALL)
 
 
@@ -296,6 +297,7 @@ def batches() -> Iterator[Fields]:
     yield chunk((5, 1, 9, 3), (300, 1, 40, 129), data="needle")
     yield chunk((1,) * 8, (64, 1, 200, 17, 64, 300, 5, 129))
     yield new((17,) * 8)
+    yield new((3,) * 64, **_SMALL, data="needle")
 
 
 def prefixes() -> Iterator[Fields]:

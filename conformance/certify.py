@@ -12,6 +12,7 @@ import torch
 
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.explore import EXPLORED
 from mla_conformance.journal import Journal
 from mla_conformance.record import Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
@@ -60,6 +61,11 @@ class Run:
         """Cases of each selected capability."""
         return {name: len(self.selection.cases_of(name)) for name in self.selection.capabilities}
 
+    @property
+    def expected(self) -> dict[str, int]:
+        """Records of each subject at least: one for each listed case, one for all drawn cases."""
+        return self.listed | ({EXPLORED: 1} if self.selection.explore else {})
+
     def execute(self, on_record: Callable[[Record], None]) -> None:
         """Run the suite in a process of its own, handing over each record as it is journalled.
 
@@ -92,7 +98,7 @@ class Run:
         options = ["--pyargs", "mla_conformance.suite", "-c", str(suite / "pytest.ini"), "--rootdir", str(suite)]
         options += ["-q", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
-        options += [f"--mla-device={self.selection.device.type}"]
+        options += [f"--mla-device={self.selection.device.type}", f"--mla-explore={self.selection.explore}"]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += [f"--mla-capability={name}" for name in self.selection.capabilities]
         options += [f"--mla-case={case.id}" for case in self.selection.cases]
@@ -125,7 +131,7 @@ class Run:
             emulated=declaration.emulated,
             deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
             rounding={name: value.value for name, value in asdict(declaration.rounding).items()},
-            capabilities=summarise(records, self.listed),
+            capabilities=summarise(records, self.expected),
         )
 
 

@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--capability", action="append", default=[], metavar="NAME")
     certify.add_argument("--tier", default="full", metavar="smoke|full")
     certify.add_argument("--device", metavar="cpu|cuda")
+    certify.add_argument(
+        "--explore", type=int, default=0, metavar="N", help="judge N drawn cases as well; one that fails is made small"
+    )
     certify.add_argument("--out", type=Path, default=_DEFAULT_OUT, metavar="DIR")
     certify.add_argument("-n", "--workers", type=int, metavar="N", help="processes that run cases")
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
@@ -72,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar="smoke|full")
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
+    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
@@ -85,11 +89,12 @@ def _select(
     capabilities: Sequence[str] = (),
     tier: str = "full",
     cases: Sequence[str] = (),
+    explore: int = 0,
 ) -> "Selection":
     from mla_conformance.selection import Selection, SelectionError
 
     try:
-        return Selection.of(backends, capabilities, tier, device, cases)
+        return Selection.of(backends, capabilities, tier, device, cases, explore)
     except SelectionError as error:
         raise _UsageError(str(error)) from error
 
@@ -99,7 +104,7 @@ def _certify(options: argparse.Namespace) -> int:
 
     if options.workers is not None and options.workers < 1:
         raise _UsageError(f"--workers: expected at least 1, got {options.workers}")
-    selection = _select(options.backend, options.device, options.capability, options.tier)
+    selection = _select(options.backend, options.device, options.capability, options.tier, explore=options.explore)
     wanted = bool(options.certificate or options.badge)
     if wanted and not gating_cli.certifiable(options, selection):
         return 3
@@ -164,19 +169,34 @@ def _capabilities(options: argparse.Namespace) -> int:
 def _defects(options: argparse.Namespace) -> int:
     from mla_conformance.capabilities import CapabilityError, find_tier
     from mla_conformance.defects.matrix import run_matrix
-    from mla_conformance.defects.report import summarise, terminal_lines
+    from mla_conformance.defects.report import summarise, terminal_lines, with_section
     from mla_conformance.report.json_report import write_json
 
     try:
         tier = find_tier(options.tier)
     except CapabilityError as error:
         raise _UsageError(str(error)) from error
+    readme = _with_markers(options.readme) if options.readme else ""
     report = summarise(run_matrix(tier), tier.value)
     if options.out:
         write_json(options.out, report.to_json())
+    if options.readme:
+        options.readme.write_text(with_section(readme, report), encoding="utf-8")
     for line in terminal_lines(report):
         say(line)
     return 1 if report.survivors or report.false_alarms else 0
+
+
+def _with_markers(path: Path) -> str:
+    """The text of a README, known to have a place for the table before anything is run."""
+    from mla_conformance.defects.report import SectionError, section
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        section(text)
+    except (OSError, SectionError) as error:
+        raise _UsageError(f"--readme {path}: {error}") from error
+    return text
 
 
 def _bench(options: argparse.Namespace) -> int:

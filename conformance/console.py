@@ -18,7 +18,7 @@ class Progress:
     """The first failure of each capability as it comes; a counter on a terminal, a line per tenth elsewhere."""
 
     def __init__(self, run: Run) -> None:
-        self.total = sum(run.listed.values()) * len(run.available)
+        self.total = sum(run.expected.values()) * len(run.available)
         self.done = self.failed = 0
         self._shown: set[tuple[str, str]] = set()
 
@@ -69,7 +69,7 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
         RunError: pytest could not be started with these arguments.
     """
     if not as_json:
-        say(header(environment(run.selection), sum(run.listed.values())))
+        say(header(environment(run.selection), sum(run.listed.values()), run.selection.explore))
     report = run.directory / REPORT_NAME
     report.unlink(missing_ok=True)  # what is there is of another run
     progress = Progress(run)

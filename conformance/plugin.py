@@ -8,21 +8,25 @@ import os
 import re
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mla_conformance.recording import Recorder, attach
+from mla_conformance.recording import Recorder, attach, identity, record_of
 from mla_conformance.verdict import Nonconformance, Status
 
 if TYPE_CHECKING:
+    from mla_conformance.explore import Exploration
     from mla_conformance.selection import Selection
+    from mla_conformance.subject import Subject
     from mla_conformance.trial import Trial
 
 _SELECTION = pytest.StashKey["Selection"]()
 _RECORDER = pytest.StashKey[Recorder]()
 _TRIAL = pytest.StashKey["tuple[Trial, float]"]()
+_EXPLORATION = pytest.StashKey["Exploration"]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
 _DEVICE_LOST = 70
@@ -45,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda where there is one"
     )
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
+    group.addoption(
+        "--mla-explore", type=int, default=0, metavar="N", help="draw N further cases for each backend (hypothesis)"
+    )
     group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
 
 
@@ -52,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and make ``-k backend=NAME`` legal."""
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
+    config.addinivalue_line("markers", "explore: a conformance test that draws its cases; only with --mla-explore")
     if _selects(config.option) and not config.option.mla_out:
         # A mistake is a usage error here; during collection it would be an error of the suite. Where there is an output
         # folder, certify has checked the selection, and the controller of its workers does without torch.
@@ -64,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _selects(option: Any) -> bool:
-    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case)
+    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_explore)
     return any(chosen) or option.mla_tier != "full"
 
 
@@ -106,7 +114,12 @@ def _selection(config: pytest.Config) -> "Selection":
         option = config.option
         try:
             config.stash[_SELECTION] = Selection.of(
-                _backends(option), option.mla_capability, option.mla_tier, option.mla_device, option.mla_case
+                _backends(option),
+                option.mla_capability,
+                option.mla_tier,
+                option.mla_device,
+                option.mla_case,
+                option.mla_explore,
             )
         except SelectionError as error:
             raise pytest.UsageError(str(error)) from error
@@ -115,17 +128,22 @@ def _selection(config: pytest.Config) -> "Selection":
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise a suite test over the selected cases and backends, a case's backends side by side."""
-    marker = metafunc.definition.get_closest_marker("capability")
-    if marker is None or "trial" not in metafunc.fixturenames:
-        return
-    pairs = _selection(metafunc.config).pairs(marker.args[0])
-    params = []
-    for subject, case, unavailable in pairs:
-        marks: list[Any] = [pytest.mark.backend(name=subject.name)]
-        if unavailable:
-            marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
-        params.append(pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks))
-    metafunc.parametrize("trial", params, indirect=True)
+    definition, wanted = metafunc.definition, metafunc.fixturenames
+    marker = definition.get_closest_marker("capability")
+    if marker is not None and "trial" in wanted:
+        pairs = _selection(metafunc.config).pairs(marker.args[0])
+        params = [_param((subject, case), f"{case.id}-", subject, why) for subject, case, why in pairs]
+        metafunc.parametrize("trial", params, indirect=True)
+    if definition.get_closest_marker("explore") is not None and "exploration" in wanted:
+        params = [_param(subject, "", subject, why) for subject, why in _selection(metafunc.config).explored()]
+        metafunc.parametrize("exploration", params, indirect=True)
+
+
+def _param(value: Any, prefix: str, subject: "Subject", unavailable: str) -> Any:
+    marks: list[Any] = [pytest.mark.backend(name=subject.name)]
+    if unavailable:
+        marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
+    return pytest.param(value, id=f"{prefix}backend={subject.name}", marks=marks)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -137,7 +155,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_suite_test(item: pytest.Item) -> bool:
-    return item.get_closest_marker("capability") is not None and "trial" in getattr(item, "fixturenames", ())
+    kinds = (("capability", "trial"), ("explore", "exploration"))
+    wanted = getattr(item, "fixturenames", ())
+    return any(item.get_closest_marker(marker) is not None and fixture in wanted for marker, fixture in kinds)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -155,7 +175,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 
     subject, case = request.param
     current = Trial(subject, case)
-    request.config.stash[_RECORDER].start(request.node.nodeid, current)
+    request.config.stash[_RECORDER].start(request.node.nodeid, identity(current))
     request.node.stash[_TRIAL] = (current, time.perf_counter())
     if not find_capability(case.capability).probes_refusals:
         try:
@@ -167,13 +187,30 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
     yield current
 
 
+@pytest.fixture
+def exploration(request: pytest.FixtureRequest) -> "Exploration":
+    """The drawn cases of a subject; the item's trial is the one that was started last."""
+    from mla_conformance.explore import EXPLORED, Exploration
+
+    def start(current: "Trial") -> None:
+        record = replace(identity(current), capability=EXPLORED)
+        request.config.stash[_RECORDER].start(request.node.nodeid, record)
+        request.node.stash[_TRIAL] = (current, time.perf_counter())
+
+    selection = _selection(request.config)
+    found = Exploration(request.param, selection.explore, selection.drawn, start)
+    request.node.stash[_EXPLORATION] = found
+    return found
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[pytest.TestReport | None]:
     """Attach the record of a finished trial to its report."""
     report: pytest.TestReport = yield  # type: ignore[misc, assignment]
     if _TRIAL in item.stash and (call.when == "call" or (call.when == "setup" and call.excinfo is not None)):
         current, started = item.stash[_TRIAL]
-        attach(report, current, call.excinfo, time.perf_counter() - started)
+        record = record_of(report, current, call.excinfo, time.perf_counter() - started)
+        attach(report, item.stash[_EXPLORATION].described(record) if _EXPLORATION in item.stash else record)
     return report  # type: ignore[return-value]
 
 

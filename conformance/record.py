@@ -28,6 +28,7 @@ class Record:
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
         judged: status before an expectation was applied, or empty.
         expectation: the expectation that was applied, or empty.
+        cases: how many cases it stands for; more than one for drawn cases of which none fails.
     """
 
     backend: str
@@ -46,6 +47,7 @@ class Record:
     evidence: dict[str, str] = field(default_factory=dict)
     judged: str = ""
     expectation: str = ""
+    cases: int = 1
 
     @property
     def failed(self) -> bool:

@@ -17,23 +17,28 @@ if TYPE_CHECKING:
 PROPERTY = "mla_conformance"
 
 
-def _identity(trial: "Trial") -> Record:
+def identity(trial: "Trial") -> Record:
+    """The record of a trial that has no verdict yet."""
     subject, case = trial.subject, trial.case
     return Record(subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR)
 
 
-def attach(
+def record_of(
     report: pytest.TestReport, trial: "Trial", excinfo: "pytest.ExceptionInfo[BaseException] | None", seconds: float
-) -> None:
-    """Put the trial's record into the report, and a failure's sentence and replay line in place of a traceback."""
+) -> Record:
+    """The record of a finished trial, with what a failure looks like, or the traceback of a fault of the harness."""
     verdict = trial.verdict
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
         verdict = Verdict(Status.HARNESS_ERROR, f"{type(excinfo.value).__name__}: {excinfo.value}")
-    record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
+    record = replace(identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
     if record.status is Status.HARNESS_ERROR:
-        record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
-    elif record.failed:
-        record = replace(record, explanation=_explanation(trial, verdict, seconds))
+        return replace(record, detail=str(report.longrepr))
+    return replace(record, explanation=_explanation(trial, verdict, seconds)) if record.failed else record
+
+
+def attach(report: pytest.TestReport, record: Record) -> None:
+    """Put a record into the report, and a failure's sentence and replay line in place of a traceback."""
+    if record.failed and record.status is not Status.HARNESS_ERROR:
         report.longrepr = describe_failure(record)
     report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
 
@@ -45,16 +50,21 @@ def describe_failure(record: Record) -> str:
     return f"FAIL {where} · {record.message}{explanation}\n     replay: {record.replay}"
 
 
-_EXPLAINED_SECONDS = 0.5
-_explained: set[tuple[str, str]] = set()
+_SHORT_SECONDS = 0.5
+_MOST_EXPLAINED = 3
+_explained: dict[str, set[str]] = {}
 
 
 def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
-    """What the failure looks like: once per backend and capability, for short trials, as candidates repeat it."""
-    key = (trial.subject.name, trial.case.capability)
-    if key in _explained or seconds > _EXPLAINED_SECONDS:
+    """What the failure looks like, for the first capabilities of a backend that fail.
+
+    Every candidate repeats the trial, so it must be short; a process's first one is long because it loads everything.
+    """
+    told = _explained.setdefault(trial.subject.name, set())
+    long = seconds > _SHORT_SECONDS and bool(_explained.keys() - {trial.subject.name} or told)
+    if trial.case.capability in told or len(told) >= _MOST_EXPLAINED or long:
         return ""
-    _explained.add(key)
+    told.add(trial.case.capability)
     from mla_conformance.defects.explain import explain
 
     return explain(trial, verdict)
@@ -67,10 +77,10 @@ class Recorder:
         self.records: list[Record] = []
         self._journal = Journal.inside(directory) if directory else None
 
-    def start(self, nodeid: str, trial: "Trial") -> None:
+    def start(self, nodeid: str, record: Record) -> None:
         """Journal a trial before anything of it is launched."""
         if self._journal:
-            self._journal.append("start", nodeid=nodeid, record=_identity(trial).to_json())
+            self._journal.append("start", nodeid=nodeid, record=record.to_json())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record of a finished trial, or of one that died with its worker."""
@@ -89,10 +99,15 @@ class Recorder:
         """A worker that dies leaves no record; its start is in the journal."""
         if not self._journal:
             return
-        judged = {(record.reference, record.case) for record in self.records}
-        started = [e for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid]
-        if started and (started[-1]["record"]["reference"], started[-1]["record"]["case"]) not in judged:
+        judged = {_question(record) for record in self.records}
+        started = [
+            e["record"] for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid
+        ]
+        if started and _question(Record.from_json(started[-1])) not in judged:
             message = "the process died during this case"
-            self._keep(
-                {**started[-1]["record"], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)}
-            )
+            self._keep({**started[-1], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)})
+
+
+def _question(record: Record) -> tuple[str, str, str]:
+    """What a record answers; a drawn case may be one of the listed cases, too."""
+    return record.reference, record.capability, record.case

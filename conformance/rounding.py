@@ -27,6 +27,8 @@ def _floor(dtype: torch.dtype) -> float:
 def _roundoff(precision: Precision, model: torch.dtype) -> float:
     if precision in (Precision.E4M3, Precision.SCALED_E4M3):
         return _E4M3_ROUNDOFF
+    if precision is Precision.FLOAT16:
+        return unit_roundoff(torch.float16)
     return unit_roundoff(model) if precision is Precision.MODEL else 0.0
 
 
@@ -35,6 +37,8 @@ def _p_floor(precision: Precision, model: torch.dtype) -> float:
         return _E4M3_FLOOR
     if precision is Precision.SCALED_E4M3:
         return _E4M3_FLOOR / SCALED_P
+    if precision is Precision.FLOAT16:
+        return _floor(torch.float16)
     return _floor(model) if precision is Precision.MODEL else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -14,6 +15,7 @@ from mla_conformance.backends.loading import (
 )
 from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.case import Case, CaseError
+from mla_conformance.explore import DRAWN
 from mla_conformance.hazards import REGIMES
 from mla_conformance.subject import Subject
 
@@ -65,6 +67,15 @@ def _require_regimes(cases: Sequence[Case]) -> None:
             raise SelectionError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
 
 
+def _require_exploration(draws: int, capabilities: Sequence[str]) -> None:
+    if draws < 0:
+        raise SelectionError(f"--explore: expected a number of cases, got {draws}")
+    if draws and find_spec("hypothesis") is None:
+        raise SelectionError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
+    if draws and not set(DRAWN) & set(capabilities):
+        raise SelectionError(f"--explore draws cases of {', '.join(DRAWN)}; none of these capabilities is selected")
+
+
 @dataclass(frozen=True)
 class Selection:
     """A checked request.
@@ -75,6 +86,7 @@ class Selection:
         tier: how many of their cases.
         device: where they run.
         cases: exactly these cases, or all of the tier if empty.
+        explore: how many further cases are drawn for each subject.
     """
 
     subjects: tuple[Subject, ...]
@@ -82,10 +94,16 @@ class Selection:
     tier: Tier
     device: torch.device
     cases: tuple[Case, ...]
+    explore: int
 
     @staticmethod
     def of(
-        backends: Sequence[str], capabilities: Sequence[str], tier: str, device: str | None, cases: Sequence[str]
+        backends: Sequence[str],
+        capabilities: Sequence[str],
+        tier: str,
+        device: str | None,
+        cases: Sequence[str],
+        explore: int = 0,
     ) -> "Selection":
         """Check a request.
 
@@ -97,15 +115,20 @@ class Selection:
             references = [parse_reference(r) for r in backends] or known_backends()
             parsed = tuple(Case.parse(text) for text in cases)
             wanted = [find_capability(name).name for name in [*capabilities, *(c.capability for c in parsed)]]
+            chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
             _require_regimes(parsed)
+            _require_exploration(explore, chosen)
             subjects = tuple(Subject(reference, target) for reference in _distinct(references))
             for subject in subjects:
                 _ = subject.unavailable
-            return Selection(
-                subjects, tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES), find_tier(tier), target, parsed
-            )
+            return Selection(subjects, chosen, find_tier(tier), target, parsed, explore)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise SelectionError(str(error)) from error
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Capabilities that cases are drawn of."""
+        return tuple(name for name in DRAWN if name in self.capabilities)
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability in this run."""
@@ -122,3 +145,7 @@ class Selection:
                 unavailable = "; ".join(subject.unavailable)
                 if not unavailable or index == 0:
                     yield subject, case, unavailable
+
+    def explored(self) -> Iterator[tuple[Subject, str]]:
+        """Every (subject, why unavailable) that cases are drawn for."""
+        return ((subject, "; ".join(subject.unavailable)) for subject in self.subjects if self.explore)

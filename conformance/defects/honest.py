@@ -131,7 +131,9 @@ class ApproximateExp(EagerPrefillBackend):
 
 
 class HalfWeights(EagerPrefillBackend):
-    """P in fp16, whatever the model's dtype."""
+    """P in fp16, whatever the model's dtype, and declared so."""
+
+    declaration = _declares(Rounding(p=Precision.FLOAT16))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p, torch.float16)

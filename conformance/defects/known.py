@@ -8,7 +8,7 @@ from typing import TypeVar
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.capabilities import CAPABILITIES
 
-_FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _KNOWN: dict[str, "KnownDefect"] = {}
 Kernel = TypeVar("Kernel", bound=type[EagerPrefillBackend])
 
@@ -43,7 +43,7 @@ class KnownDefect:
     @property
     def sentence(self) -> str:
         """What is wrong, in one sentence."""
-        return (self.kernel.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        return (self.kernel.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
     @property
     def reference(self) -> str:
@@ -82,6 +82,6 @@ def _check(entry: KnownDefect) -> None:
 
 def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
-    for family in _FAMILIES:
+    for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
     return dict(_KNOWN)

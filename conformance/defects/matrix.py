@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 
 import torch
 
 from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.loading import BackendReference, known_backends
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.case import Call, Case
 from mla_conformance.defects.honest import HONEST
@@ -73,9 +73,19 @@ class Outcome:
 def kernels() -> list[Kernel]:
     """Honest kernels, the real ones among them, then the known defects."""
     honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True) for cls in HONEST]
-    real = [Kernel(name, name, True) for name in ("TORCH_SDPA", "FLEX_ATTENTION")]
     wrong = [Kernel(entry.id, entry.reference, False) for entry in known_defects().values()]
-    return [*honest, *real, *wrong]
+    return [*honest, *_real(), *wrong]
+
+
+@cache
+def _real() -> list[Kernel]:
+    """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
+    subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
+    return [
+        Kernel(subject.name, subject.backend.reference, True)
+        for subject in subjects
+        if not subject.unavailable and not subject.declaration.emulated
+    ]
 
 
 def run_matrix(tier: Tier, workers: int | None = None) -> list[Outcome]:

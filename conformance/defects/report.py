@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
@@ -86,7 +86,7 @@ def deciding_digest() -> str:
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = files("mla_conformance")
     sources = [folder / name for name in _DECISIVE]
-    sources += [entry for entry in (folder / "defects").iterdir() if entry.name.endswith(".py")]
+    sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest")]
     sources += [files("mla_conformance.backends") / "eager.py", files("mla_conformance.reference") / "error_budget.py"]
     for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())
@@ -165,6 +165,35 @@ def markdown(report: DefectReport) -> str:
         ]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+_BEGIN, _END = "<!-- defects:begin -->", "<!-- defects:end -->"
+
+
+class SectionError(ValueError):
+    """A text that lacks the markers of the table, or has them more than once."""
+
+
+def section(text: str) -> str:
+    """What stands between the markers of the table.
+
+    Raises:
+        SectionError: the text does not hold each marker once, in their order.
+    """
+    before, begin, rest = text.partition(_BEGIN)
+    found, end, after = rest.partition(_END)
+    if not begin or not end or any(marker in before + found + after for marker in (_BEGIN, _END)):
+        raise SectionError(f"expected {_BEGIN} and {_END}, once each and in this order")
+    return found
+
+
+def with_section(text: str, report: DefectReport) -> str:
+    """The text with the report's table between the markers.
+
+    Raises:
+        SectionError: the text does not hold each marker once, in their order.
+    """
+    return text.replace(f"{_BEGIN}{section(text)}{_END}", f"{_BEGIN}\n{markdown(report)}\n{_END}")
 
 
 def stored() -> DefectReport:

@@ -33,8 +33,8 @@ class CapabilitySummary:
     records: tuple[Record, ...]
 
     def count(self, *statuses: Status) -> int:
-        """Records with one of these statuses."""
-        return sum(record.status in statuses for record in self.records)
+        """Cases with one of these statuses."""
+        return sum(record.cases for record in self.records if record.status in statuses)
 
     @property
     def passed(self) -> int:
@@ -59,7 +59,7 @@ class CapabilitySummary:
     @property
     def not_run(self) -> int:
         """Cases of the list without a record."""
-        return self.listed - len(self.records)
+        return self.listed - self.count(*Status)
 
     @property
     def error_budget_used(self) -> float:
@@ -151,7 +151,8 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
     for record in records:
         found.setdefault(record.capability, []).append(record)
     return tuple(
-        CapabilitySummary(name, max(listed.get(name, 0), len(group)), tuple(group)) for name, group in found.items()
+        CapabilitySummary(name, max(listed.get(name, 0), sum(record.cases for record in group)), tuple(group))
+        for name, group in found.items()
     )
 
 

@@ -25,11 +25,12 @@ _NAME_WIDTH = 14
 _LINE_WIDTH = 118
 
 
-def header(environment: dict[str, str], cases: int) -> str:
+def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
     """One line on where the run takes place."""
+    listed = f"{cases} cases" + (f" and {drawn} drawn ones" if drawn else "")
     return (
         f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
-        f"tier {environment['tier']} · {cases} cases · golden float64"
+        f"tier {environment['tier']} · {listed} · golden float64"
     )
 
 
@@ -57,8 +58,16 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
             line = " " * len(name)
         line += text + "  "
     yield line.rstrip()
+    if backend.rounding:
+        yield " " * len(name) + declared(backend)
     if backend.emulated:
         yield " " * len(name) + "an emulated kernel: judged, never certified"
+
+
+def declared(backend: BackendSummary) -> str:
+    """The rounding classes that the backend declares, all verified by the cases, and how many deviations."""
+    classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in backend.rounding.items())
+    return f"declares {classes}; {len(backend.deviations)} deviations, listed in the report"
 
 
 def capability_lines(records: Sequence[Record]) -> Iterator[str]:
@@ -75,7 +84,8 @@ def closing_line(run: RunSummary) -> str:
     failed = sum(len(c.failures) for c in capabilities)
     unsupported = sum(c.unsupported for c in capabilities)
     not_run = sum(c.not_run for b in run.backends if not b.reasons for c in b.capabilities)
-    line = f"worst error {worst:.2f} of budget · {len(run.records)} run · {failed} failed"
+    judged = sum(record.cases for record in run.records)
+    line = f"worst error {worst:.2f} of budget · {judged} run · {failed} failed"
     return f"{line} · {unsupported} unsupported (declared)" + (f" · {not_run} NOT RUN" if not_run else "")
 
 

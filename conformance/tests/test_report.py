@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_the_report_counts_everything() -> None:
     assert [capability[key] for key in ("listed", "passed", "failed", "unsupported", "not_run")] == [5, 1, 1, 1, 2]
     assert capability["error_budget_used"] == 0.5
     assert data["suite"] == "2026.1" and data["environment"] == {"device": "cpu"}
+
+
+def test_a_record_may_stand_for_many_cases() -> None:
+    drawn = replace(record(PASS, capability="explored"), cases=30)
+    (capability,) = summarise([drawn], {"explored": 1})
+    assert (capability.listed, capability.passed, capability.not_run) == (30, 30, 0)
+    summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
+    assert "explored ✔ 30/30" in next(backend_lines(summary)) and "· 31 run ·" in closing_line(run(summary))
+    (missing,) = summarise([], {"explored": 1})
+    assert missing.outcome is Outcome.NOT_RUN
 
 
 def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:

@@ -1,0 +1,164 @@
+"""Stand-ins for GPU libraries: kernels that follow a library's documented conventions, behind its recorded signature.
+
+``signatures.json`` holds the parameters of every function that an adapter calls, for every version that is claimed,
+recorded from the packages by ci/signatures.py: most of them do not install where CI runs, and none runs there.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
+from mla_conformance.reference.attention import attention
+from mla_conformance.reference.chunking import ContextChunk
+
+HEADS, NOPE, ROPE, WIDTH, SCALE = 2, 128, 64, 128, 0.11
+_RECORDED = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
+
+
+def _signature(label: str, function: str) -> inspect.Signature:
+    kinds = {kind.name: kind for kind in inspect._ParameterKind}
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name, kinds[kind], default=None if optional and kind != "VAR_POSITIONAL" else inspect._empty
+            )
+            for name, kind, optional in _RECORDED[label][function]
+        ]
+    )
+
+
+@pytest.fixture
+def recorded() -> Callable[[str, str, Callable[..., Any]], Callable[..., Any]]:
+    """``recorded(label, function, kernel)``: the kernel behind the library's signature, with its arguments by name."""
+
+    def bind(label: str, function: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        signature = _signature(label, function)
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return kernel(bound.arguments)
+
+        stand_in.__signature__ = signature  # type: ignore[attr-defined]
+        return stand_in
+
+    return bind
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """``installed(module, name=value, ...)``: a library that consists of these attributes."""
+
+    def install(name: str, **attributes: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return install
+
+
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [T, N, V] of q's dtype and natural LSE [N, T] float32; a row without keys is 0 and -inf."""
+    state = attention(
+        q, k, v, query_start_loc=queries.tolist(), key_start_loc=keys.tolist(), scale=scale, causal=causal
+    )
+    return state.output.to(q.dtype), state.lse.float()
+
+
+@pytest.fixture
+def kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`exact`."""
+    return exact
+
+
+@pytest.fixture
+def conforms() -> Callable[..., MLAPrefillBackend]:
+    """Drive an adapter through new tokens and a context chunk, empty requests and strided operands among them.
+
+    ``atol`` is the error that a kernel's own roundings may have; a stand-in has none.
+    """
+
+    def check(backend_class: type[MLAPrefillBackend], atol: float = 1e-5) -> MLAPrefillBackend:
+        backend = backend_class(
+            num_heads=HEADS,
+            scale=SCALE,
+            kv_lora_rank=512,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=WIDTH,
+            vllm_config=None,
+        )
+        _new_tokens(backend, atol)
+        _context_chunk(backend, atol)
+        return backend
+
+    return check
+
+
+def _operands(tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q with a row of NaN behind those that count; v the second half of a wider buffer, as in a model."""
+    generator = torch.Generator().manual_seed(tokens + keys)
+    q = torch.randn(tokens + 1, HEADS, NOPE + ROPE, generator=generator).bfloat16()
+    q[tokens:] = torch.nan
+    k = torch.randn(keys, HEADS, NOPE + ROPE, generator=generator).bfloat16()
+    return q, k, torch.randn(keys, HEADS, NOPE + WIDTH, generator=generator).bfloat16()[..., NOPE:]
+
+
+def _new_tokens(backend: MLAPrefillBackend, atol: float) -> None:
+    q, k, v = _operands(12, 12)
+    backend.prepare_metadata(_metadata((3, 0, 9), None))
+    start = torch.tensor([0, 3, 3, 12])
+    want = exact(q[:12], k, v, start, start, SCALE, True)
+    result = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+    _agree(result, want, atol)
+    out = torch.full((13, HEADS, WIDTH), torch.nan, dtype=torch.bfloat16)
+    written = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out)
+    assert isinstance(written, torch.Tensor)
+    assert written.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out[:12], want[0], atol=atol, rtol=2.0**-8)
+
+
+def _context_chunk(backend: MLAPrefillBackend, atol: float) -> None:
+    q, k, v = _operands(9, 24)
+    backend.prepare_metadata(_metadata((3, 4, 2), (7, 0, 17)))
+    queries, keys = torch.tensor([0, 3, 7, 9]), torch.tensor([0, 7, 7, 24])
+    result = backend.run_prefill_context_chunk(0, q, k, v)
+    _agree(result, exact(q[:9], k, v, queries, keys, SCALE, False), atol)
+
+
+def _agree(result: Any, want: tuple[torch.Tensor, torch.Tensor], atol: float) -> None:
+    output, lse = result
+    rows = want[0].shape[0]
+    assert output.shape == (rows + 1, HEADS, WIDTH)
+    assert lse.shape == (HEADS, rows + 1)
+    assert lse.dtype is torch.float32
+    torch.testing.assert_close(output[:rows], want[0], atol=atol, rtol=2.0**-8)
+    torch.testing.assert_close(lse[:, :rows], want[1], atol=1e-5, rtol=1e-5)
+
+
+def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None) -> Any:
+    device = torch.device("cpu")
+    plan = None
+    if context is not None:
+        chunk = ContextChunk((0,) * len(context), context)
+        plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
+    table = torch.zeros(len(queries), 1, dtype=torch.int32)
+    return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=device, chunked_context=plan)
