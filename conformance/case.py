@@ -169,12 +169,21 @@ class Case:
         capability, separator, rest = text.strip().partition(":")
         if not separator:
             raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…'")
-        pairs = [pair.partition("=") for pair in rest.split(";") if pair]
-        values = {name.strip(): value.strip() for name, _, value in pairs}
-        _reject_unknown(values)
-        if "capability" in values or len(values) < len(pairs):
-            raise CaseError(f"malformed case id {text!r}: expected each field once, the capability before the colon")
-        return Case(capability=capability, **{name: _parse(name, value) for name, value in values.items()})
+        return Case(capability=capability, **parse_fields(rest))
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """The fields written as in an id, ``field=value;…``.
+
+    Raises:
+        CaseError: an unknown field, one that stands twice, or a value of another type.
+    """
+    pairs = [pair.partition("=") for pair in text.split(";") if pair]
+    values = {name.strip(): value.strip() for name, _, value in pairs}
+    _reject_unknown(values)
+    if "capability" in values or len(values) < len(pairs):
+        raise CaseError(f"malformed case fields {text!r}: expected each field once, the capability before the colon")
+    return {name: _parse(name, value) for name, value in values.items()}
 
 
 def _default_call(capability: str) -> str:

@@ -4,20 +4,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import sleep
 
 import torch
 
-from mla_conformance.backends.platform import describe_device
+from mla_conformance.backends.platform import describe_device, get_device_capability
+from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.explore import EXPLORED
 from mla_conformance.journal import Journal
 from mla_conformance.record import Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.selection import Selection
 from mla_conformance.subject import Subject
-from mla_conformance.version import __version__
+from mla_conformance.version import SUITE_VERSION, __version__
 
 _POLL_SECONDS = 0.2
 _PYTEST_USAGE_ERROR = 4
@@ -41,12 +42,14 @@ class Run:
         directory: receives journal, pytest's log and the reports.
         workers: processes that run cases.
         extra: further arguments for pytest.
+        expectations: failures that are known, with reasons.
     """
 
     selection: Selection
     directory: Path
     workers: int
     extra: Sequence[str] = ()
+    expectations: Expectations = field(default_factory=Expectations)
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -75,7 +78,7 @@ class Run:
             process = subprocess.Popen(self._command(), stdout=log, stderr=subprocess.STDOUT, env=self._environment())
             try:
                 for record in _follow(journal, process):
-                    on_record(record)
+                    on_record(self._expected(record))
             except BaseException:
                 process.terminate()
                 process.wait()
@@ -107,9 +110,15 @@ class Run:
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
-        groups = by_backend(list(_records(Journal.inside(self.directory))))
+        groups = by_backend([self._expected(record) for record in _records(Journal.inside(self.directory))])
         backends = tuple(self._backend(subject, groups.get(subject.name, [])) for subject in self.selection.subjects)
         return RunSummary(environment(self.selection), backends)
+
+    def _expected(self, record: Record) -> Record:
+        if not self.expectations.entries:
+            return record
+        versions = next(subject.versions() for subject in self.selection.subjects if subject.name == record.backend)
+        return self.expectations.apply(record, facts(environment(self.selection), versions))
 
     def _backend(self, subject: Subject, records: list[Record]) -> BackendSummary:
         if subject.unavailable:
@@ -134,14 +143,20 @@ def default_workers(selection: Selection) -> int:
 def environment(selection: Selection) -> dict[str, str]:
     """Where and with what a run takes place."""
     return {
-        "suite": ".".join(__version__.split(".")[:2]),
+        "suite": SUITE_VERSION,
         "version": __version__,
         "tier": selection.tier.value,
         "device": describe_device(selection.device),
+        "compute_capability": _compute_capability(selection.device),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "platform": sys.platform,
     }
+
+
+def _compute_capability(device: torch.device) -> str:
+    capability = get_device_capability(device)
+    return str(capability) if capability else ""
 
 
 def _records(journal: Journal) -> Iterator[Record]:

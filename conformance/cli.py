@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_conformance import gating_cli
 from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.inputs import InputError
 from mla_conformance.report.terminal import say
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.extra = [argument for argument in extra if argument != "--"]
     try:
         status: int = options.run(options)
-    except _UsageError as error:
+    except (_UsageError, InputError) as error:
         say(f"mla-conformance: {error}", error=True)
         return _USAGE
     except KeyboardInterrupt:
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--out", type=Path, default=_DEFAULT_OUT, metavar="DIR")
     certify.add_argument("-n", "--workers", type=int, metavar="N", help="processes that run cases")
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
+    gating_cli.add_certify_options(certify)
     certify.set_defaults(run=_certify)
     replay = commands.add_parser("replay", help="run one case again")
     replay.add_argument("case", metavar="CASE_ID")
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
+    gating_cli.add_commands(commands)
     return parser
 
 
@@ -101,8 +105,16 @@ def _certify(options: argparse.Namespace) -> int:
     if options.workers is not None and options.workers < 1:
         raise _UsageError(f"--workers: expected at least 1, got {options.workers}")
     selection = _select(options.backend, options.device, options.capability, options.tier, explore=options.explore)
+    wanted = bool(options.certificate or options.badge)
+    if wanted and not gating_cli.certifiable(options, selection):
+        return 3
     workers = options.workers or default_workers(selection)
-    return _run(Run(selection, _folder(options.out), workers, options.extra), as_json=options.json)
+    expectations = gating_cli.load_expectations(options.expectations)
+    run = Run(selection, _folder(options.out), workers, options.extra, expectations)
+    status = _run(run, as_json=options.json)
+    if wanted and status:
+        say("mla-conformance: no certificate: the run is no success", error=True)
+    return gating_cli.write_certificate(options, run) if wanted and not status else status
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """The record: one (backend, case) with its verdict, as plain data that journals and reports hold."""
 
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mla_conformance.verdict import Status, Verdict
@@ -26,6 +26,8 @@ class Record:
         seconds: wall time of the trial.
         detail: traceback of a harness error or a crash.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
+        judged: status before an expectation was applied, or empty.
+        expectation: the expectation that was applied, or empty.
         cases: how many cases it stands for; more than one for drawn cases of which none fails.
     """
 
@@ -43,12 +45,19 @@ class Record:
     seconds: float = 0.0
     detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
+    judged: str = ""
+    expectation: str = ""
     cases: int = 1
 
     @property
     def failed(self) -> bool:
         """Whether this record fails its capability."""
-        return self.status in (Status.FAIL, Status.CRASH, Status.HARNESS_ERROR)
+        return self.status in (Status.FAIL, Status.CRASH, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+
+    @property
+    def as_judged(self) -> "Record":
+        """This record before an expectation was applied."""
+        return replace(self, status=Status(self.judged), judged="", expectation="") if self.judged else self
 
     @property
     def replay(self) -> str:

@@ -14,6 +14,10 @@ class Status(StrEnum):
     UNAVAILABLE = "unavailable"
     CRASH = "crash"
     HARNESS_ERROR = "harness_error"
+    EXPECTED_FAILURE = "expected_failure"
+    """Failed, as an expectation says with its reason."""
+    UNEXPECTED_PASS = "unexpected_pass"
+    """Passed against an expectation, which is therefore wrong."""
 
 
 class Check(StrEnum):

@@ -32,7 +32,14 @@ def _backend(backend: BackendSummary) -> dict[str, Any]:
         "rounding": backend.rounding,
         "deviations": [{"library": library, "adapter": adapter} for library, adapter in backend.deviations],
         "capabilities": {c.name: _capability(c) for c in backend.capabilities},
+        "records": [_record(record) for c in backend.capabilities for record in c.records],
     }
+
+
+def _record(record: Record) -> dict[str, Any]:
+    """One verdict without its evidence and prose: what gates and certificates compute with."""
+    kept = ("case", "status", "check", "used", "judged", "expectation")
+    return {name: value for name, value in record.to_json().items() if name in kept and value}
 
 
 def _capability(capability: CapabilitySummary) -> dict[str, Any]:
@@ -42,6 +49,7 @@ def _capability(capability: CapabilitySummary) -> dict[str, Any]:
         "passed": capability.passed,
         "failed": len(capability.failures),
         "unsupported": capability.unsupported,
+        "waived": capability.waived,
         "not_run": capability.not_run,
         "error_budget_used": capability.error_budget_used,
         "failures": [_failure(record) for record in capability.failures],

@@ -52,6 +52,11 @@ class CapabilitySummary:
         return self.count(Status.UNSUPPORTED)
 
     @property
+    def waived(self) -> int:
+        """Cases that failed as an expectation says."""
+        return self.count(Status.EXPECTED_FAILURE)
+
+    @property
     def not_run(self) -> int:
         """Cases of the list without a record."""
         return self.listed - self.count(*Status)
@@ -68,7 +73,7 @@ class CapabilitySummary:
             return Outcome.FAIL
         if self.not_run:
             return Outcome.NOT_RUN
-        return Outcome.PASS if self.passed else Outcome.UNSUPPORTED
+        return Outcome.PASS if self.passed or self.waived else Outcome.UNSUPPORTED
 
 
 @dataclass(frozen=True)

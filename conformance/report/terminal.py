@@ -42,7 +42,7 @@ def capability_text(capability: CapabilitySummary) -> str:
     text = f"{capability.name} {_SIGN[capability.outcome]} {capability.passed}/{judged}"
     if capability.unsupported:
         text += f" ({capability.unsupported} unsupported)"
-    return text
+    return text + (f" ({capability.waived} expected to fail)" if capability.waived else "")
 
 
 def backend_lines(backend: BackendSummary) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Certificates: a complete run of one backend as a file whose form, digests and arithmetic anyone can check."""

@@ -1,0 +1,74 @@
+"""Digests that tie a certificate to the cases, the judge and the reference that it was issued by."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mla_conformance import mustpass
+from mla_conformance.capabilities import CAPABILITIES
+
+_JUDGE = (
+    "driver.py",
+    "execute.py",
+    "golden.py",
+    "hazards.py",
+    "judge.py",
+    "locate.py",
+    "memory.py",
+    "policies.py",
+    "problem.py",
+    "rounding.py",
+    "tolerance.py",
+    "tolerance.toml",
+    "transform.py",
+    "trial.py",
+    "verdict.py",
+)
+"""What a verdict depends on, beside the cases, the suite's tests and the reference."""
+
+
+def installed_digests() -> dict[str, str]:
+    """Digests of what is installed here, by what they are of."""
+    return {"suite": suite_digest(), "reference": reference_digest(), "must_pass": must_pass_digest()}
+
+
+def suite_digest() -> str:
+    """SHA-256 of the case list, the tolerance table and the sources of judge and suite."""
+    root = _folder("mla_conformance")
+    sources = [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
+    cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
+    return _sha256([cases.encode(), *_contents(sources)])
+
+
+def reference_digest() -> str:
+    """SHA-256 of the sources of the golden mathematics."""
+    return _sha256(_contents(sorted(_folder("mla_conformance.reference").glob("*.py"))))
+
+
+def must_pass_digest() -> str:
+    """SHA-256 of this suite version's must-pass list."""
+    return _sha256([mustpass.shipped().read_bytes()])
+
+
+def seal(certificate: Mapping[str, Any]) -> str:
+    """SHA-256 of a certificate's content, which notices a change by accident or by hand."""
+    content = {name: value for name, value in certificate.items() if name != "seal"}
+    return _sha256([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])
+
+
+def _folder(package: str) -> Path:
+    return Path(str(files(package)))
+
+
+def _contents(paths: Iterable[Path]) -> list[bytes]:
+    return [path.name.encode() + b"\0" + path.read_bytes() for path in paths]
+
+
+def _sha256(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()

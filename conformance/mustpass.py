@@ -1,0 +1,104 @@
+"""Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
+
+A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries. The profile
+``core`` binds every backend. Any other one binds a backend unless it declares all of its cases unsupported.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.case import Case, CaseError
+from mla_conformance.inputs import InputError, read_text
+from mla_conformance.record import Record
+from mla_conformance.verdict import Status
+from mla_conformance.version import SUITE_VERSION
+
+CORE = "core"
+
+
+def profile_of(case: Case) -> str:
+    """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
+    if CAPABILITIES[case.capability].probes_refusals:
+        return CORE
+    asked = [
+        f"dims_{case.dims}" if case.dims != "r1" else "",
+        case.dtype if case.dtype != "bf16" else "",
+        "quant_output" if case.quant != "none" else "",
+        "own_merge" if case.merge != "golden" else "",
+    ]
+    return "+".join(filter(None, asked)) or CORE
+
+
+@dataclass(frozen=True)
+class MustPass:
+    """A list.
+
+    Attributes:
+        profiles: case ids of each profile.
+    """
+
+    profiles: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def of_vocabulary() -> "MustPass":
+        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
+        cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
+        return MustPass.of((profile_of(case), case.id) for case in cases)
+
+    @staticmethod
+    def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
+        """The list of these (profile, case id)."""
+        found: dict[str, list[str]] = {CORE: []}
+        for profile, case in pairs:
+            found.setdefault(profile, []).append(case)
+        return MustPass({profile: tuple(dict.fromkeys(cases)) for profile, cases in found.items()})
+
+    @staticmethod
+    def read(path: Path) -> "MustPass":
+        """The list of a file.
+
+        Raises:
+            InputError: it cannot be read, holds a malformed line, or lists nothing.
+        """
+        lines = enumerate(read_text(path).splitlines(), start=1)
+        pairs = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip() and line[0] != "#"]
+        if not pairs:
+            raise InputError(f"{path}: expected lines 'PROFILE CASE_ID', got none")
+        return MustPass.of(pairs)
+
+    def to_text(self) -> str:
+        """The list as its file, one ``PROFILE CASE_ID`` a line."""
+        head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`."
+        lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
+        return "\n".join([head, *lines]) + "\n"
+
+    def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
+        """Cases of the profiles that bind a backend that it did not pass, each with why.
+
+        Args:
+            records: the backend's records by case id.
+            waivable: whether an expected failure counts as passed.
+        """
+        enough = (Status.PASS, Status.EXPECTED_FAILURE) if waivable else (Status.PASS,)
+        for profile, cases in self.profiles.items():
+            found = [records.get(case) for case in cases]
+            if profile == CORE or not all(record and record.status is Status.UNSUPPORTED for record in found):
+                for case, record in zip(cases, found, strict=True):
+                    if record is None or record.status not in enough:
+                        yield case, f"{profile}: {record.status if record else 'not in the report'}"
+
+
+def shipped() -> Path:
+    """The list of this suite version."""
+    return Path(str(files("mla_conformance.fixtures"))) / "mustpass" / f"{SUITE_VERSION}.txt"
+
+
+def _parse(line: str, where: str) -> tuple[str, str]:
+    profile, _, case = line.strip().partition(" ")
+    try:
+        return profile, Case.parse(case).id
+    except CaseError as error:
+        raise InputError(f"{where}: expected 'PROFILE CASE_ID': {error}") from error

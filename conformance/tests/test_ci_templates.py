@@ -1,0 +1,95 @@
+"""What CI systems and readers copy: templates that parse, commands that exist, pages that run as written."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mla_conformance.cli import _parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEMPLATES = [ROOT / "ci" / name for name in ("github-actions.yml", "buildkite.yml")]
+SCRIPTS = [ROOT / "ci" / "gate.sh", ROOT / ".ci" / "run"]
+SMOKE = ["--capability", "lse", "--tier", "smoke", "--device", "cpu", "-n", "1"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def template(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "ci" / name).read_text(encoding="utf-8"))
+    return loaded
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of every call of ours in a text of shell, templates or pages."""
+    for line in text.splitlines():
+        bare = re.sub(r"\$\{\{.*?\}\}|\{\{.*?\}\}", "X", line).partition(" # ")[0]
+        bare = bare.removeprefix('run "').rstrip('"') if bare.startswith('run "') else bare
+        for call in re.findall(r"(?:^|[\s!&])mla-conformance ([^|&>]*)", bare):
+            if not line.lstrip().startswith("#") and "`" not in call:
+                yield [word for word in shlex.split(call) if word != "${expectations[@]}"]
+
+
+@pytest.mark.parametrize("path", [*TEMPLATES, *SCRIPTS, *PAGES], ids=lambda path: path.name)
+def test_every_command_is_one_that_exists(path: Path) -> None:
+    shell = "\n".join(blocks(path, "bash") + blocks(path, "sh")) if path.suffix == ".md" else path.read_text()
+    found = list(commands(shell))
+    assert found
+    for arguments in found:
+        options, extra = _parser().parse_known_args(arguments)
+        assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["$@"])), arguments
+
+
+def test_github_judges_a_matrix_and_gates_what_it_found() -> None:
+    jobs = template("github-actions.yml")["jobs"]
+    judge, gate = jobs["judge"], jobs["gate"]
+    assert judge["strategy"]["matrix"]["backend"] and judge["strategy"]["fail-fast"] is False
+    assert gate["needs"] == "judge" and gate["if"] == "always()"
+    used = [step.get("uses", "").partition("@")[0] for job in (judge, gate) for step in job["steps"]]
+    assert used.index("actions/upload-artifact") < used.index("actions/download-artifact")
+    assert gate["steps"][-1]["shell"] == "bash" and " | tee" in gate["steps"][-1]["run"]
+
+
+def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
+    judge, gate = template("buildkite.yml")["steps"]
+    assert judge["matrix"] and judge["artifact_paths"] == ["reports/**/*"]
+    assert gate["depends_on"] == judge["key"] and gate["allow_dependency_failure"] is True
+
+
+def test_templates_and_script_judge_and_decide_with_the_same_commands() -> None:
+    for path in (*TEMPLATES, ROOT / "ci" / "gate.sh"):
+        assert [arguments[0] for arguments in commands(path.read_text())] == ["certify", "gate"]
+        assert re.search(r"certify .* \|\| \[ \$?\$\? -ne 2 \]", path.read_text())
+
+
+def shell(script: str | Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    call = ["bash", str(script), *arguments] if isinstance(script, Path) else ["bash", "-euo", "pipefail", "-c", script]
+    return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path) -> None:
+    for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "README.md")):
+        (tmp_path / file).write_text("".join(blocks(text, "python")), encoding="utf-8")
+    finished = shell("\n".join(blocks(page, "bash")), tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_the_gate_script_decides_by_all_of_its_backends(tmp_path: Path) -> None:
+    script = ROOT / "ci" / "gate.sh"
+    both = shell(script, tmp_path, "out", "EAGER TORCH_SDPA", *SMOKE)
+    assert both.returncode == 0 and both.stdout.splitlines()[-1] == "gate open · 6 verdicts"
+    assert shell(script, tmp_path, "absent", "FLASH_ATTN", *SMOKE).returncode == 1
+    mistaken = shell(script, tmp_path, "unknown", "NOPE", *SMOKE)
+    assert mistaken.returncode == 1 and "unknown backend 'NOPE'" in mistaken.stderr and "gate" not in mistaken.stdout

@@ -1,0 +1,195 @@
+"""Expectations: which records they change, when they are refused, and how they follow a report."""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.case import CaseError
+from mla_conformance.cli import main
+from mla_conformance.expectations.apply import Expectations, shipped
+from mla_conformance.expectations.condition import Condition, ConditionError
+from mla_conformance.expectations.entry import Expectation, read_expectations
+from mla_conformance.expectations.query import CaseQuery
+from mla_conformance.expectations.update import to_toml
+from mla_conformance.record import Record
+from mla_conformance.report.read import read_report
+from mla_conformance.verdict import Status
+
+CASES = CAPABILITIES["lse"].cases
+FAILURE = Record("MINE", "MINE", "lse", CASES[0].id, Status.FAIL, "wrong", check="lse")
+KNOWN = Expectation(backend="MINE", case="lse", reason="base 2")
+FACTS = {"torch": "2.13.0+cpu", "compute_capability": "9.0", "device": "NVIDIA H200", "flash-attn": "2.8.0b1"}
+
+
+@pytest.mark.parametrize(
+    ("query", "matched"),
+    [
+        (CASES[0].id, [CASES[0]]),
+        ("lse", list(CASES)),
+        ("l*", list(CASES)),
+        ("*:dtype=fp16", [case for case in CASES if case.dtype == "fp16"]),
+        ("lse:call=context_chunk", [case for case in CASES if case.call == "context_chunk"]),
+        ("new_tokens", []),
+    ],
+)
+def test_a_query_names_the_cases_that_its_text_says(query: str, matched: list[object]) -> None:
+    assert [case for case in CASES if CaseQuery.parse(query).matches(case)] == matched
+
+
+@pytest.mark.parametrize("query", ["", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2"])
+def test_a_malformed_query(query: str) -> None:
+    with pytest.raises(CaseError):
+        CaseQuery.parse(query)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("", True),
+        ("torch >= 2.9", True),
+        ("torch == 2.13.0", True),
+        ("torch < 2.9 or compute_capability == 9.0", True),
+        ("torch < 2.9 or compute_capability == 9.0 and device == cpu", False),
+        ("not torch < 2.9 and device == 'NVIDIA H200'", True),
+        ("flash-attn < 2.8", True),
+        ("absent < 9", False),
+        ("device >= 1.0", False),
+    ],
+)
+def test_conditions_compare_versions(text: str, holds: bool) -> None:
+    assert Condition.parse(text).holds(FACTS) is holds
+
+
+@pytest.mark.parametrize("text", ["torch", "torch ~ 2", "torch < new", "__import__('os')", "a == 1 and", "(a == 1)"])
+def test_what_is_no_condition(text: str) -> None:
+    with pytest.raises(ConditionError):
+        Condition.parse(text)
+
+
+def applied(record: Record, **changes: Any) -> Record:
+    return Expectations((replace(KNOWN, **changes),)).apply(record, FACTS)
+
+
+def test_a_failure_that_was_foreseen_is_waived_with_its_reason() -> None:
+    waived = applied(FAILURE)
+    assert waived.status is Status.EXPECTED_FAILURE and not waived.failed and "bug: base 2" in waived.expectation
+    assert waived.as_judged == FAILURE
+
+
+def test_a_pass_against_an_expectation_is_a_failure() -> None:
+    unexpected = applied(replace(FAILURE, status=Status.PASS, check=""))
+    assert unexpected.status is Status.UNEXPECTED_PASS and unexpected.failed and "base 2" in unexpected.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "OTHER"},
+        {"case": "new_tokens"},
+        {"status": "crash"},
+        {"check": "output"},
+        {"when": "torch < 2"},
+        {"until": "2020-01-01"},
+        {"until": "2026.1"},
+    ],
+)
+def test_an_expectation_of_something_else_changes_nothing(changes: dict[str, str]) -> None:
+    assert applied(FAILURE, **changes) == FAILURE
+
+
+def test_a_fault_of_the_harness_is_never_expected() -> None:
+    broken = replace(FAILURE, status=Status.HARNESS_ERROR)
+    assert applied(broken) == broken
+
+
+def test_the_last_day_of_an_expectation_counts() -> None:
+    entry = replace(KNOWN, until="2026-03-01")
+    day = datetime.date(2026, 3, 1)
+    assert list(Expectations((entry,), day).problems()) == []
+    assert [problem for _, problem in Expectations((entry,), day + datetime.timedelta(1)).problems()] == [
+        "expired: until 2026-03-01"
+    ]
+
+
+def test_an_entry_that_matches_no_case_is_stale() -> None:
+    entries = (KNOWN, replace(KNOWN, case="lse:heads=77"), replace(KNOWN, case="gone"))
+    assert [entry.case for entry, _ in Expectations(entries).problems()] == ["lse:heads=77", "gone"]
+
+
+def test_the_shipped_expectations_are_up_to_date() -> None:
+    assert list(Expectations.load([shipped()]).problems()) == []
+
+
+ENTRY = '[[expectation]]\nbackend = "MINE"\ncase = "lse"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[expectation]\n", "mine.toml: not TOML"),
+        ("[other]\n", "mine.toml: expected [[expectation]] tables only, got other"),
+        (ENTRY, "mine.toml: entry 1: expected a reason, got none"),
+        (ENTRY + 'reason = "  "\n', "mine.toml: entry 1: expected a reason, got none"),
+        (ENTRY + 'reason = "r"\nwhy = "w"\n', "mine.toml: entry 1: unknown key why; known keys: backend, case"),
+        (ENTRY + 'reason = "r"\n' + ENTRY, "mine.toml: entry 2: expected a reason"),
+        (ENTRY + "reason = 1\n", "mine.toml: entry 1: reason: expected a string, got 1"),
+        (ENTRY + 'reason = "r"\nstatus = "pass"\n', "status: expected one of fail, crash"),
+        (ENTRY + 'reason = "r"\ncheck = "nope"\n', "check: expected one of call, shape"),
+        (ENTRY + 'reason = "r"\ncategory = "c"\n', "category: expected one of bug, design, hardware, environment"),
+        (ENTRY + 'reason = "r"\nwhen = "os.system()"\n', "when: expected NAME OPERATOR VALUE"),
+        (ENTRY + 'reason = "r"\nuntil = "soon"\n', "until: "),
+        ('[[expectation]]\ncase = "lse:x=1"\nreason = "r"\n', "entry 1: expected a key 'backend'"),
+        (ENTRY + 'reason = "r"\nuntil = 2020-01-01\n', "entry 1: expired: until 2020-01-01"),
+        (ENTRY.replace("lse", "gone") + 'reason = "r"\n', "entry 1: stale: no case of the suite matches"),
+    ],
+)
+def test_bad_expectations_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    out = tmp_path / "out"
+    assert main(["certify", "--device", "cpu", "--expectations", str(tmp_path), "--out", str(out)]) == 2
+    assert said in capsys.readouterr().err and not (out / "report.json").exists()
+
+
+def test_an_update_follows_the_report_and_keeps_reasons(
+    tmp_path: Path, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "known", tmp_path / "known" / "MINE.toml"
+    folder.mkdir()
+    holds = replace(KNOWN, case=CASES[0].id, reason='kept "as is"', check="lse", link="https://example.org/1")
+    passes_now, elsewhere = replace(KNOWN, case=CASES[1].id), replace(KNOWN, when="torch < 2")
+    file.write_text("\n".join(map(to_toml, (holds, passes_now, elsewhere))))
+    passed = replace(FAILURE, case=CASES[1].id, status=Status.PASS, check="")
+    died = replace(FAILURE, case=CASES[2].id, status=Status.CRASH, check="")
+    report = write_report("report.json", [FAILURE, passed, died])
+    assert main(["expectations", "update", str(report), "--dir", str(folder)]) == 0
+    assert "1 added, 1 removed, 2 kept" in (printed := capsys.readouterr().out) and "1 entries need a reason" in printed
+    written = read_expectations(file, reasons_required=False)
+    assert [(e.case, e.reason, e.link) for e in written] == [
+        (holds.case, holds.reason, holds.link), (elsewhere.case, elsewhere.reason, ""), (died.case, "", ""),
+    ]  # fmt: skip
+    assert main(["gate", str(report), "--expectations", str(folder)]) == 2
+    assert "MINE.toml: entry 3: expected a reason" in capsys.readouterr().err
+    file.write_text(file.read_text().replace('reason = ""', 'reason = "dies"'))
+    assert main(["gate", str(report), "--expectations", str(folder)]) == 0
+
+
+def test_a_run_applies_expectations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "from mla_conformance.backends.eager import EagerPrefillBackend as E\nclass Wrong(E):\n"
+    source += "    def run_prefill_context_chunk(self, *a, **k):\n        raise RuntimeError('no context')\n"
+    (tmp_path / "wrong.py").write_text(source)
+    entry = Expectation(backend="Wrong", case="context_chunk", check="call", reason="not written yet")
+    (tmp_path / "wrong.toml").write_text(to_toml(entry))
+    arguments = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--tier", "smoke", "--device", "cpu", "-n", "1"]
+    arguments += ["--capability", "context_chunk", "--expectations", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["certify", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed and "(3 expected to fail)" in printed
+    records = read_report(tmp_path / "out").backends[0].records
+    assert {record.status for record in records} == {Status.EXPECTED_FAILURE}

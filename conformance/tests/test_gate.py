@@ -1,0 +1,186 @@
+"""The gate: what closes it, what it only shows, and which reports it refuses."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.case import Case
+from mla_conformance.cli import main
+from mla_conformance.expectations.entry import Expectation
+from mla_conformance.expectations.update import to_toml
+from mla_conformance.mustpass import CORE, MustPass, profile_of, shipped
+from mla_conformance.record import Record
+from mla_conformance.verdict import Status
+
+Write = Callable[..., Path]
+CASES = [case.id for case in CAPABILITIES["lse"].cases]
+PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in CASES[:4]]
+FAILED = replace(PASSED[1], status=Status.FAIL, check="lse")
+
+
+def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, str]:
+    status = main(["gate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_clean_run_passes(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate(capsys, write_report("a.json", PASSED)) == (0, "gate open · 4 verdicts\n", "")
+
+
+def test_a_failure_closes_the_gate_unless_it_is_expected(
+    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = write_report("a.json", [PASSED[0], FAILED])
+    status, out, _ = gate(capsys, report)
+    assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
+    (tmp_path / "mine.toml").write_text(to_toml(Expectation(backend="*", case=FAILED.case, reason="known")))
+    assert gate(capsys, report, "--expectations", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (Expectation(backend="MINE", case="lse", reason="r"), "unexpected pass  MINE"),
+        (Expectation(backend="MINE", case="gone", reason="r"), "mine.toml entry 1 (gone) · stale"),
+        (Expectation(backend="MINE", case="lse", reason="r", until="2020-01-01"), "entry 1 (lse) · expired"),
+    ],
+)
+def test_expectations_that_are_wrong_close_the_gate(
+    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: Expectation, said: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(to_toml(entry))
+    status, out, _ = gate(capsys, write_report("a.json", PASSED), "--expectations", tmp_path)
+    assert status == 1 and said in out
+
+
+def test_the_baseline_tells_what_is_new(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    before = write_report("before.json", [FAILED, PASSED[0], PASSED[2], PASSED[3]])
+    drifted = replace(PASSED[2], used={"lse": 0.55})
+    now = write_report("now.json", [PASSED[1], replace(PASSED[0], status=Status.FAIL), drifted, PASSED[3]])
+    status, out, _ = gate(capsys, now, "--baseline", before)
+    found = [line.partition("  ")[0] for line in out.splitlines()]
+    assert status == 1 and found[:3] == ["newly failing", "newly passing", "drifted"]
+    assert "lse: 0.30 → 0.55 of the error budget" in out and "gate CLOSED · 4 verdicts · 1 newly failing" in out
+
+
+@pytest.mark.parametrize(("limit", "expected"), [((), 0), (("--max-drift", "0.2"), 1), (("--max-drift", "0.5"), 0)])
+def test_drift_closes_the_gate_if_it_is_limited(
+    write_report: Write, capsys: pytest.CaptureFixture[str], limit: tuple[str, ...], expected: int
+) -> None:
+    before = write_report("before.json", PASSED)
+    now = write_report("now.json", [replace(record, used={"lse": 0.6}) for record in PASSED])
+    assert gate(capsys, now, "--baseline", before, *limit)[0] == expected
+
+
+@pytest.mark.parametrize("now", [PASSED[:3], [*PASSED[:3], replace(PASSED[3], status=Status.UNSUPPORTED)]])
+def test_what_is_no_longer_judged_closes_the_gate(
+    write_report: Write, capsys: pytest.CaptureFixture[str], now: list[Record]
+) -> None:
+    before = write_report("before.json", PASSED)
+    status, out, _ = gate(capsys, write_report("now.json", now), "--baseline", before)
+    assert status == 1 and f"no longer judged MINE {CASES[3]} · pass in the baseline" in out
+
+
+def test_an_incomplete_run_and_an_empty_one_do_not_pass(
+    write_report: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = gate(capsys, write_report("a.json", PASSED, {"lse": 6}))
+    assert status == 1 and "not run          MINE lse · 2 cases of the list have no verdict" in out
+    status, out, _ = gate(capsys, write_report("b.json", []))
+    assert status == 1 and "nothing was judged" in out
+
+
+@pytest.mark.parametrize("listed", [{"lse": 4}, {"lse": 2}])
+def test_shards_make_one_run(write_report: Write, capsys: pytest.CaptureFixture[str], listed: dict[str, int]) -> None:
+    shards = [write_report(f"{i}.json", PASSED[2 * i : 2 * i + 2], listed) for i in (0, 1)]
+    assert gate(capsys, *shards)[0] == 0
+    assert gate(capsys, shards[0])[0] == (1 if listed["lse"] == 4 else 0)
+
+
+def test_must_pass_cases_have_to_be_passed(
+    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = tmp_path / "must.txt"
+    listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
+    unsupported = replace(PASSED[0], case=CASES[5], status=Status.UNSUPPORTED)
+    assert gate(capsys, write_report("a.json", [*PASSED, unsupported]), "--must-pass", listed)[0] == 0
+    lacking = [*PASSED[:2], replace(PASSED[2], status=Status.UNSUPPORTED)]
+    status, out, _ = gate(capsys, write_report("b.json", lacking), "--must-pass", listed)
+    assert status == 1
+    for case, why in ((CASES[2], "core: unsupported"), (CASES[3], "core: not in the report"), (CASES[5], "extra: not")):
+        assert f"must pass        MINE {case} · {why}" in out
+
+
+def test_the_shipped_must_pass_list_is_what_the_vocabulary_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mustpass"]) == 0
+    rewrite = f"mla-conformance mustpass > fixtures/mustpass/{shipped().name}"
+    assert capsys.readouterr().out == shipped().read_text(encoding="utf-8"), f"stale; run {rewrite}"
+    listed = MustPass.read(shipped())
+    assert listed == MustPass.of_vocabulary() and len(listed.profiles[CORE]) > 100
+
+
+def test_profiles_follow_from_what_a_case_asks_for() -> None:
+    texts = ("lse:q=[1]", "lse:q=[1];dtype=fp16", "lse:q=[1];dims=glm;quant=fp8", "refusals:q=[1];dtype=fp64")
+    assert [profile_of(Case.parse(text)) for text in texts] == [CORE, "fp16", "dims_glm+quant_output", CORE]
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "core\n", "core lse:nope=1\n"])
+def test_a_malformed_must_pass_list(
+    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "must.txt").write_text(text)
+    status, _, err = gate(capsys, write_report("a.json", PASSED), "--must-pass", tmp_path / "must.txt")
+    assert status == 2 and "expected 'PROFILE CASE_ID'" in err.replace("lines ", "") and "must.txt" in err
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def edit(text: str) -> str:
+        report = json.loads(text)
+        change(report)
+        return json.dumps(report)
+
+    return edit
+
+
+def lse(report: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = report["backends"]["MINE"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda text: text[:-40], "not JSON (cut off?)"),
+        (lambda text: "[]", "expected a JSON object, got list"),
+        (edited(lambda r: r.update(schema="mla-conformance-report/99")), "expected a report of schema"),
+        (edited(lambda r: r.pop("backends")), "expected an entry 'backends'"),
+        (edited(lambda r: lse(r)["capabilities"]["lse"].update(passed=5)), "listed 4, passed 5, not run 0, but 4"),
+        (edited(lambda r: lse(r)["records"].pop()), "counts and verdicts disagree"),
+        (edited(lambda r: lse(r)["records"].append(lse(r)["records"][0])), "stands in it twice"),
+        (edited(lambda r: lse(r)["records"][0].update(status="fine")), "malformed record"),
+        (edited(lambda r: lse(r)["records"].append(7)), "malformed record 7"),
+        (edited(lambda r: lse(r).update(records={})), "entry 'records' is of type dict"),
+    ],
+)
+def test_a_report_that_does_not_add_up(
+    write_report: Write, capsys: pytest.CaptureFixture[str], edit: Callable[[str], str], said: str
+) -> None:
+    report = write_report("a.json", PASSED)
+    report.write_text(edit(report.read_text()))
+    status, out, err = gate(capsys, report)
+    assert (status, out) == (2, "") and said in err and "a.json" in err
+
+
+def test_reports_that_do_not_belong_together(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    report = write_report("a.json", PASSED)
+    assert "stands in another report as well" in gate(capsys, report, report)[2]
+    for other in ({"suite": "2025.1"}, {"tier": "smoke"}):
+        status, _, err = gate(capsys, report, "--baseline", write_report("b.json", PASSED, **other))
+        assert status == 2 and f"b.json: expected {next(iter(other))} " in err
+    assert gate(capsys, report, "--expectations", report)[0] == 2
