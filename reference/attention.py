@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-WORKSPACE_ELEMENTS = 2**24
-"""Elements that one [N, rows, S] temporary may hold (128 MiB of float64); a single row is always admitted."""
+WORKSPACE_ELEMENTS = 2**22
+"""Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
 
 
 @dataclass(frozen=True)
