@@ -1,23 +1,37 @@
 """``certify`` and ``replay``: a checked selection, pytest underneath, and the report of what its journal holds."""
 
+import contextlib
 import os
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from time import sleep
+from typing import cast
 
 import torch
 
 from mla_conformance.backends.platform import describe_device
+from mla_conformance.bounded_log import BoundedLog
 from mla_conformance.journal import Journal
+from mla_conformance.limits import machine_memory
+from mla_conformance.plan import plan_of
 from mla_conformance.record import Record
+from mla_conformance.recording import JOURNAL_LOST
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.selection import Selection
 from mla_conformance.subject import Subject
 from mla_conformance.version import __version__
+from mla_conformance.watchdog import WORKERS_FOLDER
 
+CPU_TIMEOUT = 300.0
+GPU_TIMEOUT = 1800.0
 _POLL_SECONDS = 0.2
 _PYTEST_USAGE_ERROR = 4
 LOG_NAME = "pytest.log"
@@ -40,12 +54,18 @@ class Run:
         directory: receives journal, pytest's log and the reports.
         workers: processes that run cases.
         extra: further arguments for pytest.
+        timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
+        memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
+        resume: continue the run that the folder's journal tells of.
     """
 
     selection: Selection
     directory: Path
     workers: int
     extra: Sequence[str] = ()
+    timeout: float | None = None
+    memory: int | None = None
+    resume: bool = False
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -64,22 +84,48 @@ class Run:
             RunError: pytest refused its arguments or broke down.
         """
         journal = Journal.inside(self.directory)
-        journal.path.unlink(missing_ok=True)
-        with (self.directory / LOG_NAME).open("w", encoding="utf-8") as log:
-            process = subprocess.Popen(self._command(), stdout=log, stderr=subprocess.STDOUT, env=self._environment())
-            try:
-                for record in _follow(journal, process):
-                    on_record(record)
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        self._check(process.returncode)
+        try:
+            self._begin(journal)
+            process, log = self._start()
+        except OSError as error:
+            raise RunError(f"cannot write into {self.directory}: {error.strerror}", usage=False) from error
+        try:
+            for record in _follow(journal, process):
+                on_record(record)
+        finally:
+            _end(process)
+            tail = log.close()
+            shutil.rmtree(self.directory / WORKERS_FOLDER, ignore_errors=True)
+        self._check(process.returncode, tail)
 
-    def _check(self, status: int) -> None:
+    def _begin(self, journal: Journal) -> None:
+        """Write what the run is before anything of it is launched."""
+        if self.resume:
+            journal.repair()
+            journal.append("resume")
+        else:
+            journal.path.unlink(missing_ok=True)
+            journal.append("plan", plan=plan_of(self.selection, self.extra))
+
+    def _start(self) -> "tuple[subprocess.Popen[bytes], BoundedLog]":
+        # A session of its own: Ctrl-C reaches this process alone, which then ends all others.
+        process = subprocess.Popen(
+            self._command(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        return process, BoundedLog(self.directory / LOG_NAME, cast(BufferedReader, process.stdout))
+
+    def _check(self, status: int, tail: str) -> None:
         if status in (0, 1, 5):
             return
-        tail = "\n".join((self.directory / LOG_NAME).read_text(encoding="utf-8").splitlines()[-12:])
+        if status == JOURNAL_LOST:
+            resume = f"mla-conformance certify --resume {shlex.quote(str(self.directory))}"
+            what = tail.splitlines()[-1] if tail else "the journal cannot be written"
+            raise RunError(f"{what}; what was judged before stands in it: make room, then {resume}", usage=False)
         usage = status == _PYTEST_USAGE_ERROR
         what = "pytest refused its arguments" if usage else f"pytest ended with status {status}"
         raise RunError(f"{what}:\n{tail}\n(whole log: {self.directory / LOG_NAME})", usage)
@@ -87,13 +133,20 @@ class Run:
     def _command(self) -> list[str]:
         suite = Path(__file__).parent / "suite"
         options = ["--pyargs", "mla_conformance.suite", "-c", str(suite / "pytest.ini"), "--rootdir", str(suite)]
-        options += ["-q", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
+        # Nothing is captured: what a backend prints goes to the log, whose length is bounded.
+        options += ["-q", "-s", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
-        options += [f"--mla-device={self.selection.device.type}"]
+        options += [f"--mla-device={self.selection.device.type}", *self._limits()]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += [f"--mla-capability={name}" for name in self.selection.capabilities]
         options += [f"--mla-case={case.id}" for case in self.selection.cases]
         return [sys.executable, "-m", "pytest", *options, *self.extra]
+
+    def _limits(self) -> list[str]:
+        on_cpu = self.selection.device.type == "cpu"
+        timeout = self.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT)
+        memory = self.memory or (machine_memory() // self.workers if on_cpu else None)
+        return [f"--mla-timeout={timeout}"] + ([f"--mla-memory={memory}"] if memory else [])
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
@@ -101,9 +154,18 @@ class Run:
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
-        groups = by_backend(list(_records(Journal.inside(self.directory))))
+        groups = by_backend(sorted(_records(Journal.inside(self.directory)), key=self._position))
         backends = tuple(self._backend(subject, groups.get(subject.name, [])) for subject in self.selection.subjects)
         return RunSummary(environment(self.selection), backends)
+
+    def _position(self, record: Record) -> int:
+        """Place of a record's case in the list, so that equal runs give equal reports."""
+        return self._positions.get(record.case, len(self._positions))
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        ids = (case.id for name in self.selection.capabilities for case in self.selection.cases_of(name))
+        return {case: position for position, case in enumerate(ids)}
 
     def _backend(self, subject: Subject, records: list[Record]) -> BackendSummary:
         if subject.unavailable:
@@ -141,6 +203,13 @@ def environment(selection: Selection) -> dict[str, str]:
 def _records(journal: Journal) -> Iterator[Record]:
     """Verdicts in the order in which they came."""
     return (Record.from_json(event["record"]) for event in journal.events() if event["event"] == "verdict")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a run's pytest, if it has not ended, and whatever a backend left behind in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _follow(journal: Journal, process: "subprocess.Popen[bytes]") -> Iterator[Record]:

@@ -1,6 +1,7 @@
 """What a person sees of a run: header, failures as they come, progress, the outcome per backend, closing line."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import backend_lines, closing_line, header, say
 
 REPORT_NAME = "report.json"
+INTERRUPTED = 130
 
 
 class Progress:
@@ -73,7 +75,7 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
     report = run.directory / REPORT_NAME
     report.unlink(missing_ok=True)  # what is there is of another run
     progress = Progress(run)
-    broken = ""
+    broken = interrupted = ""
     if run.available:
         try:
             run.execute(_ignore if as_json else progress)
@@ -81,29 +83,36 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
             if error.usage:
                 raise
             broken = str(error)
+        except KeyboardInterrupt:
+            interrupted = broken = _interrupted(run.directory if keep_report else None)
     summary = run.summary()
-    _write(report, summary)
+    broken = "\n".join(filter(None, (broken, _write(report, summary))))
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
     else:
         _show_outcome(summary, progress, report if keep_report else None)
     if broken:
         say(f"mla-conformance: {broken}", error=True)
-    return summary.exit_status or (3 if broken else 0)
+    return INTERRUPTED if interrupted else summary.exit_status or (3 if broken else 0)
+
+
+def _interrupted(folder: Path | None) -> str:
+    if folder is None:
+        return "interrupted"
+    return f"interrupted; to go on: mla-conformance certify --resume {shlex.quote(str(folder))}"
 
 
 def _ignore(record: Record) -> None:
     """A machine reads the report, not the progress."""
 
 
-def _write(path: Path, summary: RunSummary) -> None:
+def _write(path: Path, summary: RunSummary) -> str:
+    """Write the report; what went wrong, or nothing."""
     try:
         write_json(path, report_json(summary))
     except OSError as error:
-        say(
-            f"mla-conformance: cannot write {path}: {error.strerror}; the journal beside it holds the verdicts",
-            error=True,
-        )
+        return f"cannot write {path}: {error.strerror}; the journal beside it holds the verdicts"
+    return ""
 
 
 def _show_outcome(summary: RunSummary, progress: Progress, report: Path | None) -> None:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mla_conformance import limits
+from mla_conformance.journal import Journal
 from mla_conformance.recording import Recorder, attach
 from mla_conformance.verdict import Nonconformance, Status
+from mla_conformance.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mla_conformance.selection import Selection
@@ -22,10 +25,13 @@ if TYPE_CHECKING:
 
 _SELECTION = pytest.StashKey["Selection"]()
 _RECORDER = pytest.StashKey[Recorder]()
+_SETTLED = pytest.StashKey[set[tuple[str, str]]]()
 _TRIAL = pytest.StashKey["tuple[Trial, float]"]()
+_WATCHDOG = pytest.StashKey[Watchdog]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
 _DEVICE_LOST = 70
+_OUT_OF_MEMORY = 71
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
@@ -46,6 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
     group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
+    group.addoption(
+        "--mla-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="end a worker whose case takes longer; needs --mla-out and workers (-n)",
+    )
+    group.addoption("--mla-memory", type=int, default=None, metavar="BYTES", help="memory that a worker may allocate")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,8 +73,22 @@ def pytest_configure(config: pytest.Config) -> None:
     _rewrite_keyword(config)
     recorder = Recorder(Path(config.option.mla_out) if config.option.mla_out else None)
     config.stash[_RECORDER] = recorder
+    _protect(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(recorder, "mla-conformance-recorder")
+
+
+def _protect(config: pytest.Config) -> None:
+    """A run with a folder leaves no process behind; its workers are limited in time and memory."""
+    option = config.option
+    if not option.mla_out:
+        return
+    limits.die_with_parent()
+    if hasattr(config, "workerinput"):
+        if option.mla_memory:
+            limits.limit_memory(option.mla_memory)
+        if option.mla_timeout:
+            config.stash[_WATCHDOG] = Watchdog.of(Path(option.mla_out), option.mla_timeout)
 
 
 def _selects(option: Any) -> bool:
@@ -118,14 +146,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("capability")
     if marker is None or "trial" not in metafunc.fixturenames:
         return
-    pairs = _selection(metafunc.config).pairs(marker.args[0])
+    settled = _settled(metafunc.config)
     params = []
-    for subject, case, unavailable in pairs:
+    for subject, case, unavailable in _selection(metafunc.config).pairs(marker.args[0]):
+        if (subject.backend.reference, case.id) in settled:
+            continue
         marks: list[Any] = [pytest.mark.backend(name=subject.name)]
         if unavailable:
             marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
         params.append(pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks))
     metafunc.parametrize("trial", params, indirect=True)
+
+
+def _settled(config: pytest.Config) -> set[tuple[str, str]]:
+    """What a resumed run has verdicts of already."""
+    if _SETTLED not in config.stash:
+        folder = config.option.mla_out
+        config.stash[_SETTLED] = Journal.inside(Path(folder)).settled() if folder else set()
+    return config.stash[_SETTLED]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -155,7 +193,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 
     subject, case = request.param
     current = Trial(subject, case)
-    request.config.stash[_RECORDER].start(request.node.nodeid, current)
+    request.config.stash[_RECORDER].start(request.node, current)
     request.node.stash[_TRIAL] = (current, time.perf_counter())
     if not find_capability(case.capability).probes_refusals:
         try:
@@ -179,18 +217,31 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A process whose GPU context a kernel destroyed judges nothing more; a worker is replaced by a new one."""
+    """A process that hangs, or has lost its GPU context or its memory, judges nothing more; a worker is replaced."""
+    watchdog = item.config.stash.get(_WATCHDOG, None)
+    if watchdog:
+        watchdog.arm()
     result = yield
+    if watchdog:
+        watchdog.disarm()
     if _TRIAL in item.stash:
-        from mla_conformance.memory import device_lost
-
-        if device_lost(item.stash[_TRIAL][0].subject.device):
-            if hasattr(item.config, "workerinput"):
-                os._exit(_DEVICE_LOST)
-            pytest.exit(
-                "a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST
-            )
+        _retire(item.config, item.stash[_TRIAL][0])
     return result
+
+
+def _retire(config: pytest.Config, trial: "Trial") -> None:
+    """End a process that cannot judge further cases."""
+    from mla_conformance.memory import device_lost
+
+    is_worker = hasattr(config, "workerinput")
+    if device_lost(trial.subject.device):
+        if is_worker:
+            os._exit(_DEVICE_LOST)
+        pytest.exit("a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST)
+    # What one case leaked must not be missing to the next.
+    crowded = config.option.mla_memory and 2 * limits.allocated_memory() > config.option.mla_memory
+    if is_worker and (crowded or trial.verdict.status is Status.UNAVAILABLE):
+        os._exit(_OUT_OF_MEMORY)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -7,6 +7,11 @@ from typing import Any
 from mla_conformance.verdict import Status, Verdict
 
 
+def replay_line(case: str, reference: str) -> str:
+    """The command that runs a case on a backend again."""
+    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}"
+
+
 @dataclass(frozen=True)
 class Record:
     """A verdict with what it is about.
@@ -24,7 +29,7 @@ class Record:
         used: share of the error budget by rule.
         explanation: what the failure looks like beside the known defects, for a capability's first failure.
         seconds: wall time of the trial.
-        detail: traceback of a harness error or a crash.
+        detail: traceback of a harness error, a crash or a hang.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
     """
 
@@ -46,12 +51,12 @@ class Record:
     @property
     def failed(self) -> bool:
         """Whether this record fails its capability."""
-        return self.status in (Status.FAIL, Status.CRASH, Status.HARNESS_ERROR)
+        return self.status in (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
 
     @property
     def replay(self) -> str:
         """The command that runs this case again."""
-        return f"mla-conformance replay {shlex.quote(self.case)} --backend {shlex.quote(self.reference)}"
+        return replay_line(self.case, self.reference)
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""

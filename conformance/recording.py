@@ -1,6 +1,7 @@
 """From pytest's reports to records: attached where a test ran, collected and journalled where the run is controlled."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,15 @@ import pytest
 from mla_conformance.journal import Journal
 from mla_conformance.record import Record
 from mla_conformance.verdict import Nonconformance, Status, Verdict
+from mla_conformance.watchdog import stacks_of
 
 if TYPE_CHECKING:
     from mla_conformance.trial import Trial
 
 PROPERTY = "mla_conformance"
+_LOST = "mla_conformance_journal_lost"
+DIED = "the process died during this case"
+HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
 def _identity(trial: "Trial") -> Record:
@@ -28,14 +33,26 @@ def attach(
     """Put the trial's record into the report, and a failure's sentence and replay line in place of a traceback."""
     verdict = trial.verdict
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
-        verdict = Verdict(Status.HARNESS_ERROR, f"{type(excinfo.value).__name__}: {excinfo.value}")
+        verdict = trial.verdict = _undecided(excinfo.value)
     record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
-    if record.status is Status.HARNESS_ERROR:
+    if record.status is Status.UNAVAILABLE:
+        report.outcome, report.longrepr = "skipped", (*report.location[:2], record.message)
+    elif record.status is Status.HARNESS_ERROR:
         record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
     elif record.failed:
         record = replace(record, explanation=_explanation(trial, verdict, seconds))
         report.longrepr = describe_failure(record)
     report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
+
+
+def _undecided(error: BaseException) -> Verdict:
+    """What an exception of the harness, or of the backend outside its calls, leaves to say."""
+    from mla_conformance.driver import one_line
+    from mla_conformance.memory import out_of_memory
+
+    if out_of_memory(error):
+        return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
+    return Verdict(Status.HARNESS_ERROR, one_line(error))
 
 
 def describe_failure(record: Record) -> str:
@@ -60,39 +77,59 @@ def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
     return explain(trial, verdict)
 
 
+JOURNAL_LOST = 74
+"""Exit status of pytest when the journal cannot be written."""
+
+
 class Recorder:
     """Collects records on the controller and journals them; on a worker it only journals what is about to start."""
 
     def __init__(self, directory: Path | None) -> None:
         self.records: list[Record] = []
+        self._directory = directory
         self._journal = Journal.inside(directory) if directory else None
 
-    def start(self, nodeid: str, trial: "Trial") -> None:
+    def start(self, item: pytest.Item, trial: "Trial") -> None:
         """Journal a trial before anything of it is launched."""
         if self._journal:
-            self._journal.append("start", nodeid=nodeid, record=_identity(trial).to_json())
+            try:
+                started = _identity(trial).to_json()
+                self._journal.append("start", nodeid=item.nodeid, process=os.getpid(), record=started)
+            except OSError as error:
+                item.user_properties.append((_LOST, str(error.strerror)))
+                raise
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record of a finished trial, or of one that died with its worker."""
-        found = [value for name, value in report.user_properties if name == PROPERTY]
-        if found:
-            self._keep(json.loads(str(found[-1])))
+        properties = dict(report.user_properties)
+        if _LOST in properties:
+            self._give_up(str(properties[_LOST]))
+        elif PROPERTY in properties:
+            self._keep(json.loads(str(properties[PROPERTY])))
         elif report.when not in ("setup", "call", "teardown"):
             self._keep_crash(report)
 
     def _keep(self, data: dict[str, Any]) -> None:
-        self.records.append(Record.from_json(data))
         if self._journal:
-            self._journal.append("verdict", record=data)
+            try:
+                self._journal.append("verdict", record=data)
+            except OSError as error:
+                self._give_up(str(error.strerror))
+        self.records.append(Record.from_json(data))
+
+    def _give_up(self, reason: str) -> None:
+        folder = f" of {self._directory}" if self._directory else ""
+        pytest.exit(f"cannot write the journal{folder}: {reason}", JOURNAL_LOST)
 
     def _keep_crash(self, report: pytest.TestReport) -> None:
         """A worker that dies leaves no record; its start is in the journal."""
-        if not self._journal:
+        if not self._journal or not self._directory:
             return
         judged = {(record.reference, record.case) for record in self.records}
         started = [e for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid]
         if started and (started[-1]["record"]["reference"], started[-1]["record"]["case"]) not in judged:
-            message = "the process died during this case"
-            self._keep(
-                {**started[-1]["record"], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)}
-            )
+            stacks = stacks_of(self._directory, started[-1]["process"])
+            verdict = {"status": Status.CRASH, "message": DIED, "detail": str(report.longrepr)}
+            if stacks:
+                verdict = {"status": Status.TIMEOUT, "message": HUNG, "detail": stacks}
+            self._keep({**started[-1]["record"], **verdict})

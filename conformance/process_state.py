@@ -1,0 +1,97 @@
+"""Settings of the process that a call must leave as they are: what one case changes, the next would inherit."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+_STANDARD = (1, 2)
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, _set_default_device),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "seed": (torch.initial_seed, torch.manual_seed),
+    "working directory": (os.getcwd, os.chdir),
+}
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The settings at one moment.
+
+    Attributes:
+        settings: values by name.
+        random: state of torch's CPU generator; drawing from it is no change, a new seed is.
+        environment: the variables; a library may add its own at its first use, but not change or remove one.
+        streams: ``sys.stdout`` and ``sys.stderr``.
+        descriptors: duplicates of the descriptors 1 and 2.
+    """
+
+    settings: dict[str, Any]
+    random: torch.Tensor
+    environment: dict[str, str]
+    streams: tuple[TextIO, TextIO]
+    descriptors: tuple[int, ...]
+
+    @staticmethod
+    @contextlib.contextmanager
+    def watched() -> Iterator[list[str]]:
+        """Restore the settings at the end of the block, and fill the list with what had changed."""
+        before = ProcessState._now()
+        changes: list[str] = []
+        try:
+            yield changes
+        finally:
+            changes += before._changes()
+            before._restore()
+
+    @staticmethod
+    def _now() -> "ProcessState":
+        settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+        descriptors = tuple(os.dup(number) for number in _STANDARD)
+        return ProcessState(settings, torch.get_rng_state(), dict(os.environ), (sys.stdout, sys.stderr), descriptors)
+
+    def _changes(self) -> list[str]:
+        pairs = [(name, old, _SETTINGS[name][0]()) for name, old in self.settings.items()]
+        found = [f"{name} from {old} to {now}" for name, old, now in pairs if old != now]
+        for name, value in self.environment.items():
+            if os.environ.get(name) != value:
+                found.append(f"environment variable {name}")
+        if any(stream.closed for stream in self.streams) or not all(map(_same_file, self.descriptors, _STANDARD)):
+            found.append("a standard stream")
+        return found
+
+    def _restore(self) -> None:
+        for kept, number in zip(self.descriptors, _STANDARD, strict=True):
+            os.dup2(kept, number)
+            os.close(kept)
+        sys.stdout, sys.stderr = map(_usable, self.streams, _STANDARD)
+        os.environ.update(self.environment)
+        for name, old in self.settings.items():
+            read, restore = _SETTINGS[name]
+            if read() != old:
+                restore(old)
+        torch.set_rng_state(self.random)
+
+
+def _same_file(first: int, second: int) -> bool:
+    try:
+        return os.path.sameopenfile(first, second)
+    except OSError:
+        return False
+
+
+def _usable(stream: TextIO, descriptor: int) -> TextIO:
+    """The stream, or one in its place if it was closed."""
+    return os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="replace") if stream.closed else stream
