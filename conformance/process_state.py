@@ -16,13 +16,20 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+def _directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a text, as it is printed
+    except FileNotFoundError:
+        return "(removed)"
+
+
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, _set_default_device),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "seed": (torch.initial_seed, torch.manual_seed),
-    "working directory": (os.getcwd, os.chdir),
+    "working directory": (_directory, os.chdir),
 }
 
 
@@ -35,6 +42,7 @@ class ProcessState:
         random: state of torch's CPU generator; drawing from it is no change, a new seed is.
         environment: the variables; a library may add its own at its first use, but not change or remove one.
         streams: ``sys.stdout`` and ``sys.stderr``.
+        stand_ins: what a call finds in their place, since pytest itself still writes to the streams.
         descriptors: duplicates of the descriptors 1 and 2.
     """
 
@@ -42,6 +50,7 @@ class ProcessState:
     random: torch.Tensor
     environment: dict[str, str]
     streams: tuple[TextIO, TextIO]
+    stand_ins: tuple[TextIO, ...]
     descriptors: tuple[int, ...]
 
     @staticmethod
@@ -60,7 +69,10 @@ class ProcessState:
     def _now() -> "ProcessState":
         settings = {name: read() for name, (read, _) in _SETTINGS.items()}
         descriptors = tuple(os.dup(number) for number in _STANDARD)
-        return ProcessState(settings, torch.get_rng_state(), dict(os.environ), (sys.stdout, sys.stderr), descriptors)
+        streams = (sys.stdout, sys.stderr)
+        stand_ins = tuple(os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in _STANDARD)
+        sys.stdout, sys.stderr = stand_ins
+        return ProcessState(settings, torch.get_rng_state(), dict(os.environ), streams, stand_ins, descriptors)
 
     def _changes(self) -> list[str]:
         pairs = [(name, old, _SETTINGS[name][0]()) for name, old in self.settings.items()]
@@ -68,15 +80,17 @@ class ProcessState:
         for name, value in self.environment.items():
             if os.environ.get(name) != value:
                 found.append(f"environment variable {name}")
-        if any(stream.closed for stream in self.streams) or not all(map(_same_file, self.descriptors, _STANDARD)):
+        if any(stream.closed for stream in self.stand_ins) or not all(map(_same_file, self.descriptors, _STANDARD)):
             found.append("a standard stream")
         return found
 
     def _restore(self) -> None:
-        for kept, number in zip(self.descriptors, _STANDARD, strict=True):
+        for kept, number, stand_in in zip(self.descriptors, _STANDARD, self.stand_ins, strict=True):
             os.dup2(kept, number)
             os.close(kept)
-        sys.stdout, sys.stderr = map(_usable, self.streams, _STANDARD)
+            with contextlib.suppress(OSError):  # a call closed the file below it
+                stand_in.close()
+        sys.stdout, sys.stderr = self.streams
         os.environ.update(self.environment)
         for name, old in self.settings.items():
             read, restore = _SETTINGS[name]
@@ -90,8 +104,3 @@ def _same_file(first: int, second: int) -> bool:
         return os.path.sameopenfile(first, second)
     except OSError:
         return False
-
-
-def _usable(stream: TextIO, descriptor: int) -> TextIO:
-    """The stream, or one in its place if it was closed."""
-    return os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="replace") if stream.closed else stream

@@ -36,7 +36,7 @@ def attach(
         verdict = trial.verdict = _undecided(excinfo.value)
     record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
     if record.status is Status.UNAVAILABLE:
-        report.outcome, report.longrepr = "skipped", (*report.location[:2], record.message)
+        report.outcome, report.longrepr = "skipped", (report.location[0], report.location[1] or 0, record.message)
     elif record.status is Status.HARNESS_ERROR:
         record = Record.from_json({**record.to_json(), "detail": str(report.longrepr)})
     elif record.failed:
