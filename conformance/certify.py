@@ -32,6 +32,7 @@ from mla_conformance.watchdog import WORKERS_FOLDER
 
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
+LEAST_MEMORY = 2 * 2**30
 _POLL_SECONDS = 0.2
 _PYTEST_USAGE_ERROR = 4
 LOG_NAME = "pytest.log"
@@ -145,7 +146,7 @@ class Run:
     def _limits(self) -> list[str]:
         on_cpu = self.selection.device.type == "cpu"
         timeout = self.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT)
-        memory = self.memory or (machine_memory() // self.workers if on_cpu else None)
+        memory = self.memory or (max(LEAST_MEMORY, machine_memory() // self.workers) if on_cpu else None)
         return [f"--mla-timeout={timeout}"] + ([f"--mla-memory={memory}"] if memory else [])
 
     def _environment(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.certify import Run, RunError, environment
@@ -13,7 +14,8 @@ from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import backend_lines, closing_line, header, say
 
 REPORT_NAME = "report.json"
-INTERRUPTED = 130
+_BROKEN = 3
+_INTERRUPTED = 130
 
 
 class Progress:
@@ -75,31 +77,31 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
     report = run.directory / REPORT_NAME
     report.unlink(missing_ok=True)  # what is there is of another run
     progress = Progress(run)
-    broken = interrupted = ""
-    if run.available:
-        try:
-            run.execute(_ignore if as_json else progress)
-        except RunError as error:
-            if error.usage:
-                raise
-            broken = str(error)
-        except KeyboardInterrupt:
-            interrupted = broken = _interrupted(run.directory if keep_report else None)
+    broken, status = _execute(run, _ignore if as_json else progress)
     summary = run.summary()
-    broken = "\n".join(filter(None, (broken, _write(report, summary))))
+    unwritten = _write(report, summary)
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
     else:
         _show_outcome(summary, progress, report if keep_report else None)
-    if broken:
-        say(f"mla-conformance: {broken}", error=True)
-    return INTERRUPTED if interrupted else summary.exit_status or (3 if broken else 0)
+    for message in filter(None, (broken, unwritten)):
+        say(f"mla-conformance: {message}", error=True)
+    return status or summary.exit_status or (_BROKEN if broken or unwritten else 0)
 
 
-def _interrupted(folder: Path | None) -> str:
-    if folder is None:
-        return "interrupted"
-    return f"interrupted; to go on: mla-conformance certify --resume {shlex.quote(str(folder))}"
+def _execute(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
+    """Run it; what kept it from its end, and the exit status if that decides it."""
+    try:
+        if run.available:
+            run.execute(on_record)
+    except RunError as error:
+        if error.usage:
+            raise
+        return str(error), 0
+    except KeyboardInterrupt:
+        resume = f"mla-conformance certify --resume {shlex.quote(str(run.directory))}"
+        return f"interrupted; to go on: {resume}", _INTERRUPTED
+    return "", 0
 
 
 def _ignore(record: Record) -> None:

@@ -211,22 +211,27 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
     report: pytest.TestReport = yield  # type: ignore[misc, assignment]
     if _TRIAL in item.stash and (call.when == "call" or (call.when == "setup" and call.excinfo is not None)):
         current, started = item.stash[_TRIAL]
-        attach(report, current, call.excinfo, time.perf_counter() - started)
+        seconds, evidence = time.perf_counter() - started, current.evidence()
+        _disarm(item.config)  # nothing more is asked of the backend, and an explanation takes its time
+        attach(report, current, call.excinfo, seconds, evidence)
     return report  # type: ignore[return-value]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A process that hangs, or has lost its GPU context or its memory, judges nothing more; a worker is replaced."""
-    watchdog = item.config.stash.get(_WATCHDOG, None)
-    if watchdog:
-        watchdog.arm()
+    if _WATCHDOG in item.config.stash:
+        item.config.stash[_WATCHDOG].arm()
     result = yield
-    if watchdog:
-        watchdog.disarm()
+    _disarm(item.config)
     if _TRIAL in item.stash:
         _retire(item.config, item.stash[_TRIAL][0])
     return result
+
+
+def _disarm(config: pytest.Config) -> None:
+    if _WATCHDOG in config.stash:
+        config.stash[_WATCHDOG].disarm()
 
 
 def _retire(config: pytest.Config, trial: "Trial") -> None:

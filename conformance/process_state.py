@@ -40,7 +40,7 @@ class ProcessState:
     Attributes:
         settings: values by name.
         random: state of torch's CPU generator; drawing from it is no change, a new seed is.
-        environment: the variables; a library may add its own at its first use, but not change or remove one.
+        environment: the variables; at its first use a library may add some, and extend others such as a search path.
         streams: ``sys.stdout`` and ``sys.stderr``.
         stand_ins: what a call finds in their place, since pytest itself still writes to the streams.
         descriptors: duplicates of the descriptors 1 and 2.
@@ -77,12 +77,13 @@ class ProcessState:
     def _changes(self) -> list[str]:
         pairs = [(name, old, _SETTINGS[name][0]()) for name, old in self.settings.items()]
         found = [f"{name} from {old} to {now}" for name, old, now in pairs if old != now]
-        for name, value in self.environment.items():
-            if os.environ.get(name) != value:
-                found.append(f"environment variable {name}")
+        found += [f"environment variable {name}" for name in self._lost_variables()]
         if any(stream.closed for stream in self.stand_ins) or not all(map(_same_file, self.descriptors, _STANDARD)):
             found.append("a standard stream")
         return found
+
+    def _lost_variables(self) -> dict[str, str]:
+        return {name: value for name, value in self.environment.items() if value not in os.environ.get(name, "")}
 
     def _restore(self) -> None:
         for kept, number, stand_in in zip(self.descriptors, _STANDARD, self.stand_ins, strict=True):
@@ -91,7 +92,7 @@ class ProcessState:
             with contextlib.suppress(OSError):  # a call closed the file below it
                 stand_in.close()
         sys.stdout, sys.stderr = self.streams
-        os.environ.update(self.environment)
+        os.environ.update(self._lost_variables())
         for name, old in self.settings.items():
             read, restore = _SETTINGS[name]
             if read() != old:

@@ -28,13 +28,17 @@ def _identity(trial: "Trial") -> Record:
 
 
 def attach(
-    report: pytest.TestReport, trial: "Trial", excinfo: "pytest.ExceptionInfo[BaseException] | None", seconds: float
+    report: pytest.TestReport,
+    trial: "Trial",
+    excinfo: "pytest.ExceptionInfo[BaseException] | None",
+    seconds: float,
+    evidence: dict[str, str],
 ) -> None:
     """Put the trial's record into the report, and a failure's sentence and replay line in place of a traceback."""
     verdict = trial.verdict
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
         verdict = trial.verdict = _undecided(excinfo.value)
-    record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
+    record = replace(_identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=evidence)
     if record.status is Status.UNAVAILABLE:
         report.outcome, report.longrepr = "skipped", (report.location[0], report.location[1] or 0, record.message)
     elif record.status is Status.HARNESS_ERROR:

@@ -22,11 +22,13 @@ class Faulty(EagerPrefillBackend):
 
     armed = False
 
-    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **optional: Any) -> Any:
+    def run_prefill_new_tokens(
+        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
+    ) -> Any:
         if self._prefill_metadata.query_start_loc.tolist() == START_LOC:
             self.armed = True
             self.before(q, k, v)
-        result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, **optional)
+        result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
         return self.after(result, q, k, v) if self.armed else result
 
     def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None: ...

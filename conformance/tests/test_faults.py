@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "WrongDevice": (Status.FAIL, Check.DEVICE),
     "OnlyNaN": (Status.FAIL, Check.MASK),
 }
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 8.0
 MEMORY = 6 * 2**30
 
 

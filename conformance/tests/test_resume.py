@@ -159,10 +159,10 @@ def test_ctrl_c_then_a_killed_controller_then_the_end(tmp_path: Path) -> None:
     assert 2 <= judged == len(LISTED) - partial["not_run"] < len(LISTED)
     wait_for(lambda: not alive(out), 10)
 
-    process = subprocess.Popen([COMMAND, "certify", "--resume", out], start_new_session=True)
+    resumed = subprocess.Popen([COMMAND, "certify", "--resume", out])
     wait_for(lambda: verdicts(out) >= judged + 2)
-    process.kill()
-    process.wait()
+    resumed.kill()
+    resumed.wait()
     wait_for(lambda: not alive(out), 10)
     assert verdicts(out) < len(LISTED)
 
