@@ -23,7 +23,7 @@ def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str,
         name: {
             **head,
             "backend": name,
-            **part,
+            **{key: value for key, value in part.items() if key != "records"},
             "kernels": [kernel for kernel in kernels.get(name, []) if not any(f in kernel for f in _FRAMEWORK)],
             "error_budget_used": _worst([record for record in records if record["backend"] == name]),
             "seconds": round(sum(record["seconds"] for record in records if record["backend"] == name), 1),

@@ -13,14 +13,16 @@ import torch
 from mla_conformance.backends.platform import describe_device
 from mla_conformance.journal import Journal
 from mla_conformance.record import Record
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.selection import Selection
+from mla_conformance.sharding import Shard
 from mla_conformance.subject import Subject
 from mla_conformance.version import __version__
 
 _POLL_SECONDS = 0.2
 _PYTEST_USAGE_ERROR = 4
 LOG_NAME = "pytest.log"
+CASES_NAME = "cases.txt"
 
 
 class RunError(RuntimeError):
@@ -40,12 +42,14 @@ class Run:
         directory: receives journal, pytest's log and the reports.
         workers: processes that run cases.
         extra: further arguments for pytest.
+        shard: judge only this part of the selected cases.
     """
 
     selection: Selection
     directory: Path
     workers: int
     extra: Sequence[str] = ()
+    shard: Shard | None = None
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -53,9 +57,14 @@ class Run:
         return tuple(subject for subject in self.selection.subjects if not subject.unavailable)
 
     @property
+    def cases(self) -> tuple[str, ...]:
+        """Ids of the cases that this run is to judge."""
+        return self.shard.cases if self.shard else self.selection.case_ids
+
+    @property
     def listed(self) -> dict[str, int]:
-        """Cases of each selected capability."""
-        return {name: len(self.selection.cases_of(name)) for name in self.selection.capabilities}
+        """Cases of each capability."""
+        return count_by_capability(self.cases)
 
     def execute(self, on_record: Callable[[Record], None]) -> None:
         """Run the suite in a process of its own, handing over each record as it is journalled.
@@ -91,9 +100,15 @@ class Run:
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
         options += [f"--mla-device={self.selection.device.type}"]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
-        options += [f"--mla-capability={name}" for name in self.selection.capabilities]
-        options += [f"--mla-case={case.id}" for case in self.selection.cases]
+        options += self._case_options()
         return [sys.executable, "-m", "pytest", *options, *self.extra]
+
+    def _case_options(self) -> list[str]:
+        if not (self.shard or self.selection.cases):
+            return [f"--mla-capability={name}" for name in self.selection.capabilities]
+        path = self.directory / CASES_NAME  # a command line has a limit, a list of cases has none
+        path.write_text("".join(f"{case}\n" for case in self.cases), encoding="utf-8")
+        return [f"--mla-cases={path}"]
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
@@ -101,13 +116,16 @@ class Run:
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
-        groups = by_backend(list(_records(Journal.inside(self.directory))))
+        position = {case: index for index, case in enumerate(self.cases)}
+        records = sorted(_records(Journal.inside(self.directory)), key=lambda r: position.get(r.case, len(position)))
+        groups = by_backend(records)
         backends = tuple(self._backend(subject, groups.get(subject.name, [])) for subject in self.selection.subjects)
-        return RunSummary(environment(self.selection), backends)
+        return RunSummary(environment(self.selection), backends, self.selection.case_ids, self.shard)
 
     def _backend(self, subject: Subject, records: list[Record]) -> BackendSummary:
         if subject.unavailable:
-            return BackendSummary(subject.name, tuple(subject.unavailable), {}, False, (), {}, ())
+            reasons, reference = tuple(subject.unavailable), subject.backend.reference
+            return BackendSummary(subject.name, reasons, {}, False, (), {}, (), reference)
         declaration = subject.declaration
         return BackendSummary(
             name=subject.name,
@@ -117,6 +135,7 @@ class Run:
             deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
             rounding={name: value.value for name, value in asdict(declaration.rounding).items()},
             capabilities=summarise(records, self.listed),
+            reference=subject.backend.reference,
         )
 
 

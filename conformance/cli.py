@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.report.commands import add_commands as add_report_commands
 from mla_conformance.report.terminal import say
 
 if TYPE_CHECKING:
     from mla_conformance.certify import Run
     from mla_conformance.selection import Selection
+    from mla_conformance.sharding import Shard
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--out", type=Path, default=_DEFAULT_OUT, metavar="DIR")
     certify.add_argument("-n", "--workers", type=int, metavar="N", help="processes that run cases")
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
+    certify.add_argument("--cases", type=Path, metavar="DIR", help="judge the case files of a folder instead")
+    certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
+    certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")
     certify.set_defaults(run=_certify)
     replay = commands.add_parser("replay", help="run one case again")
     replay.add_argument("case", metavar="CASE_ID")
@@ -72,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
+    add_report_commands(commands)
     return parser
 
 
@@ -95,9 +101,39 @@ def _certify(options: argparse.Namespace) -> int:
 
     if options.workers is not None and options.workers < 1:
         raise _UsageError(f"--workers: expected at least 1, got {options.workers}")
-    selection = _select(options.backend, options.device, options.capability, options.tier)
+    cases = _case_files(options.cases, options.capability) if options.cases else ()
+    selection = _select(options.backend, options.device, () if cases else options.capability, options.tier, cases)
+    shard = _shard(options, selection)
     workers = options.workers or default_workers(selection)
-    return _run(Run(selection, _folder(options.out), workers, options.extra), as_json=options.json)
+    return _run(Run(selection, _folder(options.out), workers, options.extra, shard), as_json=options.json)
+
+
+def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
+    """Ids of the cases in a folder, of these capabilities if any are named."""
+    from mla_conformance.case_files import CaseFileError, read_cases
+
+    try:
+        cases = [case.id for case in read_cases(folder) if not capabilities or case.capability in capabilities]
+    except CaseFileError as error:
+        raise _UsageError(str(error)) from error
+    if not cases:
+        raise _UsageError(f"--cases {folder}: no case of {', '.join(capabilities)}")
+    return cases
+
+
+def _shard(options: argparse.Namespace, selection: "Selection") -> "Shard | None":
+    from mla_conformance.report.loading import ReportError, load_report
+    from mla_conformance.sharding import Shard, ShardError
+
+    if not options.shard:
+        return None
+    try:
+        seconds = load_report(options.durations).seconds if options.durations else {}
+        return Shard.of(options.shard, selection.case_ids, seconds)
+    except ShardError as error:
+        raise _UsageError(f"--shard: {error}") from error
+    except ReportError as error:
+        raise _UsageError(f"--durations: {error}") from error
 
 
 def _replay(options: argparse.Namespace) -> int:

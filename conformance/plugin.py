@@ -45,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda where there is one"
     )
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
+    group.addoption("--mla-cases", default=None, metavar="FILE", help="run exactly the case ids of this file's lines")
     group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
 
 
@@ -64,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _selects(option: Any) -> bool:
-    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case)
+    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_cases)
     return any(chosen) or option.mla_tier != "full"
 
 
@@ -106,11 +107,21 @@ def _selection(config: pytest.Config) -> "Selection":
         option = config.option
         try:
             config.stash[_SELECTION] = Selection.of(
-                _backends(option), option.mla_capability, option.mla_tier, option.mla_device, option.mla_case
+                _backends(option), option.mla_capability, option.mla_tier, option.mla_device, _cases(option)
             )
         except SelectionError as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_SELECTION]
+
+
+def _cases(option: Any) -> list[str]:
+    """The case ids that were asked for."""
+    if not option.mla_cases:
+        return list(option.mla_case)
+    try:
+        return [*option.mla_case, *Path(option.mla_cases).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise pytest.UsageError(f"--mla-cases {option.mla_cases}: {error.strerror}") from error
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

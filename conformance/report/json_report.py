@@ -1,37 +1,47 @@
-"""``report.json``: the outcome of a run as data for machines."""
+"""``report.json``: the outcome of a run as data for machines; its JSON Schema is ``schema.json`` in this folder."""
 
 import json
-import os
+import math
 from pathlib import Path
 from typing import Any
 
 from mla_conformance.record import Record
+from mla_conformance.report.files import write_whole
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, RunSummary
 
-SCHEMA = "mla-conformance-report/1"
+SCHEMA_NAME = "mla-conformance-report"
+SCHEMA_VERSION = 2
+SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
+FAILURE_FIELDS = ("case", "status", "check", "clause", "message", "where", "used", "explanation", "detail")
 
 
 def report_json(run: RunSummary) -> dict[str, Any]:
     """The report as plain data; the keys are part of the interface."""
     environment = dict(run.environment)
+    shard = run.shard
     return {
         "schema": SCHEMA,
         "suite": environment.pop("suite"),
         "environment": environment,
+        "cases": list(run.cases),
+        "shard": {"index": shard.index, "count": shard.count, "cases": list(shard.cases)} if shard else None,
         "backends": {backend.name: _backend(backend) for backend in run.backends},
     }
 
 
 def _backend(backend: BackendSummary) -> dict[str, Any]:
+    evidence = backend.evidence
     return {
         "status": backend.outcome,
+        "reference": backend.reference,
         "reasons": list(backend.reasons),
         "versions": backend.versions,
-        "evidence": backend.evidence,
+        "evidence": evidence,
         "emulated": backend.emulated,
         "rounding": backend.rounding,
         "deviations": [{"library": library, "adapter": adapter} for library, adapter in backend.deviations],
         "capabilities": {c.name: _capability(c) for c in backend.capabilities},
+        "records": [_record(record, evidence) for record in backend.records],
     }
 
 
@@ -43,27 +53,41 @@ def _capability(capability: CapabilitySummary) -> dict[str, Any]:
         "failed": len(capability.failures),
         "unsupported": capability.unsupported,
         "not_run": capability.not_run,
-        "error_budget_used": capability.error_budget_used,
+        "error_budget_used": number(capability.error_budget_used),
         "failures": [_failure(record) for record in capability.failures],
     }
 
 
 def _failure(record: Record) -> dict[str, Any]:
-    kept = ("case", "status", "check", "clause", "message", "where", "used", "detail")
     data = record.to_json()
-    return {**{name: data[name] for name in kept}, "replay": record.replay}
+    kept = {name: data[name] for name in FAILURE_FIELDS}
+    return {**kept, "used": _used(record), "replay": record.replay}
+
+
+def _record(record: Record, evidence: list[dict[str, str]]) -> dict[str, Any]:
+    """What every record has; a failure's explanation stands with its capability."""
+    data: dict[str, Any] = {"case": record.case, "status": record.status, "seconds": record.seconds}
+    if record.evidence:
+        data["evidence"] = evidence.index(record.evidence)
+    if not record.failed:
+        data |= {"used": _used(record)} if any(record.used.values()) else {}
+        data |= {"message": record.message} if record.message else {}
+    return data
+
+
+def _used(record: Record) -> dict[str, float | str]:
+    return {rule: number(share) for rule, share in record.used.items()}
+
+
+def number(value: float) -> float | str:
+    """JSON has no NaN and no infinity; both are written as text that ``float`` reads."""
+    return value if math.isfinite(value) else str(value)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write whole or not at all: a full disk leaves an earlier report as it was.
+    """Write whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
     """
-    partial = path.with_suffix(path.suffix + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
