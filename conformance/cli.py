@@ -126,6 +126,8 @@ def _shard(options: argparse.Namespace, selection: "Selection") -> "Shard | None
     from mla_conformance.sharding import Shard, ShardError
 
     if not options.shard:
+        if options.durations:
+            raise _UsageError("--durations: expected together with --shard")
         return None
     try:
         seconds = load_report(options.durations).seconds if options.durations else {}

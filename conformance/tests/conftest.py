@@ -1,11 +1,40 @@
-"""Threads of the tests that run side by side."""
+"""Threads of the tests that run side by side, and a run whose report several tests read."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
+
+from mla_conformance.cli import main
 
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
 # is for the processes that tests start.
 _THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
 torch.set_num_threads(_THREADS)
+
+
+BROKEN = """
+import math
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Broken(EagerPrefillBackend):
+    def kernel_evidence(self):
+        return {"kernel": "<b>tile & co</b>"}
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse / (math.nan if output.shape[0] == 7 else math.log(2))
+"""
+
+
+@pytest.fixture(scope="session")
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with failures, passes, refusals and an unavailable backend."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "broken.py").write_text(BROKEN)
+    backends = [f"--backend={name}" for name in ("EAGER", f"{folder}/broken.py:Broken", "FLASH_ATTN", "TORCH_SDPA")]
+    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
+    assert main(["certify", *backends, *chosen, "--device=cpu", "--tier=smoke", "-n1", f"--out={folder / 'out'}"]) == 1
+    return folder / "out"
