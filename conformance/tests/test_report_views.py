@@ -78,7 +78,7 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
             assert record.replay in words and record.message in words
     assert "Broken · lse" in words and "✔ 3/3" in words and "✘ 0/3" in words and "– unsupported" in words
     assert "FLASH_ATTN" in words and "package flash-attn not installed" in words and "<b>tile & co</b>" in words
-    assert "looks like Base2Lse" in words and "emulated" in words and "torch 2" in words
+    assert "emulated" in words and "torch 2" in words
 
 
 def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
@@ -116,7 +116,7 @@ def test_text_stands_out_in_light_and_dark() -> None:
 
 def test_nothing_of_a_report_is_markup() -> None:
     page = Page(html(nasty_run()))
-    assert page.tags.count("script") == 1 and any('<script>alert("x")</script>' in words for words in page.words)
+    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 5
     text = markdown(nasty_run())
     assert "<script" not in text.replace(r"\<script", "") and r"a\|b \`c\`" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
