@@ -1,6 +1,5 @@
 """How the passes of a run use their error budget: distributions, and the cases that came closest to the limit."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,4 +64,4 @@ def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
     """The passes with the largest share of their budget, the largest first."""
     passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.used.values()))
     found = [Closest(record, *max(record.used.items(), key=lambda item: item[1])) for record in passes]
-    return sorted(found, key=lambda case: -case.share if math.isfinite(case.share) else -math.inf)[:count]
+    return sorted(found, key=lambda case: -case.share)[:count]
