@@ -1,7 +1,7 @@
 """Compare the recorded signatures with the real packages, fetched as wheels and read without importing them.
 
-``python ci/check_signatures.py`` prints one line per recorded package and exits with 1 if a signature differs. A package
-that cannot be fetched here, because it has no wheel or there is no index, is named with the reason and decides nothing.
+``python ci/check_signatures.py`` prints one line per recorded package and exits with 1 if a signature differs. A
+package that cannot be fetched here, for want of a wheel or an index, is named with the reason and decides nothing.
 """
 
 import json
