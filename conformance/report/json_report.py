@@ -50,6 +50,7 @@ def _capability(capability: CapabilitySummary) -> dict[str, Any]:
         "failed": len(capability.failures),
         "unsupported": capability.unsupported,
         "waived": capability.waived,
+        "unavailable": [{"case": record.case, "message": record.message} for record in capability.unavailable],
         "not_run": capability.not_run,
         "error_budget_used": capability.error_budget_used,
         "failures": [_failure(record) for record in capability.failures],
@@ -57,7 +58,7 @@ def _capability(capability: CapabilitySummary) -> dict[str, Any]:
 
 
 def _failure(record: Record) -> dict[str, Any]:
-    kept = ("case", "status", "check", "clause", "message", "where", "used", "detail")
+    kept = ("reference", "case", "status", "check", "clause", "message", "where", "used", "detail")
     data = record.to_json()
     return {**{name: data[name] for name in kept}, "replay": record.replay}
 

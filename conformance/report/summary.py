@@ -43,7 +43,7 @@ class CapabilitySummary:
 
     @property
     def failures(self) -> tuple[Record, ...]:
-        """Cases that failed, crashed, or could not be judged for a fault of the harness."""
+        """Cases that failed, crashed, hung, or could not be judged for a fault of the harness."""
         return tuple(record for record in self.records if record.failed)
 
     @property
@@ -57,6 +57,11 @@ class CapabilitySummary:
         return self.count(Status.EXPECTED_FAILURE)
 
     @property
+    def unavailable(self) -> tuple[Record, ...]:
+        """Cases that could not be judged here, for want of memory."""
+        return tuple(record for record in self.records if record.status is Status.UNAVAILABLE)
+
+    @property
     def not_run(self) -> int:
         """Cases of the list without a record."""
         return self.listed - self.count(*Status)
@@ -68,11 +73,13 @@ class CapabilitySummary:
 
     @property
     def outcome(self) -> Outcome:
-        """A failure decides; then a case that was not run; then whether anything was judged."""
+        """A failure decides; then a case that was not run, or could not be; then whether anything was judged."""
         if self.failures:
             return Outcome.FAIL
         if self.not_run:
             return Outcome.NOT_RUN
+        if self.unavailable:
+            return Outcome.UNAVAILABLE
         return Outcome.PASS if self.passed or self.waived else Outcome.UNSUPPORTED
 
 
@@ -113,7 +120,7 @@ class BackendSummary:
         if self.reasons:
             return Outcome.UNAVAILABLE
         outcomes = {capability.outcome for capability in self.capabilities}
-        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.PASS):
+        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.UNAVAILABLE, Outcome.PASS):
             if decisive in outcomes:
                 return decisive
         return Outcome.UNSUPPORTED
@@ -139,10 +146,10 @@ class RunSummary:
     @property
     def exit_status(self) -> int:
         """0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete."""
-        outcomes = {backend.outcome for backend in self.backends}
+        outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
         if Outcome.FAIL in outcomes:
             return 1
-        return 0 if Outcome.PASS in outcomes and Outcome.NOT_RUN not in outcomes else 3
+        return 0 if Outcome.PASS in outcomes and not {Outcome.NOT_RUN, Outcome.UNAVAILABLE} & outcomes else 3
 
 
 def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:

@@ -20,7 +20,7 @@ def say(line: str, error: bool = False) -> None:
     print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-_SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?"}
+_SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
 _NAME_WIDTH = 14
 _LINE_WIDTH = 118
 
@@ -42,6 +42,8 @@ def capability_text(capability: CapabilitySummary) -> str:
     text = f"{capability.name} {_SIGN[capability.outcome]} {capability.passed}/{judged}"
     if capability.unsupported:
         text += f" ({capability.unsupported} unsupported)"
+    if capability.unavailable:
+        text += f" ({len(capability.unavailable)} unavailable)"
     return text + (f" ({capability.waived} expected to fail)" if capability.waived else "")
 
 
