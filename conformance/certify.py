@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
 from time import sleep
@@ -20,14 +19,14 @@ import torch
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.bounded_log import BoundedLog
 from mla_conformance.expectations.apply import Expectations, facts
-from mla_conformance.explore import EXPLORED
 from mla_conformance.journal import Journal
 from mla_conformance.limits import machine_memory
 from mla_conformance.plan import plan_of
-from mla_conformance.record import Record
+from mla_conformance.record import EXPLORED, Record
 from mla_conformance.recording import JOURNAL_LOST
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.selection import Selection
+from mla_conformance.sharding import Shard
 from mla_conformance.subject import Subject
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.watchdog import WORKERS_FOLDER
@@ -38,6 +37,7 @@ LEAST_MEMORY = 2 * 2**30
 _POLL_SECONDS = 0.2
 _PYTEST_USAGE_ERROR = 4
 LOG_NAME = "pytest.log"
+_CASES_NAME = "cases.txt"
 
 
 class RunError(RuntimeError):
@@ -61,6 +61,7 @@ class Run:
         timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         resume: continue the run that the folder's journal tells of.
+        shard: judge only this part of the selected cases.
     """
 
     selection: Selection
@@ -71,6 +72,7 @@ class Run:
     timeout: float | None = None
     memory: int | None = None
     resume: bool = False
+    shard: Shard | None = None
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -78,9 +80,14 @@ class Run:
         return tuple(subject for subject in self.selection.subjects if not subject.unavailable)
 
     @property
+    def cases(self) -> tuple[str, ...]:
+        """Ids of the cases that this run is to judge."""
+        return self.shard.cases if self.shard else self.selection.case_ids
+
+    @property
     def listed(self) -> dict[str, int]:
-        """Cases of each selected capability."""
-        return {name: len(self.selection.cases_of(name)) for name in self.selection.capabilities}
+        """Cases of each capability."""
+        return count_by_capability(self.cases)
 
     @property
     def expected(self) -> dict[str, int]:
@@ -115,7 +122,7 @@ class Run:
             journal.append("resume")
         else:
             journal.path.unlink(missing_ok=True)
-            journal.append("plan", plan=plan_of(self.selection, self.extra))
+            journal.append("plan", plan=plan_of(self.selection, self.extra, self.shard))
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], BoundedLog]":
         # A session of its own: Ctrl-C reaches this process alone, which then ends all others.
@@ -149,9 +156,16 @@ class Run:
         options += [f"--mla-device={self.selection.device.type}", f"--mla-explore={self.selection.explore}"]
         options += self._limits()
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
-        options += [f"--mla-capability={name}" for name in self.selection.capabilities]
-        options += [f"--mla-case={case.id}" for case in self.selection.cases]
+        options += self._case_options()
         return [sys.executable, "-m", "pytest", *options, *self.extra]
+
+    def _case_options(self) -> list[str]:
+        if not (self.shard or self.selection.cases):
+            return [f"--mla-capability={name}" for name in self.selection.capabilities]
+        path = self.directory / WORKERS_FOLDER / _CASES_NAME  # a command line has a limit, a list of cases has none
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{case}\n" for case in self.cases), encoding="utf-8")
+        return [f"--mla-cases={path}"]
 
     def _limits(self) -> list[str]:
         on_cpu = self.selection.device.type == "cpu"
@@ -165,19 +179,11 @@ class Run:
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
-        records = map(self._expected, sorted(_records(Journal.inside(self.directory)), key=self._position))
-        groups = by_backend(list(records))
+        position = {case: index for index, case in enumerate(self.cases)}
+        records = sorted(_records(Journal.inside(self.directory)), key=lambda r: position.get(r.case, len(position)))
+        groups = by_backend(list(map(self._expected, records)))
         backends = tuple(self._backend(subject, groups.get(subject.name, [])) for subject in self.selection.subjects)
-        return RunSummary(environment(self.selection), backends)
-
-    def _position(self, record: Record) -> int:
-        """Place of a record's case in the list, so that equal runs give equal reports."""
-        return self._positions.get(record.case, len(self._positions))
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        ids = (case.id for name in self.selection.capabilities for case in self.selection.cases_of(name))
-        return {case: position for position, case in enumerate(ids)}
+        return RunSummary(environment(self.selection), backends, self.selection.case_ids, self.shard)
 
     def _expected(self, record: Record) -> Record:
         if not self.expectations.entries:
@@ -187,7 +193,8 @@ class Run:
 
     def _backend(self, subject: Subject, records: list[Record]) -> BackendSummary:
         if subject.unavailable:
-            return BackendSummary(subject.name, tuple(subject.unavailable), {}, False, (), {}, ())
+            reasons, reference = tuple(subject.unavailable), subject.backend.reference
+            return BackendSummary(subject.name, reasons, {}, False, (), {}, (), reference)
         declaration = subject.declaration
         return BackendSummary(
             name=subject.name,
@@ -197,6 +204,7 @@ class Run:
             deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
             rounding={name: value.value for name, value in asdict(declaration.rounding).items()},
             capabilities=summarise(records, self.expected),
+            reference=subject.backend.reference,
         )
 
 

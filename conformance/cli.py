@@ -8,6 +8,7 @@ from pathlib import Path
 from mla_conformance import certify_cli, gating_cli, replay_cli
 from mla_conformance.capabilities import CAPABILITIES
 from mla_conformance.inputs import InputError
+from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
 from mla_conformance.request import select
 
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
     gating_cli.add_commands(commands)
+    report_commands.add_commands(commands)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from mla_conformance.backends.platform import describe_device
 from mla_conformance.journal import Journal, JournalError
 from mla_conformance.selection import Selection
+from mla_conformance.sharding import Shard
 from mla_conformance.subject import Subject
 from mla_conformance.version import __version__
 
 PLAN_FORMAT = 1
-_FIELDS = {
+_FIELDS: dict[str, type | tuple[type, ...]] = {
     "suite": str,
     "torch": str,
     "device": str,
@@ -24,12 +26,13 @@ _FIELDS = {
     "capabilities": dict,
     "cases": list,
     "explore": int,
+    "shard": (dict, type(None)),
     "arguments": list,
 }
 
 
-def plan_of(selection: Selection, arguments: Sequence[str]) -> dict[str, Any]:
-    """The plan of a selection and of further arguments for pytest, as plain data."""
+def plan_of(selection: Selection, arguments: Sequence[str], shard: Shard | None) -> dict[str, Any]:
+    """The plan of a selection, or of one shard of it, and of further arguments for pytest, as plain data."""
     return {
         "format": PLAN_FORMAT,
         "suite": __version__,
@@ -41,6 +44,7 @@ def plan_of(selection: Selection, arguments: Sequence[str]) -> dict[str, Any]:
         "capabilities": {name: _case_list(selection, name) for name in selection.capabilities},
         "cases": [case.id for case in selection.cases],
         "explore": selection.explore,
+        "shard": {**asdict(shard), "cases": list(shard.cases)} if shard else None,
         "arguments": list(arguments),
     }
 
@@ -60,7 +64,17 @@ def recorded_plan(journal: Journal) -> dict[str, Any]:
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(plan.get(name), kind)]
     if wrong:
         raise JournalError(f"{journal.path}: the plan lacks a right value of {', '.join(wrong)}")
+    try:
+        planned_shard(plan)
+    except (KeyError, TypeError) as error:
+        raise JournalError(f"{journal.path}: the plan lacks a right value of shard: {error}") from error
     return plan
+
+
+def planned_shard(plan: dict[str, Any]) -> Shard | None:
+    """The shard of a recorded plan."""
+    shard = plan["shard"]
+    return Shard(**{**shard, "cases": tuple(shard["cases"])}) if shard else None
 
 
 def differences(recorded: dict[str, Any], current: dict[str, Any]) -> list[str]:

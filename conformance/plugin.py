@@ -16,6 +16,7 @@ import pytest
 
 from mla_conformance import limits
 from mla_conformance.journal import Journal
+from mla_conformance.record import EXPLORED
 from mla_conformance.recording import Recorder, attach, identity, record_of
 from mla_conformance.verdict import Nonconformance, Status
 from mla_conformance.watchdog import Watchdog
@@ -58,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--mla-explore", type=int, default=0, metavar="N", help="draw N further cases for each backend (hypothesis)"
     )
+    group.addoption("--mla-cases", default=None, metavar="FILE", help="run exactly the case ids of this file's lines")
     group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
     group.addoption(
         "--mla-timeout",
@@ -100,8 +102,8 @@ def _protect(config: pytest.Config) -> None:
 
 
 def _selects(option: Any) -> bool:
-    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_explore)
-    return any(chosen) or option.mla_tier != "full"
+    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_cases)
+    return any(chosen) or option.mla_explore or option.mla_tier != "full"
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
@@ -146,12 +148,22 @@ def _selection(config: pytest.Config) -> "Selection":
                 option.mla_capability,
                 option.mla_tier,
                 option.mla_device,
-                option.mla_case,
+                _cases(option),
                 option.mla_explore,
             )
         except SelectionError as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_SELECTION]
+
+
+def _cases(option: Any) -> list[str]:
+    """The case ids that were asked for."""
+    if not option.mla_cases:
+        return list(option.mla_case)
+    try:
+        return [*option.mla_case, *Path(option.mla_cases).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise pytest.UsageError(f"--mla-cases {option.mla_cases}: {error.strerror}") from error
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -174,8 +186,6 @@ def _trials(config: pytest.Config, capability: str) -> list[Any]:
 
 
 def _explorations(config: pytest.Config) -> list[Any]:
-    from mla_conformance.explore import EXPLORED
-
     settled = {reference for reference, capability, _ in _settled(config) if capability == EXPLORED}
     return [
         _param(subject, "", subject, why)
@@ -243,7 +253,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 @pytest.fixture
 def exploration(request: pytest.FixtureRequest) -> "Exploration":
     """The drawn cases of a subject; the item's trial is the one that was started last."""
-    from mla_conformance.explore import EXPLORED, Exploration
+    from mla_conformance.explore import Exploration
 
     def start(current: "Trial") -> None:
         record = replace(identity(current), capability=EXPLORED)

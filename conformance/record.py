@@ -6,6 +6,9 @@ from typing import Any
 
 from mla_conformance.verdict import Status, Verdict
 
+EXPLORED = "explored"
+"""What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
+
 _FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
 
 
@@ -55,6 +58,11 @@ class Record:
     judged: str = ""
     expectation: str = ""
     cases: int = 1
+
+    @property
+    def key(self) -> str:
+        """What tells a backend's records apart: the case, or for drawn cases, which no list holds, the exploration."""
+        return self.capability if self.capability == EXPLORED else self.case
 
     @property
     def question(self) -> tuple[str, str, str]:

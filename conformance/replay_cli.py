@@ -11,6 +11,7 @@ from mla_conformance.request import DEFAULT_OUT, REFERENCE, carry_out, require_t
 
 if TYPE_CHECKING:
     from mla_conformance.minimize import Minimum
+    from mla_conformance.record import Record
 
 
 def add_commands(commands: Any) -> None:
@@ -45,21 +46,29 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _replayed(options: argparse.Namespace) -> tuple[str, str]:
     """Case id and backend reference of what is to be run again."""
-    from mla_conformance.case_file import read_failure
-
     if (options.case is None) == (options.report is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
     if options.report is None:
         if not options.backend:
             raise InputError(f"replay: expected --backend {REFERENCE} beside a case")
         return _case_id(options.case), options.backend
-    case, backend = read_failure(options.report, options.failure)
-    return case, options.backend or backend
+    failure = _failure(options.report, options.failure)
+    return failure.case, options.backend or failure.reference
+
+
+def _failure(path: Path, number: int) -> "Record":
+    """A failure of a report, counted from 1."""
+    from mla_conformance.report.loading import load_report
+
+    failures = [record for record in load_report(path).records if record.failed]
+    if not 1 <= number <= len(failures):
+        raise InputError(f"{path}: expected the number of one of its {len(failures)} failures, got {number}")
+    return failures[number - 1]
 
 
 def _case_id(text: str) -> str:
     """The id of a case that is given as its id or as a file."""
-    from mla_conformance.case_file import read_case
+    from mla_conformance.case_files import read_case
 
     return read_case(Path(text)).id if text.endswith(".json") else text
 
@@ -84,7 +93,7 @@ def _minimize(options: argparse.Namespace) -> int:
 
 def _tell(minimum: "Minimum", reference: str, out: Path | None) -> None:
     """Write the case file, and say what was found and how to see it."""
-    from mla_conformance.case_file import write_case
+    from mla_conformance.case_files import write_case
     from mla_conformance.record import replay_line
 
     path = out or DEFAULT_OUT / f"minimized-{minimum.case.digest}.json"

@@ -46,8 +46,8 @@ def require_timeout(seconds: float | None) -> None:
         raise InputError(f"--timeout: expected a positive number of seconds, got {seconds:g}")
 
 
-def output_folder(path: Path) -> Path:
-    """The output folder, proven writable before anything is run.
+def require_writable(path: Path) -> None:
+    """Make the output folder, and prove it writable before anything is run.
 
     Raises:
         InputError: it is not.
@@ -58,7 +58,6 @@ def output_folder(path: Path) -> Path:
             pass
     except OSError as error:
         raise InputError(f"--out {path}: expected a writable folder: {error.strerror}") from error
-    return path.resolve()
 
 
 def carry_out(run: "Run", **how: bool) -> int:
