@@ -1,7 +1,7 @@
 """What every kernel behind an interface says of itself, prefill and decode alike."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ class KernelBackend(ABC):
         return dtype in cls.supported_dtypes
 
     @classmethod
-    def resolve(cls, device_capability: DeviceCapability | None) -> type[Self]:
+    def resolve(cls, device_capability: DeviceCapability | None) -> "type[KernelBackend]":
         """The class that serves calls on such a device; another one where several kernels share a name."""
         return cls
 
