@@ -2,12 +2,12 @@
 
 import torch
 
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
 from mla_conformance.reference.dimensions import MLADimensions
 
 
 def check_operands(
-    backend: MLAPrefillBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_tokens: int, key_tokens: int
+    backend: PrefillKernelBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_tokens: int, key_tokens: int
 ) -> None:
     """Refuse operands that the backend does not declare or that contradict the metadata.
 
@@ -37,7 +37,7 @@ def check_operands(
             )
 
 
-def _check_declared(backend: MLAPrefillBackend, *operands: torch.Tensor) -> None:
+def _check_declared(backend: PrefillKernelBackend, *operands: torch.Tensor) -> None:
     for dtype in {operand.dtype for operand in operands}:
         if not backend.supports_dtype(dtype):
             supported = ", ".join(map(str, backend.supported_dtypes))
@@ -53,7 +53,7 @@ def _check_declared(backend: MLAPrefillBackend, *operands: torch.Tensor) -> None
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {dimensions} not supported")
 
 
-def check_unquantised(backend: MLAPrefillBackend, output_scale: torch.Tensor | None) -> None:
+def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor | None) -> None:
     """Refuse a quantised output in a backend that has none.
 
     Raises:

@@ -5,15 +5,16 @@ dtype before the second product, one rounding of the output. It is the suite's n
 defects, which override one of its steps. It is an emulation and never counts as a certified kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.backends.registry import ClassesByPath
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -25,7 +26,7 @@ class SoftmaxState(NamedTuple):
     weighted: torch.Tensor
 
 
-class EagerPrefillBackend(MLAPrefillBackend):
+class EagerKernel(PrefillKernelBackend):
     """Online softmax over key tiles, one request after the other.
 
     Attributes:
@@ -59,18 +60,6 @@ class EagerPrefillBackend(MLAPrefillBackend):
         accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
         output = self._store(accumulated, q.dtype, out, output_scale)
         return (output, lse) if return_softmax_lse else output
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`MLAPrefillBackend`."""
-        context = self._prefill_metadata.chunked_context
-        if context is None:
-            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
-        query_start_loc = self._prefill_metadata.query_start_loc.tolist()
-        key_start_loc = context.cu_seq_lens[chunk_idx].tolist()
-        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
-        return self._store(accumulated, q.dtype, None, None), lse
 
     def merge_attn_states(
         self,
@@ -183,3 +172,26 @@ class EagerPrefillBackend(MLAPrefillBackend):
 
     def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
         return (accumulated / output_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
+    """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
+
+    variants: ClassVar[Mapping[str, type]] = ClassesByPath(
+        {
+            "earlier": "mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
+            "present": "mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
+        }
+    )
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLAPrefillBackend`."""
+        context = self._prefill_metadata.chunked_context
+        if context is None:
+            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
+        query_start_loc = self._prefill_metadata.query_start_loc.tolist()
+        key_start_loc = context.cu_seq_lens[chunk_idx].tolist()
+        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
+        return self._store(accumulated, q.dtype, None, None), lse

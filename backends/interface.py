@@ -21,8 +21,8 @@ class MLAPrefillSelectorConfig(NamedTuple):
     mla_dimensions: MLADimensions
 
 
-class MLAPrefillBackend(KernelBackend):
-    """Prefill attention over up-projected keys and values.
+class PrefillKernelBackend(KernelBackend):
+    """What every generation of the interface that prepares metadata on the instance has in common.
 
     Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.
 
@@ -71,8 +71,8 @@ class MLAPrefillBackend(KernelBackend):
         self.v_head_dim = v_head_dim
         self.vllm_config = vllm_config
 
-    def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
-        """Take the metadata of the next calls; called once per batch."""
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        """Take the metadata of the next calls, of the generation's own class; called once per batch."""
         self._prefill_metadata = prefill_metadata
 
     @abstractmethod
@@ -98,6 +98,12 @@ class MLAPrefillBackend(KernelBackend):
         Returns:
             The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
         """
+
+
+class MLAPrefillBackend(PrefillKernelBackend):
+    """Prefill attention over up-projected keys and values: the generation that this project is written in."""
+
+    _prefill_metadata: MLACommonPrefillMetadata
 
     @abstractmethod
     def run_prefill_context_chunk(

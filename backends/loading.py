@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
+from mla_conformance.backends.generations import as_prefill_backend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.registry import MLAPrefillBackendEnum, resolve_class
@@ -96,13 +97,13 @@ def load_backend(backend: BackendReference) -> type[MLAPrefillBackend]:
         BackendReferenceError: a module, file or class that cannot be loaded, or a class without a required method.
     """
     if ":" in backend.reference:
-        return _checked(_load_class(backend.reference), backend.reference)
+        return _checked(as_prefill_backend(_load_class(backend.reference)), backend.reference)
     plugins = _plugins()
     if backend.name in plugins:
-        return _checked(_load_plugin(plugins[backend.name]), backend.reference)
+        return _checked(as_prefill_backend(_load_plugin(plugins[backend.name])), backend.reference)
     name, _, variant = backend.name.partition("[")
     loaded: Any = MLAPrefillBackendEnum[name].get_class()
-    return loaded.variants[variant.rstrip("]")] if variant else loaded
+    return as_prefill_backend(loaded.variants[variant.rstrip("]")] if variant else loaded)
 
 
 def _load_plugin(point: EntryPoint) -> Any:

@@ -1,6 +1,6 @@
 """The enumeration of MLA prefill backends, lazily loaded by class path (vLLM's ``registry``)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
 from typing import Any
@@ -71,6 +71,7 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
 
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "EAGER": ("earlier", "present"),
     "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
     "FLASHINFER": ("fa2", "fa3", "cutlass"),
     "CUDNN": ("graph", "flashinfer"),
@@ -89,6 +90,22 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     if not hasattr(loaded, name):
         raise ImportError(f"module {module} has no '{name}'", name=module)
     return getattr(loaded, name)
+
+
+class ClassesByPath(Mapping[str, type]):
+    """Classes by name, each imported when it is asked for."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> Any:
+        return resolve_obj_by_qualname(self._paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.chunking import PLANNERS
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 CASE_FORMAT = 1
@@ -64,6 +64,7 @@ class Case:
         kv: context tokens of each request; empty for new_tokens.
         page: tokens of a page of the latent cache.
         workspace: tokens of the context workspace, which decides the chunks.
+        planner: who plans the chunks, a name in the reference's ``PLANNERS``.
         scale: softmax scale in percent of (P + R)^-1/2; 159 is DeepSeek-R1's, YaRN factor included.
         data: name of the data regime.
         layout: memory layout of the operands.
@@ -87,6 +88,7 @@ class Case:
     kv: tuple[int, ...] = ()
     page: int = 16
     workspace: int = 256
+    planner: str = "equal"
     scale: int = 159
     data: str = "normal"
     layout: str = Layout.KV_B_PROJ
@@ -279,6 +281,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "quant": QUANT,
     "poison": POISON,
     "merge": MERGE,
+    "planner": list(PLANNERS),
 }
 
 
@@ -303,6 +306,6 @@ def _require_plan(case: Case) -> None:
     if case.call != Call.CHUNKED_CONTEXT:
         return
     try:
-        plan_context_chunks(case.kv, workspace_tokens=case.workspace, page_size=case.page)
+        PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
     except ValueError as error:
         raise CaseError(f"field workspace: {error}") from error

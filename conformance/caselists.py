@@ -110,6 +110,17 @@ def chunked_context() -> Iterator[Fields]:
     yield chunked((9, 30), (350, 20), dtype="fp32")
     yield chunked((9, 30), (350, 20), data="large_logits")
     yield chunked((9, 30), (350, 20), data="ones")
+    yield from each(
+        [
+            chunked((5, 9, 3), (64, 0, 700), data="needle"),
+            chunked((3, 6, 2), (200, 333, 40), page=16, workspace=64, data="needle"),
+            chunked((4, 4), (127, 130), page=1, workspace=128, data="hot_tail"),
+            chunked((1,) * 8, (1, 0, 16, 17, 0, 0, 31, 160), workspace=128),
+            chunked((9, 5, 7), (300, 256, 30), page=64, dtype="fp16", data="large_logits"),
+            chunked((3, 0, 5), (0, 40, 300), workspace=96),
+        ],
+        planner="greedy",
+    )
 
 
 def merge_states() -> Iterator[Fields]:

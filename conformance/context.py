@@ -7,7 +7,7 @@ import torch
 from mla_conformance.case import Case
 from mla_conformance.hazards import Regime
 from mla_conformance.memory import poison
-from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
+from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 
@@ -60,7 +60,7 @@ def latent_context(
     weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
     cached, new = latents(sum(case.kv)), latents(sum(case.q))
     cache, block_table = _paged_cache(case, dtype, device, cached)
-    chunks = plan_context_chunks(case.kv, workspace_tokens=case.workspace, page_size=case.page)
+    chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
     workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
     chunk_keys = []
     for chunk in chunks:

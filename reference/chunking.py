@@ -1,12 +1,15 @@
 """Splitting the cached context of a batch of prefills into chunks that fit one workspace.
 
-The plan of vLLM's MLA metadata builder: the workspace is shared equally among the prefills that have a context, a
-share is rounded down to whole cache pages, and chunk i holds the i-th share of every context. Torch-free.
+The two plans that vLLM's MLA metadata builders have made. The older one shares the workspace equally among the
+prefills that have a context: a share is rounded down to whole cache pages, and chunk i holds the i-th share of every
+context, so that a context which has ended leaves an empty row. The present one packs contexts greedily in the order of
+the requests: no row is empty, but a chunk may begin with what the chunk before it left of a context. Torch-free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,13 @@ class ContextChunk:
 def plan_context_chunks(
     context_lens: Sequence[int], *, workspace_tokens: int, page_size: int
 ) -> tuple[ContextChunk, ...]:
-    """Plan the chunks of contexts of `context_lens` tokens, one entry a prefill, in order.
+    """Plan the chunks of contexts of `context_lens` tokens, one entry a prefill, in order: equal shares.
 
     workspace_tokens: tokens that a chunk may hold over all requests. page_size: tokens in a cache page; every start
     is a multiple of it. Without any context the plan is empty.
     Raises ValueError for a negative length, a page size below 1, or a workspace below a page for each context.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size must be >= 1 token, got {page_size}")
-    if any(length < 0 for length in context_lens):
-        raise ValueError(f"context lengths must be >= 0, got {tuple(context_lens)}")
+    _require_lengths(context_lens, page_size)
     with_context = sum(length > 0 for length in context_lens)
     if with_context == 0:
         return ()
@@ -71,3 +71,64 @@ def _chunk(context_lens: Sequence[int], start: int, share: int) -> ContextChunk:
         starts=(start,) * len(context_lens),
         seq_lens=tuple(min(max(length - start, 0), share) for length in context_lens),
     )
+
+
+def pack_context_chunks(
+    context_lens: Sequence[int], *, workspace_tokens: int, page_size: int
+) -> tuple[ContextChunk, ...]:
+    """Plan the chunks of the same contexts greedily: what is left of a context follows the one before it while it fits.
+
+    One that does not fit is split at the last page boundary that does, which ends the chunk, as does a request without
+    context. So the requests of a chunk stand side by side, and only the first may have begun in an earlier chunk.
+    Arguments as in `plan_context_chunks`.
+    Raises ValueError for a negative length, a page size below 1, or a workspace below one page.
+    """
+    _require_lengths(context_lens, page_size)
+    if any(context_lens) and workspace_tokens < page_size:
+        raise ValueError(f"workspace_tokens must be at least {page_size} (one page), got {workspace_tokens}")
+    return tuple(
+        ContextChunk(
+            starts=tuple(starts.get(request, 0) for request in range(len(context_lens))),
+            seq_lens=tuple(taken.get(request, 0) for request in range(len(context_lens))),
+        )
+        for starts, taken in _packed(context_lens, workspace_tokens, page_size)
+    )
+
+
+_Rows = dict[int, int]
+"""A number of tokens for each request of a chunk."""
+
+
+def _packed(context_lens: Sequence[int], workspace: int, page_size: int) -> Iterator[tuple[_Rows, _Rows]]:
+    """Start and length of each request's row, chunk by chunk."""
+    starts: _Rows = {}
+    taken: _Rows = {}
+    for request, length in enumerate(context_lens):
+        start = 0
+        while start < length:
+            room = workspace - sum(taken.values())
+            fits = length - start if length - start <= room else room // page_size * page_size
+            if fits:
+                starts[request], taken[request] = start, fits
+                start += fits
+            if start < length:
+                yield starts, taken
+                starts, taken = {}, {}
+        if length == 0 and taken:
+            yield starts, taken
+            starts, taken = {}, {}
+    if taken:
+        yield starts, taken
+
+
+def _require_lengths(context_lens: Sequence[int], page_size: int) -> None:
+    if page_size < 1:
+        raise ValueError(f"page_size must be >= 1 token, got {page_size}")
+    if any(length < 0 for length in context_lens):
+        raise ValueError(f"context lengths must be >= 0, got {tuple(context_lens)}")
+
+
+PLANNERS: Mapping[str, Callable[..., tuple[ContextChunk, ...]]] = MappingProxyType(
+    {"equal": plan_context_chunks, "greedy": pack_context_chunks}
+)
+"""Both planners, by the name that a case gives them."""

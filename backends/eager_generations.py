@@ -1,0 +1,110 @@
+"""EAGER written in the other generations of the interface: the same kernel behind other signatures."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends import earlier, present
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.eager import EagerKernel, EagerPrefillBackend
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+
+
+class EagerPrefillImpl(earlier.MLAPrefillImpl):
+    """The kernel of the earlier generation.
+
+    Attributes:
+        kernel: what computes.
+    """
+
+    requires_v_padding = False
+    kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
+        super().__init__(*sizes, device)
+        self._kernel = self.kernel(*sizes)
+
+    def run_prefill_new_tokens(
+        self,
+        prefill_metadata: MLACommonPrefillMetadata,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`earlier.MLAPrefillImpl`."""
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_new_tokens(q, k, v, return_softmax_lse)
+
+    def run_prefill_context_chunk(
+        self,
+        prefill_metadata: MLACommonPrefillMetadata,
+        chunk_idx: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`earlier.MLAPrefillImpl`."""
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_context_chunk(chunk_idx, q, k, v)
+
+
+class EarlierEagerPrefillBackend(earlier.MLAPrefillBackend):
+    """EAGER of the earlier generation.
+
+    Attributes:
+        variant: the name in brackets by which it is chosen.
+    """
+
+    variant: ClassVar[str] = "earlier"
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = EagerPrefillBackend.supported_dtypes
+    declaration: ClassVar[Declaration] = EagerPrefillBackend.declaration
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "EAGER"
+
+    @staticmethod
+    def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
+        """Class of the kernel."""
+        return EagerPrefillImpl
+
+
+class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
+    """EAGER of the present generation.
+
+    Attributes:
+        variant: the name in brackets by which it is chosen.
+    """
+
+    variant: ClassVar[str] = "present"
+
+    def supports_out(self) -> bool:
+        """Yes."""
+        return True
+
+    def run_prefill_context_chunk(
+        self,
+        chunk: present.ContextChunk,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`present.MLAPrefillBackend`."""
+        query_start_loc, key_start_loc = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
+        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
+        return self._store(accumulated, q.dtype, out, None), lse

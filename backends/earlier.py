@@ -1,0 +1,175 @@
+"""The earlier generation of the MLA prefill interface: a factory of classes, and metadata handed to every call.
+
+Names and signatures of vLLM's ``v1.attention.backends.mla.prefill`` when an implementation was a class of its own.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.reference.dimensions import PRESETS
+
+
+class MLAPrefillSelectorConfig(NamedTuple):
+    """What a backend is validated against; hashable."""
+
+    dtype: torch.dtype
+    is_r1_compatible: bool
+
+
+@dataclass
+class MLAPrefillBuilderState:
+    """What a backend keeps from one batch's metadata to the next; a backend may derive a class of its own.
+
+    Attributes:
+        workspace_buffer: scratch memory of the kernels.
+        backend_state: anything else, by name.
+    """
+
+    workspace_buffer: torch.Tensor | None = None
+    backend_state: dict[str, Any] = field(default_factory=dict)
+
+
+class MLAPrefillImpl(ABC):
+    """The kernel of a backend: it keeps its configuration, and gets the metadata in each call.
+
+    Attributes:
+        requires_v_padding: whether the output is as wide as the queries; the caller then takes the first V columns.
+    """
+
+    requires_v_padding: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        self.num_heads = num_heads
+        self.scale = scale
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.vllm_config = vllm_config
+        self.device = device
+
+    @abstractmethod
+    def run_prefill_new_tokens(
+        self,
+        prefill_metadata: MLACommonPrefillMetadata,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention among each request's new tokens.
+
+        Args:
+            prefill_metadata: of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
+            q: [T, N, P + R], rope applied.
+            k: [T, N, P + R].
+            v: [T, N, V]; any strides.
+            return_softmax_lse: whether to return the LSE as well.
+
+        Returns:
+            The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
+        """
+
+    @abstractmethod
+    def run_prefill_context_chunk(
+        self,
+        prefill_metadata: MLACommonPrefillMetadata,
+        chunk_idx: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unmasked attention of the new tokens to one chunk of cached context.
+
+        Args:
+            prefill_metadata: as for the new tokens.
+            chunk_idx: index into ``chunked_context``.
+            q: [T, N, P + R].
+            k: [S, N, P + R], the chunk's keys of all requests one after the other.
+            v: [S, N, V]; any strides.
+
+        Returns:
+            (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
+        """
+
+
+class MLAPrefillBackend(KernelBackend):
+    """What a backend consists of: its kernel's class, its metadata's classes, and the steps that build them.
+
+    Attributes:
+        requires_r1_mla_dimensions: whether the kernel computes DeepSeek-R1's head dims only.
+    """
+
+    requires_r1_mla_dimensions: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def get_prefill_impl_cls() -> type[MLAPrefillImpl]:
+        """Class of the kernel."""
+
+    @staticmethod
+    def get_prefill_metadata_cls() -> type[MLACommonPrefillMetadata]:
+        """Class of the metadata; a backend with fields of its own derives one."""
+        return MLACommonPrefillMetadata
+
+    @staticmethod
+    def get_chunked_context_metadata_cls() -> type:
+        """Class of the metadata's ``chunked_context``."""
+        return ChunkedContextMetadata
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
+            reasons.append(f"MLA dimensions not supported (supported: {PRESETS['r1'].head})")
+        return reasons
+
+    @classmethod
+    def create_builder_state(
+        cls, vllm_config: Any, kv_cache_spec: Any, layer_names: list[str], device: torch.device
+    ) -> MLAPrefillBuilderState:
+        """What is kept across batches; called once per metadata builder."""
+        return MLAPrefillBuilderState()
+
+    @classmethod
+    def post_process_prefill_metadata(
+        cls,
+        prefill_metadata: MLACommonPrefillMetadata,
+        builder_state: MLAPrefillBuilderState,
+        prefill_query_start_loc: torch.Tensor,
+    ) -> None:
+        """Fill the backend's own fields of a batch's prefill metadata; by default there are none."""
+        return
+
+    @classmethod
+    def finalize_attention_metadata(
+        cls,
+        attn_metadata: Any,
+        builder_state: MLAPrefillBuilderState,
+        num_prefills: int,
+        num_heads: int,
+        kv_cache_spec: Any,
+        mla_dims: Any,
+        model_config: Any,
+    ) -> None:
+        """Finish the metadata of the whole batch, whose ``prefill`` is the above; by default nothing is to be done."""
+        return

@@ -1,0 +1,158 @@
+"""The present generation of the MLA prefill interface, as in vLLM 0.33: context chunks are objects, not indices.
+
+A chunk is a run of neighbouring requests that all have keys in it, of which only the first may continue a context that
+an earlier chunk began. Symbols: T query tokens, N heads, V value head dim; n requests, t query tokens and s keys of one
+chunk.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from mla_conformance.backends.interface import PrefillKernelBackend
+
+
+@dataclass
+class ContextChunk:
+    """A slice of the cached context of a run of requests.
+
+    Attributes:
+        index: position in the plan.
+        request_slice: the requests of the run.
+        token_slice: their query tokens among those of the batch.
+        continuation_token_end: end of the first request's query tokens in the batch.
+        is_continuation: whether an earlier chunk began the first request's context.
+        num_context_tokens: s.
+        query_start_loc: [n + 1] int32, on the device, 0 first.
+        max_query_len: longest query of the run.
+        cu_seq_lens: [n + 1] int32, on the device; delimits the keys of each request.
+        starts: [n] int32, on the device; first context position of each request.
+        max_seq_len: most keys of a request.
+        seq_lens: [n] int32, on the CPU.
+        token_to_seq: [s] int32, on the device; the request of each key, counted from the run's first.
+        all_rows_active: whether every request has queries and keys.
+        padded_local_seq_lens: with decode context parallelism only, as all that follow; None or 0 without.
+        local_context_lens_allranks: context of each request on each rank.
+        padded_local_cu_seq_lens: [n + 1] int32 of the padded lengths on this rank.
+        padded_local_token_to_seq: the request of each padded key on this rank.
+        num_local_context_tokens: padded keys on this rank.
+        local_starts: first position of each request on this rank.
+    """
+
+    index: int
+    request_slice: slice
+    token_slice: slice
+    continuation_token_end: int
+    is_continuation: bool
+    num_context_tokens: int
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    cu_seq_lens: torch.Tensor
+    starts: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    token_to_seq: torch.Tensor
+    all_rows_active: bool
+    padded_local_seq_lens: list[int] | None = None
+    local_context_lens_allranks: list[list[int]] | None = None
+    padded_local_cu_seq_lens: torch.Tensor | None = None
+    padded_local_token_to_seq: torch.Tensor | None = None
+    num_local_context_tokens: int = 0
+    local_starts: list[int] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """n."""
+        return int(self.request_slice.stop - self.request_slice.start)
+
+
+@dataclass
+class ChunkedContextMetadata:
+    """All chunks of a batch of B requests.
+
+    Attributes:
+        context_lens: [B] int32, on the device.
+        workspace: [workspace tokens, L + R], holds a chunk's gathered latents.
+        chunks: in the order in which they are attended to.
+        context_lens_list: the same lengths, on the host.
+        empty_token_slices: query tokens of each request without context.
+        dcp_manager: collectives of decode context parallelism; None without.
+    """
+
+    context_lens: torch.Tensor
+    workspace: torch.Tensor
+    chunks: list[ContextChunk]
+    context_lens_list: list[int]
+    empty_token_slices: list[slice]
+    dcp_manager: Any = None
+
+
+@dataclass
+class MLACommonPrefillMetadata:
+    """What a prefill backend may know of a batch of B requests.
+
+    Attributes:
+        block_table: [B, max blocks] int32; physical block of each page of a request's context.
+        query_start_loc: [B + 1] int32, on the device.
+        max_query_len: longest query in tokens.
+        chunked_context: None when no request has cached context.
+        q_data_type: dtype of the queries.
+        output_dtype: dtype of the unquantised output.
+        prefill_backend: the instance that was prepared with this metadata.
+        query_lens_cpu: [B] int32, on the CPU.
+        use_dense_mha: a sparse model's choice of dense attention; never here.
+        topk_mask_workspace: a sparse model's workspace; never here.
+    """
+
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    chunked_context: ChunkedContextMetadata | None = None
+    q_data_type: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    prefill_backend: Any = None
+    query_lens_cpu: torch.Tensor | None = None
+    use_dense_mha: bool = False
+    topk_mask_workspace: torch.Tensor | None = None
+
+
+class MLAPrefillBackend(PrefillKernelBackend):
+    """Prefill attention as vLLM calls it today."""
+
+    def supports_out(self) -> bool:
+        """Whether both entries write a given ``out`` [tokens, N, V] in place and return it.
+
+        A backend that says no may also return more than V columns, of which its caller takes the first V.
+        """
+        return False
+
+    def clone(self) -> Self:
+        """Another instance of the same configuration; a metadata builder prepares one of its own."""
+        return type(self)(
+            num_heads=self.num_heads,
+            scale=self.scale,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            vllm_config=self.vllm_config,
+        )
+
+    @abstractmethod
+    def run_prefill_context_chunk(
+        self, chunk: ContextChunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unmasked attention of a run's new tokens to one chunk of its cached context.
+
+        Args:
+            chunk: one of the prepared ``chunked_context.chunks``.
+            q: [t, N, P + R], the run's query tokens.
+            k: [s, N, P + R].
+            v: [s, N, V]; any strides.
+            out: [t, N, V] to be written in place, given only to a backend that supports it.
+
+        Returns:
+            (output [t, N, V], lse [N, t] float32, natural logarithm).
+        """
