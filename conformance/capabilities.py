@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mla_conformance import caselists
+from mla_conformance import caselists, caselists_device
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
 
@@ -139,6 +139,25 @@ _VOCABULARY = (
         caselists.refusals,
         probes_refusals=True,
     ),
+    _entry(
+        "cuda_graph",
+        "3.9",
+        "A captured call, replayed, computes the batch that stands in its buffers then.",
+        caselists_device.cuda_graph,
+    ),
+    _entry(
+        "streams",
+        "3.9",
+        "A call reads and writes in the order of the caller's stream, beside others on other streams.",
+        caselists_device.streams,
+    ),
+    _entry(
+        "large_offsets",
+        "3.9",
+        "Operands and results that reach beyond 2^31 elements are read and written there.",
+        caselists_device.large_offsets,
+    ),
+    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", caselists_device.many_rows),
 )
 
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _VOCABULARY}

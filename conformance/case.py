@@ -48,6 +48,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 QUANT = ("none", "fp8")
 MERGE = ("golden", "own")
 POISON = ("nan", "inf", "large")
+FAR = ("none", "q31", "k31", "v31", "rows31", "q32", "k32", "v32", "rows32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Case:
         inflate: factor of the maxima in the metadata over the true ones.
         merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
         seed: another draw of the same case.
+        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, or the rows before the judged ones.
     """
 
     capability: str
@@ -101,6 +103,7 @@ class Case:
     inflate: int = 1
     merge: str = "golden"
     seed: int = 0
+    far: str = "none"
 
     def __post_init__(self) -> None:
         if not self.call:
@@ -282,6 +285,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "poison": POISON,
     "merge": MERGE,
     "planner": list(PLANNERS),
+    "far": FAR,
 }
 
 

@@ -19,6 +19,7 @@ from mla_conformance.backends.platform import DeviceCapability, get_device_capab
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.capabilities import find_capability
 from mla_conformance.case import Case
+from mla_conformance.device_needs import device_reasons
 from mla_conformance.problem import TORCH_DTYPES
 
 
@@ -92,7 +93,7 @@ class Subject:
                 return [str(error)]
             if not self.create(case).supports_quant_output(key):
                 reasons.append("fused e4m3 output not declared")
-        return reasons
+        return reasons or device_reasons(case, self.device, self.backend_class)
 
     def create(self, case: Case, vllm_config: Any = None) -> MLAPrefillBackend:
         """A new instance for the case's head dims and scale."""

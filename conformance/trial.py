@@ -88,7 +88,7 @@ class Trial:
         """
         problem = problem or self.problem
         expect(problem)  # before the call: a backend that changes its inputs must not change what is expected
-        return self._judged(problem, run_calls(self.backend, problem), step)
+        return self.judged(problem, run_calls(self.backend, problem), step)
 
     def interleaved(self, other: Problem) -> None:
         """Two instances: prepare both, then run both."""
@@ -98,13 +98,14 @@ class Trial:
         first.prepare_metadata(self.problem.metadata)
         second.prepare_metadata(other.metadata)
         for instance, problem in ((first, self.problem), (second, other)):
-            self._judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
+            self.judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
 
     def repeat(self, problem: Problem | None = None) -> Observation:
         """Run a problem again without judging it."""
         return run_calls(self.backend, problem or self.problem)
 
-    def _judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
+    def judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
+        """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last, self.last_problem = observation, problem
         verdict = judge(problem, expect(problem), observation, self.subject.declaration)
         if step and verdict.status is not Status.PASS:
