@@ -1,38 +1,37 @@
-"""The enumeration of MLA prefill backends, lazily loaded by class path (vLLM's ``registry``)."""
+"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``)."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
+from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.roles import Role
 
-_OVERRIDES: dict["MLAPrefillBackendEnum", str] = {}
+_OVERRIDES: dict["BackendEnum", str] = {}
 
 
 class _ListsValidNames(EnumMeta):
+    role: Callable[[], Role]
+
     def __getitem__(cls, name: str) -> Any:
         try:
             return super().__getitem__(name)
         except KeyError:
             valid = ", ".join(cls.__members__)
-            raise ValueError(f"Unknown MLA prefill backend: '{name}'. Valid options are: {valid}") from None
+            raise ValueError(f"Unknown MLA {cls.role()} backend: '{name}'. Valid options are: {valid}") from None
 
 
-class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
-    """Every MLA prefill backend; the value is the path of its class."""
+class BackendEnum(Enum, metaclass=_ListsValidNames):
+    """What the enumerations of all roles share; the value of a member is the path of its class."""
 
-    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
-    TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
-    FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
-    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend"
-    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend"
-    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend"
-    TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
-    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
-    CUSTOM = None
-    """A third party's backend; it must be registered before use."""
+    @staticmethod
+    def role() -> Role:
+        """What the members' classes compute."""
+        raise NotImplementedError
 
     def get_path(self) -> str:
         """Path of the backend's class, an override first.
@@ -42,13 +41,14 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
         """
         path = _OVERRIDES.get(self, self.value)
         if not path:
+            role, enum = self.role(), type(self).__name__
             raise ValueError(
-                f"MLA prefill backend {self.name} must be registered before use: "
-                f"register_mla_prefill_backend(MLAPrefillBackendEnum.{self.name}, 'your.module.YourClass')"
+                f"MLA {role} backend {self.name} must be registered before use: "
+                f"register_mla_{role}_backend({enum}.{self.name}, 'your.module.YourClass')"
             )
-        return path
+        return str(path)
 
-    def get_class(self) -> type[MLAPrefillBackend]:
+    def get_class(self) -> Any:
         """The backend's class, an override first.
 
         Raises:
@@ -69,6 +69,55 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
         """Return to the class that the enumeration names."""
         _OVERRIDES.pop(self, None)
 
+
+class MLAPrefillBackendEnum(BackendEnum):
+    """Every MLA prefill backend."""
+
+    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
+    TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
+    FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
+    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend"
+    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend"
+    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend"
+    TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.PREFILL
+
+    def get_class(self) -> type[MLAPrefillBackend]:
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLAPrefillBackend] = super().get_class()
+        return loaded
+
+
+class MLADecodeBackendEnum(BackendEnum):
+    """Every MLA decode backend."""
+
+    EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
+    TORCH_SDPA = "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend"
+    FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend"
+    FLASHMLA = "mla_conformance.backends.flashmla.FlashMLADecodeBackend"
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.DECODE
+
+    def get_class(self) -> type[MLADecodeBackend]:
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLADecodeBackend] = super().get_class()
+        return loaded
+
+
+ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum)
+"""The enumerations of all roles."""
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
@@ -91,7 +140,10 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     return getattr(loaded, name)
 
 
-def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:
+Backend = TypeVar("Backend", bound=KernelBackend)
+
+
+def resolve_class(loaded: type[Backend], device_capability: DeviceCapability | None) -> type[Backend]:
     """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
     return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
 
@@ -99,13 +151,21 @@ def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> ty
 def register_mla_prefill_backend(
     backend: MLAPrefillBackendEnum, class_path: str | None = None
 ) -> Callable[[type], type]:
-    """Register or override a backend's class, by path or as a decorator.
+    """Register or override a prefill backend's class, by path or as a decorator.
 
     Args:
         backend: the member to register for.
         class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
     """
+    return _register(backend, class_path)
 
+
+def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
+    """Register or override a decode backend's class; see :func:`register_mla_prefill_backend`."""
+    return _register(backend, class_path)
+
+
+def _register(backend: BackendEnum, class_path: str | None) -> Callable[[type], type]:
     def decorator(cls: type) -> type:
         _OVERRIDES[backend] = f"{cls.__module__}.{cls.__qualname__}"
         return cls

@@ -15,6 +15,9 @@ from mla_conformance.defects.not_emulated import NOT_EMULATED
 _DECISIVE = ("tolerance.toml", "judge.py", "hazards.py", "rounding.py", "caselists.py", "policies.py")
 """Files of the suite that decide a verdict; a table that was made with others is stale."""
 
+_EMULATION = ("eager", "eager_decode", "online_softmax")
+"""The kernels that the known defects are made from."""
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -87,7 +90,8 @@ def deciding_digest() -> str:
     folder = files("mla_conformance")
     sources = [folder / name for name in _DECISIVE]
     sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest")]
-    sources += [files("mla_conformance.backends") / "eager.py", files("mla_conformance.reference") / "error_budget.py"]
+    sources += [files("mla_conformance.backends") / f"{name}.py" for name in _EMULATION]
+    sources += [files("mla_conformance.reference") / "error_budget.py"]
     for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
