@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from time import sleep
@@ -210,7 +210,7 @@ class Run:
             versions=subject.versions(),
             emulated=declaration.emulated,
             deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
-            rounding={name: value.value for name, value in asdict(declaration.rounding).items()},
+            rounding=subject.rounding,
             capabilities=summarise(records, self.expected),
             reference=subject.backend.reference,
         )

@@ -30,6 +30,7 @@ def _marked() -> Iterator[tuple[str, Procedure]]:
 def execute(trial: Trial) -> Verdict:
     """Carry out a trial as the suite does and return its verdict; a fault of the harness is raised."""
     try:
+        trial.require_role()
         if not find_capability(trial.case.capability).probes_refusals:
             trial.require_support()
         procedures()[trial.case.capability](trial)

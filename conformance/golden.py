@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.case import Call
-from mla_conformance.problem import PrefillCall, Problem, segments, start_loc
+from mla_conformance.calls import AttentionCall, Question
+from mla_conformance.problem import Problem, segments, start_loc
 from mla_conformance.reference.attention import AttentionState, attention
 
 _KEPT = 8
@@ -18,7 +18,7 @@ class Expectation:
 
     Attributes:
         calls: one per call of the problem.
-        merged: unchunked attention over context and new tokens; None where there is one call only.
+        merged: attention to the keys of all calls at once; None where there is nothing to merge.
     """
 
     calls: tuple[AttentionState, ...]
@@ -39,34 +39,37 @@ def expect(problem: Problem) -> Expectation:
 
 
 def _compute(problem: Problem) -> Expectation:
-    states = tuple(
-        _golden(problem, call.k, call.v, call.key_start_loc, call.chunk_idx is None) for call in problem.calls
-    )
-    if problem.case.call != Call.CHUNKED_CONTEXT:
+    states = tuple(_golden(problem, call.question(problem)) for call in problem.calls)
+    if not problem.is_merged:
         return Expectation(states, None)
+    return Expectation(states, _golden(problem, problem.whole or _unchunked(problem)))
+
+
+def _unchunked(problem: Problem) -> Question:
+    """Causal attention over context and new tokens."""
     new, *chunks = problem.calls
     ordered = [*chunks, new]
     lengths = [
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
     ]
     k, v = (_per_request(ordered, name) for name in ("k", "v"))
-    return Expectation(states, _golden(problem, k, v, start_loc(lengths), causal=True))
+    return Question(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
 
 
-def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool) -> AttentionState:
+def _golden(problem: Problem, question: Question) -> AttentionState:
     return attention(
-        problem.calls[0].q,
-        k,
-        v,
-        query_start_loc=problem.query_start_loc,
-        key_start_loc=keys,
+        question.q,
+        question.k,
+        question.v,
+        query_start_loc=question.query_start_loc,
+        key_start_loc=question.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=causal,
+        causal=question.causal,
         with_terms=True,
     )
 
 
-def _per_request(calls: list[PrefillCall], name: str) -> torch.Tensor:
+def _per_request(calls: list[AttentionCall], name: str) -> torch.Tensor:
     """All keys or values of request 0, then of request 1, and so on; context before new tokens."""
     split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in calls]
     return torch.cat([part for request in zip(*split, strict=True) for part in request])

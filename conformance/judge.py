@@ -257,8 +257,8 @@ def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torc
     case: Case = problem.case
     tokens = returned.call.q.shape[0]
     out_dtype = problem.dtype if returned.out is None else returned.out.view.dtype
-    form = [("output", torch.Size((tokens, case.heads, case.dimensions.v_head_dim)), out_dtype)]
-    if case.lse or returned.call.chunk_idx is not None:
+    form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
+    if returned.call.returns_lse(problem):
         form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
     return form
 

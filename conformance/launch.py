@@ -12,15 +12,12 @@ from mla_conformance.verdict import Check, Nonconformance
 
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
-    backend.prepare_metadata(problem.metadata)
+    problem.calls[0].prepare(backend, problem)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:
     """Make the problem's only call; what the backend returns, possibly still being computed."""
-    call = problem.calls[0]
-    if call.chunk_idx is not None:
-        return backend.run_prefill_context_chunk(call.chunk_idx, call.q, call.k, call.v)
-    return backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=problem.case.lse)
+    return problem.calls[0].invoke(backend, problem, None)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -250,13 +250,13 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
     current = Trial(subject, case)
     request.config.stash[_RECORDER].start(request.node, identity(current))
     request.node.stash[_TRIAL] = (current, time.perf_counter())
-    if not find_capability(case.capability).probes_refusals:
-        try:
-            current.require_support()
-        except Nonconformance as unsupported:
-            if current.verdict.status is not Status.UNSUPPORTED:
-                raise
-            pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    probes_refusals = find_capability(case.capability).probes_refusals
+    try:
+        (current.require_role if probes_refusals else current.require_support)()
+    except Nonconformance as unsupported:
+        if current.verdict.status is not Status.UNSUPPORTED:
+            raise
+        pytest.skip(f"{subject.name} unsupported: {unsupported}")
     try:
         current.require_memory(_MEMORY_PATIENCE)
     except Nonconformance as lacking:

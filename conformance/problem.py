@@ -12,6 +12,7 @@ from mla_conformance.backends.metadata import (
     chunked_context_metadata,
     prefill_metadata,
 )
+from mla_conformance.calls import AttentionCall, PrefillCall, Question
 from mla_conformance.case import CASE_FORMAT, Call, Case, Layout
 from mla_conformance.context import LatentContext, latent_context
 from mla_conformance.hazards import REGIMES, Regime, Site
@@ -34,30 +35,6 @@ class ProblemError(ValueError):
 
 
 @dataclass(frozen=True)
-class PrefillCall:
-    """One call of the interface.
-
-    Attributes:
-        chunk_idx: the context chunk, or None for the new tokens.
-        q: [T, N, P + R].
-        k: [S, N, P + R].
-        v: [S, N, V].
-        key_start_loc: first key of each request, and the end.
-    """
-
-    chunk_idx: int | None
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    key_start_loc: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
-
-
-@dataclass(frozen=True)
 class Problem:
     """A case made concrete on one device.
 
@@ -68,8 +45,9 @@ class Problem:
         dtype: dtype of q, k and v.
         query_start_loc: first new token of each request, and the end.
         calls: the calls to make, in order.
-        metadata: prepared before the first call.
+        metadata: of a prefill, prepared before the first call; None where each call has its own.
         output_scale: scale of a quantised output.
+        whole: attention to the keys of all calls at once, where it was known before they were divided.
     """
 
     case: Case
@@ -77,17 +55,23 @@ class Problem:
     device: torch.device
     dtype: torch.dtype
     query_start_loc: tuple[int, ...]
-    calls: tuple[PrefillCall, ...]
-    metadata: MLACommonPrefillMetadata
+    calls: tuple[AttentionCall, ...]
+    metadata: MLACommonPrefillMetadata | None
     output_scale: torch.Tensor | None
+    whole: Question | None = None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the calls attend to parts of the keys, so that their results are merged."""
+        return self.case.call == Call.CHUNKED_CONTEXT or self.whole is not None
 
     @property
     def caller_owned(self) -> dict[str, torch.Tensor]:
         """Every tensor that a backend may read and must not write, by name."""
-        owned = {f"{name} of {call.name}": getattr(call, name) for call in self.calls for name in ("q", "k", "v")}
-        owned["query_start_loc"] = self.metadata.query_start_loc
-        owned["block_table"] = self.metadata.block_table
-        context = self.metadata.chunked_context
+        owned = {name: tensor for call in self.calls for name, tensor in call.owned().items()}
+        if self.metadata is not None:
+            owned |= {"query_start_loc": self.metadata.query_start_loc, "block_table": self.metadata.block_table}
+        context = self.metadata.chunked_context if self.metadata is not None else None
         if context is not None:
             owned |= {name: getattr(context, name) for name in ("cu_seq_lens", "starts", "seq_lens", "workspace")}
         if self.output_scale is not None:

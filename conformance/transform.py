@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.calls import PrefillCall
 from mla_conformance.case import Call
-from mla_conformance.problem import PrefillCall, Problem, assemble_metadata, one_chunk, segments, start_loc
+from mla_conformance.problem import Problem, assemble_metadata, one_chunk, segments, start_loc
 
 
 def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:

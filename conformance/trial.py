@@ -5,7 +5,8 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
@@ -38,11 +39,17 @@ class Trial:
         """The inputs of the case."""
         return build_problem(self.case, self.subject.device)
 
+    @property
+    def declaration(self) -> Declaration:
+        """What the adapter declares that the case is for."""
+        return self.subject.declaration_of(self.case.role)
+
     @cached_property
-    def backend(self) -> MLAPrefillBackend:
+    def backend(self) -> KernelBackend:
         """The instance that all calls of the trial go to."""
         try:
-            return self.subject.create(self.case)
+            backend: KernelBackend = self.subject.create(self.case)
+            return backend
         except Exception as error:
             self._settle(failed(Check.CALL, f"the constructor raised {one_line(error)}"))
             raise
@@ -63,8 +70,15 @@ class Trial:
             self._settle(failed(Check.CALL, f"asked what it supports, it raised {one_line(error)}"))
             raise
 
+    def require_role(self) -> None:
+        """Settle the trial as unsupported if the backend has no class, here, that the case could call."""
+        reasons = self.subject.missing_role(self.case)
+        if reasons:
+            self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
     def require_support(self) -> None:
         """Settle the trial as unsupported if the backend does not declare what the case needs."""
+        self.require_role()
         reasons = self.unsupported()
         if reasons:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
@@ -95,8 +109,8 @@ class Trial:
         first, second = self.backend, self.subject.create(self.case)
         for problem in (self.problem, other):
             expect(problem)
-        first.prepare_metadata(self.problem.metadata)
-        second.prepare_metadata(other.metadata)
+        for instance, problem in ((first, self.problem), (second, other)):
+            problem.calls[0].prepare(instance, problem)
         for instance, problem in ((first, self.problem), (second, other)):
             self.judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
 
@@ -107,7 +121,7 @@ class Trial:
     def judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last, self.last_problem = observation, problem
-        verdict = judge(problem, expect(problem), observation, self.subject.declaration)
+        verdict = judge(problem, expect(problem), observation, self.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
@@ -132,7 +146,7 @@ class Trial:
         if observation.error and not observation.error.out_of_memory:
             self._settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
             return
-        verdict = judge(self.problem, expect(self.problem), observation, self.subject.declaration)
+        verdict = judge(self.problem, expect(self.problem), observation, self.declaration)
         if verdict.status is Status.UNAVAILABLE:
             self._settle(verdict)
         check, result = (

@@ -14,6 +14,9 @@ from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
+_EMULATION = ("eager", "eager_decode", "online_softmax")
+"""The kernels that the known defects are made from."""
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -85,7 +88,8 @@ def deciding_digest() -> str:
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = Path(str(files("mla_conformance")))
     sources = [*judging_sources(), *(folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest"))]
-    sources.append(Path(str(files("mla_conformance.backends"))) / "eager.py")
+    backends = Path(str(files("mla_conformance.backends")))
+    sources += [backends / f"{name}.py" for name in _EMULATION]
     sources.append(Path(str(files("mla_conformance.reference"))) / "error_budget.py")
     for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())

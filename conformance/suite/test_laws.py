@@ -36,7 +36,7 @@ def test_batch_invariance(trial: Trial) -> None:
     whole = results(trial.conforms())
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
         alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
-        if trial.subject.declaration.batch_invariant:
+        if trial.declaration.batch_invariant:
             same = all(
                 torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs(whole, alone)
             )
