@@ -12,6 +12,7 @@ from mla_conformance.report.summary import (
     RunSummary,
     by_backend,
     summarise,
+    worst_of_passes,
 )
 
 
@@ -80,13 +81,11 @@ def capability_lines(records: Sequence[Record]) -> Iterator[str]:
 def closing_line(run: RunSummary) -> str:
     """The worst use of the error budget and the counts."""
     capabilities = [capability for backend in run.backends for capability in backend.capabilities]
-    passed = [c for c in capabilities if c.outcome is Outcome.PASS]
-    worst = max((c.error_budget_used for c in passed), default=0.0)
     failed = sum(len(c.failures) for c in capabilities)
     unsupported = sum(c.unsupported for c in capabilities)
     not_run = sum(c.not_run for b in run.backends if not b.reasons for c in b.capabilities)
     judged = sum(record.cases for record in run.records)
-    line = f"worst error {worst:.2f} of budget · {judged} run · {failed} failed"
+    line = f"worst error {worst_of_passes(run.records):.2f} of budget · {judged} run · {failed} failed"
     return f"{line} · {unsupported} unsupported (declared)" + (f" · {not_run} NOT RUN" if not_run else "")
 
 
