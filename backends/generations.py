@@ -19,9 +19,7 @@ def as_prefill_backend(loaded: Any) -> Any:
     Args:
         loaded: what a reference named; anything but a class is returned as it is.
     """
-    if not isinstance(loaded, type) or issubclass(loaded, AdaptedPrefillBackend):
-        return loaded
-    return _adapted(loaded)
+    return _adapted(loaded) if isinstance(loaded, type) else loaded
 
 
 @cache

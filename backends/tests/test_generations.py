@@ -1,0 +1,336 @@
+"""The other generations of the interface: what their adapters hand over, and what they make of the answers."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_conformance.backends import earlier
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_generations import (
+    EagerPrefillImpl,
+    EarlierEagerPrefillBackend,
+    PresentEagerPrefillBackend,
+)
+from mla_conformance.backends.generations import as_prefill_backend
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.loading import BackendReferenceError, load_backend, parse_reference
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.present_metadata import planned_runs, runs_of
+from mla_conformance.reference.chunking import PLANNERS, ContextChunk
+from mla_conformance.reference.dimensions import PRESETS
+
+SMALL = PRESETS["small"].head
+SIZES: dict[str, Any] = {"num_heads": 2, "scale": 0.2, "kv_lora_rank": 32, "vllm_config": None, **vars(SMALL)}
+CPU = torch.device("cpu")
+
+
+def metadata(queries: list[int], chunks: tuple[ContextChunk, ...]) -> MLACommonPrefillMetadata:
+    context = chunked_context_metadata(chunks, torch.zeros(999, 40), CPU) if chunks else None
+    table = torch.zeros(len(queries), 1, dtype=torch.int32)
+    return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=CPU, chunked_context=context)
+
+
+def operands(tokens: int, keys: int, width: int = SMALL.v_head_dim) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (tokens, SMALL.qk_head_dim), (keys, SMALL.qk_head_dim), (keys, width)
+    q, k, v = (torch.randn(n, 2, d, generator=generator).bfloat16() for n, d in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("starts", "seq_lens", "runs"),
+    [
+        ((0, 0, 0), (5, 9, 1), [(0, 3)]),
+        ((0, 0, 0, 0), (5, 0, 9, 1), [(0, 1), (2, 4)]),
+        ((16, 16, 16), (16, 0, 9), [(0, 1), (2, 3)]),
+        ((16, 16), (16, 9), [(0, 1), (1, 2)]),
+        ((16, 0, 0), (16, 9, 3), [(0, 3)]),
+        ((0, 0), (0, 0), []),
+    ],
+)
+def test_a_run_ends_at_a_request_without_keys_and_before_a_continuation(
+    starts: tuple[int, ...], seq_lens: tuple[int, ...], runs: list[tuple[int, int]]
+) -> None:
+    assert [(run.start, run.stop) for run in runs_of(starts, seq_lens)] == runs
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(contexts=st.lists(st.integers(0, 90), min_size=1, max_size=5), data=st.data())
+def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
+    planner: str, contexts: list[int], data: st.DataObject
+) -> None:
+    chunks = PLANNERS[planner](contexts, workspace_tokens=len(contexts) * 16, page_size=16)
+    queries = data.draw(st.lists(st.integers(0, 4), min_size=len(contexts), max_size=len(contexts)))
+    starts = list(accumulate(queries, initial=0))
+    plan = planned_runs(metadata(queries, chunks))
+    assert [run.chunk.index for runs in plan for run in runs] == list(range(sum(map(len, plan))))
+    for planned, runs in zip(chunks, plan, strict=True):
+        assert planner == "equal" or len(runs) == 1
+        seen = []
+        for chunk, keys in runs:
+            requests = range(chunk.request_slice.start, chunk.request_slice.stop)
+            seen += list(requests)
+            assert chunk.num_requests == len(requests)
+            assert chunk.token_slice == slice(starts[requests[0]], starts[requests[-1] + 1])
+            assert chunk.continuation_token_end == starts[requests[0] + 1]
+            assert chunk.seq_lens.tolist() == [planned.seq_lens[request] for request in requests]
+            assert chunk.starts.tolist() == [planned.starts[request] for request in requests]
+            assert chunk.is_continuation == (chunk.starts[0] > 0)
+            assert not chunk.starts[1:].any()
+            assert keys == slice(planned.key_start_loc[requests[0]], planned.key_start_loc[requests[-1] + 1])
+            assert chunk.num_context_tokens == len(chunk.token_to_seq) == keys.stop - keys.start
+            assert chunk.all_rows_active == all(queries[request] for request in requests)
+        assert seen == [request for request, length in enumerate(planned.seq_lens) if length]
+
+
+class Spy(PresentEagerPrefillBackend):
+    """Keeps what it was called with."""
+
+    writes = True
+
+    def supports_out(self) -> bool:
+        return self.writes
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        super().prepare_metadata(prefill_metadata)
+        self.calls: list[tuple[Any, bool]] = []
+
+    def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+        self.calls.append((chunk, out is not None))
+        assert chunk in self._prefill_metadata.chunked_context.chunks
+        return super().run_prefill_context_chunk(chunk, q, k, v, out)
+
+
+def driven(cls: type, queries: list[int], chunks: tuple[ContextChunk, ...]) -> tuple[Any, list[Any]]:
+    backend = as_prefill_backend(cls)(**SIZES)
+    backend.prepare_metadata(metadata(queries, chunks))
+    results = []
+    for index, chunk in enumerate(chunks):
+        results.append(backend.run_prefill_context_chunk(index, *operands(sum(queries), chunk.num_tokens)))
+    return backend, results
+
+
+def test_out_is_handed_in_as_the_layer_does_it() -> None:
+    whole = (ContextChunk((0, 0), (5, 9)),)
+    split = (ContextChunk((0, 0), (5, 16)), ContextChunk((0, 16), (0, 3)))
+    with_gap = (ContextChunk((0, 0), (5, 0)),)
+    for plan, given_out in ((whole, [False]), (split, [True, False]), (with_gap, [True])):
+        backend, results = driven(Spy, [3, 4], plan)
+        assert [out for _, out in backend._target.calls] == given_out
+        _, expected = driven(EagerPrefillBackend, [3, 4], plan)
+        for (output, lse), (want, want_lse) in zip(results, expected, strict=True):
+            assert torch.equal(output, want)
+            assert torch.equal(lse, want_lse)
+    backend, _ = driven(type("NoOut", (Spy,), {"writes": False}), [3, 4], split)
+    assert [out for _, out in backend._target.calls] == [False, False]
+
+
+def test_new_tokens_get_out_only_where_it_is_supported() -> None:
+    q, k, v = operands(7, 7)
+    for writes in (True, False):
+        given_out = []
+
+        class Kernel(Spy):
+            def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **given: Any) -> Any:
+                given_out.append("out" in given)  # noqa: B023
+                return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, **given)
+
+        Kernel.writes = writes
+        backend = as_prefill_backend(Kernel)(**SIZES)
+        backend.prepare_metadata(metadata([3, 4], ()))
+        out = torch.full((7, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
+        assert backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out) is out
+        assert given_out == [writes]
+        assert torch.equal(out, backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda o, lse: (o.float(), lse), r"expected output .*bfloat16, got .*float32"),
+        (lambda o, lse: (o[:1], lse), r"expected output \[3, 2, 16\]"),
+        (lambda o, lse: (o, lse.T), r"expected lse \[2, 3\]"),
+        (lambda o, lse: (o, lse.bfloat16()), r"expected lse .*float32, got .*bfloat16"),
+    ],
+)
+def test_a_partial_result_of_another_form_is_not_copied_into_shape(wrong: Any, said: str) -> None:
+    class Kernel(Spy):
+        writes = False
+
+        def run_prefill_context_chunk(self, *args: Any, **given: Any) -> Any:
+            return wrong(*super().run_prefill_context_chunk(*args, **given))
+
+        run_prefill_context_chunk.__signature__ = __import__("inspect").signature(  # type: ignore[attr-defined]
+            Spy.run_prefill_context_chunk
+        )
+
+    with pytest.raises(ValueError, match=said):
+        driven(Kernel, [3, 4], (ContextChunk((0, 0), (5, 0)),))
+
+
+def test_an_instance_that_claims_out_and_returns_another_tensor_is_refused() -> None:
+    class Forgetful(Spy):
+        def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+            return super().run_prefill_context_chunk(chunk, q, k, v)
+
+    with pytest.raises(ValueError, match="supports out and returned another tensor"):
+        driven(Forgetful, [3, 4], (ContextChunk((0, 0), (5, 0)),))
+
+
+def test_clone_must_be_another_instance() -> None:
+    with pytest.raises(TypeError, match="clone"):
+        as_prefill_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
+
+
+def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the_caller() -> None:
+    def padded(method: Any) -> Any:
+        def run(self: Any, *args: Any, **given: Any) -> Any:
+            output, lse = method(self, *args, **given)
+            return torch.nn.functional.pad(output, (0, 8), value=torch.nan), lse
+
+        run.__signature__ = __import__("inspect").signature(method)  # type: ignore[attr-defined]
+        return run
+
+    class Impl(EagerPrefillImpl):
+        requires_v_padding = True
+        run_prefill_context_chunk = padded(EagerPrefillImpl.run_prefill_context_chunk)
+
+    class Earlier(EarlierEagerPrefillBackend):
+        @staticmethod
+        def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
+            return Impl
+
+    class Present(Spy):
+        writes = False
+        run_prefill_context_chunk = padded(Spy.run_prefill_context_chunk)
+
+    for cls in (Earlier, Present):
+        _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
+        assert output.shape == (7, 2, SMALL.v_head_dim)
+        assert output.isfinite().all()
+
+
+@dataclass
+class OwnMetadata(MLACommonPrefillMetadata):
+    """Metadata with fields of a backend's own."""
+
+    steps: str = ""
+
+
+class Builder(EarlierEagerPrefillBackend):
+    """Records what the metadata builder does."""
+
+    log: list[str]
+
+    @staticmethod
+    def get_prefill_metadata_cls() -> type[MLACommonPrefillMetadata]:
+        return OwnMetadata
+
+    @classmethod
+    def create_builder_state(cls, vllm_config: Any, kv_cache_spec: Any, layer_names: Any, device: Any) -> Any:
+        cls.log.append("state")
+        assert (kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, device) == (1, 40, CPU)
+        return earlier.MLAPrefillBuilderState(backend_state={"batches": 0})
+
+    @classmethod
+    def post_process_prefill_metadata(
+        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: torch.Tensor
+    ) -> None:
+        cls.log.append("post")
+        builder_state.backend_state["batches"] += 1
+        prefill_metadata.steps = f"batch {builder_state.backend_state['batches']} of {prefill_query_start_loc[-1]}"
+
+    @classmethod
+    def finalize_attention_metadata(
+        cls,
+        attn_metadata: Any,
+        builder_state: Any,
+        num_prefills: int,
+        num_heads: int,
+        kv_cache_spec: Any,
+        mla_dims: Any,
+        model_config: Any,
+    ) -> None:
+        cls.log.append("finalize")
+        attn_metadata.prefill.steps += f", {num_prefills} prefills of {num_heads} heads, {mla_dims.v_head_dim}"
+        assert model_config.dtype is torch.bfloat16
+
+
+def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_every_batch() -> None:
+    Builder.log = []
+    backend = as_prefill_backend(Builder)(**SIZES)
+    for queries in ([3, 4], [5]):
+        backend.prepare_metadata(metadata(queries, ()))
+    assert Builder.log == ["state", "post", "finalize", "post", "finalize"]
+    assert backend._prefill_metadata.steps == "batch 2 of 5, 1 prefills of 2 heads, 16"
+
+
+def test_a_backend_of_r1_dims_only_says_so() -> None:
+    class Only(EarlierEagerPrefillBackend):
+        requires_r1_mla_dimensions = True
+
+    backend = as_prefill_backend(Only)
+    assert backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)) == []
+    (reason,) = backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
+    assert reason.startswith("MLA dimensions not supported")
+    assert not backend.supports_mla_dimensions(SMALL)
+
+
+def test_a_class_is_adapted_once_and_one_of_ours_not_at_all() -> None:
+    assert as_prefill_backend(EagerPrefillBackend) is EagerPrefillBackend
+    assert as_prefill_backend(Spy) is as_prefill_backend(Spy)
+    assert as_prefill_backend(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("from mla_conformance.backends.present import MLAPrefillBackend", "lacks get_name, run_prefill_new_tokens"),
+        ("from mla_conformance.backends.earlier import MLAPrefillBackend", "lacks get_name$"),
+    ],
+)
+def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, source: str, said: str) -> None:
+    body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
+    body += "    def get_prefill_impl_cls(): ...\n" if "earlier" in source else ""
+    (tmp_path / "mine.py").write_text(f"{source}\nclass Mine(MLAPrefillBackend):\n{body}")
+    with pytest.raises(BackendReferenceError, match=said):
+        load_backend(parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
+
+
+def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class TheirDimensions:
+        qk_nope_head_dim: int
+        qk_rope_head_dim: int
+        v_head_dim: int
+
+    base = "vllm.v1.attention.backends.mla.prefill.base"
+    parts = base.split(".")
+    for depth in range(1, len(parts)):
+        installed(".".join(parts[:depth]))
+    installed(base, MLADimensions=TheirDimensions)
+    keys = "vllm.model_executor.layers.quantization.utils.quant_utils"
+    for depth in range(2, len(keys.split("."))):
+        installed(".".join(keys.split(".")[:depth]))
+    installed(keys, kFp8StaticTensorSym="their key")
+    members = {
+        "__module__": base,
+        "supported_mla_dimensions": [TheirDimensions(**vars(SMALL))],
+        "supports_quant_output": lambda self, key: key == "their key",
+    }
+    for kind in (PresentEagerPrefillBackend, EagerPrefillBackend):
+        backend = as_prefill_backend(type("Theirs", (kind,), members))
+        assert backend.supports_mla_dimensions(SMALL)
+        assert not backend.supports_mla_dimensions(PRESETS["r1"].head)
+        config = MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)
+        assert len(backend.validate_configuration(DeviceCapability(9, 0), config)) == 1
+        instance = backend(**SIZES)
+        assert instance.supports_quant_output(None)
+        assert instance._target.vllm_config.model_config.hf_text_config.v_head_dim == SMALL.v_head_dim

@@ -1,0 +1,67 @@
+"""The generations of the interface: the same kernel gets the same verdicts in each, and the same defects die."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.execute import execute, failing
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Status
+
+CPU = torch.device("cpu")
+INEXPRESSIBLE = {"earlier": ("out_tensor", "merge_states", "quant_output_fp8"), "present": ("empty_rows",)}
+"""Faults that a generation's interface has no room for: the earlier one has no output tensor, no output scale and no
+merge of its own; the present one is never given a row without keys."""
+DEFECT = {
+    "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
+    "earlier": (
+        "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
+        "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_eager_has_the_same_verdicts_in_every_generation(capability: str) -> None:
+    subjects = {name: Subject.of(name, CPU) for name in ("EAGER", "EAGER[earlier]", "EAGER[present]")}
+    for case in CAPABILITIES[capability].select(Tier.SMOKE):
+        statuses = {name: execute(Trial(subject, case)).status for name, subject in subjects.items()}
+        assert statuses["EAGER[present]"] is statuses["EAGER"], case.id
+        if capability in ("merge_states", "quant_output_fp8"):
+            assert statuses["EAGER[earlier]"] is Status.UNSUPPORTED
+        else:
+            assert statuses["EAGER[earlier]"] is statuses["EAGER"], case.id
+
+
+def expressible(entry: KnownDefect, generation: str) -> bool:
+    """Whether the generation has room for the fault, and calls the method that it stands in."""
+    lineage = entry.kernel.__mro__[: entry.kernel.__mro__.index(EagerPrefillBackend)]
+    overrides = any("run_prefill_context_chunk" in vars(cls) for cls in lineage)
+    return entry.killed_by not in INEXPRESSIBLE[generation] and not (generation == "present" and overrides)
+
+
+@pytest.mark.parametrize(
+    ("generation", "entry"),
+    [
+        pytest.param(generation, entry, id=f"{generation}-{name}")
+        for generation in DEFECT
+        for name, entry in known_defects().items()
+        if expressible(entry, generation)
+    ],
+)
+def test_a_known_defect_dies_in_every_generation(generation: str, entry: KnownDefect, tmp_path: Path) -> None:
+    kernel = entry.kernel
+    source = (
+        "from mla_conformance.backends.eager_generations import *\n"
+        f"from {kernel.__module__} import {kernel.__name__}\n" + DEFECT[generation].format(kernel=kernel.__name__)
+    )
+    path = tmp_path / f"{generation}_{kernel.__name__}.py"
+    path.write_text(source, encoding="utf-8")
+    subject = Subject.of(f"{path}:Wrong", CPU)
+    cases = CAPABILITIES[entry.killed_by].select(Tier.SMOKE)
+    assert any(failing(execute(Trial(subject, case))) for case in cases)
