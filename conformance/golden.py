@@ -7,7 +7,8 @@ import torch
 
 from mla_conformance.case import Call
 from mla_conformance.problem import PrefillCall, Problem, segments, start_loc
-from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.blockwise import blockwise_attention
 
 _KEPT = 8
 
@@ -54,7 +55,7 @@ def _compute(problem: Problem) -> Expectation:
 
 
 def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool) -> AttentionState:
-    return attention(
+    return blockwise_attention(
         problem.calls[0].q,
         k,
         v,
