@@ -1,8 +1,10 @@
 """What the adapters convert: lengths, LSE base and layout, padding of head dims, rows without keys."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -76,6 +78,13 @@ class RaggedBatch:
     def max_key_len(self) -> int:
         """Most keys of a request."""
         return max(self.key_lens)
+
+    def requests(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of q and of k of each request that has both."""
+        ends = zip(accumulate(self.query_lens), accumulate(self.key_lens), strict=True)
+        for queries, keys, (last_query, last_key) in zip(self.query_lens, self.key_lens, ends, strict=True):
+            if queries and keys:
+                yield slice(last_query - queries, last_query), slice(last_key - keys, last_key)
 
     def rows_without_keys(self) -> torch.Tensor | None:
         """[T] bool on the device, or None if every row sees a key; launches no synchronisation."""

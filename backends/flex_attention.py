@@ -65,13 +65,9 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         """A call per request: scores of the whole batch would be materialised, those of other requests included."""
         output = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-        query_start = key_start = 0
-        for queries, keys in zip(batch.query_lens, batch.key_lens, strict=True):
-            rows, visible = slice(query_start, query_start + queries), slice(key_start, key_start + keys)
-            query_start, key_start = rows.stop, visible.stop
-            if queries and keys:
-                mask = _causal_mask(queries) if batch.causal else None
-                output[rows], lse[:, rows] = self._call(q[rows], k[visible], v[visible], mask)
+        for rows, keys in batch.requests():
+            mask = _causal_mask(rows.stop - rows.start) if batch.causal else None
+            output[rows], lse[:, rows] = self._call(q[rows], k[keys], v[keys], mask)
         return output, lse
 
     def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:

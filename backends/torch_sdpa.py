@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from mla_conformance.backends.checks import check_operands, check_unquantised
+from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Rounding
-from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 
-class TorchSDPAPrefillBackend(MLAPrefillBackend):
+class TorchSDPAPrefillBackend(RaggedPrefillBackend):
     """One kernel call per request that has queries and keys."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -44,50 +44,18 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         """A CPU kernel: only devices without compute capability."""
         return device_capability is None
 
-    def run_prefill_new_tokens(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`MLAPrefillBackend`."""
-        check_unquantised(self, output_scale)
-        start_loc = self._prefill_metadata.query_start_loc.tolist()
-        output, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
-        if out is not None:
-            output = out.copy_(output)
-        return (output, lse) if return_softmax_lse else output
+    def kernel_evidence(self) -> dict[str, str]:
+        """PyTorch's version."""
+        return {"torch": torch.__version__, **super().kernel_evidence()}
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`MLAPrefillBackend`."""
-        context = self._prefill_metadata.chunked_context
-        if context is None:
-            raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
-        query_start_loc = self._prefill_metadata.query_start_loc.tolist()
-        return self._batch(q, k, v, query_start_loc, context.cu_seq_lens[chunk_idx].tolist(), causal=False)
-
-    def _batch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        query_start_loc: list[int],
-        key_start_loc: list[int],
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
+        """See :class:`RaggedPrefillBackend`."""
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
-        for request in range(len(query_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            keys = slice(key_start_loc[request], key_start_loc[request + 1])
-            if rows.start < rows.stop and keys.start < keys.stop:
-                flash_attention(q[rows], k[keys], v[keys], output[rows], lse[:, rows], self.scale, causal)
+        for rows, keys in batch.requests():
+            flash_attention(q[rows], k[keys], v[keys], output[rows], lse[:, rows], self.scale, batch.causal)
         return output, lse
 
 

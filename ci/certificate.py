@@ -24,7 +24,7 @@ def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str,
         name: {
             **head,
             "backend": name,
-            **part,
+            **{key: value for key, value in part.items() if key != "records"},
             "kernels": [kernel for kernel in kernels.get(name, []) if _of_the_library(kernel)],
             "error_budget_used": _worst([record for record in records if record["backend"] == name]),
             "seconds": round(sum(record["seconds"] for record in records if record["backend"] == name), 1),

@@ -2,28 +2,18 @@
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mla_conformance import gating_cli
+from mla_conformance import certify_cli, gating_cli, replay_cli
 from mla_conformance.capabilities import CAPABILITIES
 from mla_conformance.inputs import InputError
+from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
-
-if TYPE_CHECKING:
-    from mla_conformance.certify import Run
-    from mla_conformance.selection import Selection
+from mla_conformance.request import select
 
 _USAGE = 2
 _INTERRUPTED = 130
-_DEFAULT_OUT = Path("build/mla-conformance")
-_REFERENCE = "NAME|module:Class|file.py:Class"
-
-
-class _UsageError(Exception):
-    """A request that cannot be carried out as it stands."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.extra = [argument for argument in extra if argument != "--"]
     try:
         status: int = options.run(options)
-    except (_UsageError, InputError) as error:
+    except InputError as error:
         say(f"mla-conformance: {error}", error=True)
         return _USAGE
     except KeyboardInterrupt:
@@ -49,24 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
     commands = parser.add_subparsers(dest="command", required=True)
-    certify = commands.add_parser("certify", help="judge backends; further arguments go to pytest")
-    certify.add_argument("--backend", action="append", default=[], metavar=_REFERENCE)
-    certify.add_argument("--capability", action="append", default=[], metavar="NAME")
-    certify.add_argument("--tier", default="full", metavar="smoke|full")
-    certify.add_argument("--device", metavar="cpu|cuda")
-    certify.add_argument(
-        "--explore", type=int, default=0, metavar="N", help="judge N drawn cases as well; one that fails is made small"
-    )
-    certify.add_argument("--out", type=Path, default=_DEFAULT_OUT, metavar="DIR")
-    certify.add_argument("-n", "--workers", type=int, metavar="N", help="processes that run cases")
-    certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
-    gating_cli.add_certify_options(certify)
-    certify.set_defaults(run=_certify)
-    replay = commands.add_parser("replay", help="run one case again")
-    replay.add_argument("case", metavar="CASE_ID")
-    replay.add_argument("--backend", required=True, metavar=_REFERENCE)
-    replay.add_argument("--device", metavar="cpu|cuda")
-    replay.set_defaults(run=_replay)
+    certify_cli.add_commands(commands)
+    replay_cli.add_commands(commands)
     backends = commands.add_parser("backends", help="list the backends, and why one cannot run here")
     backends.add_argument("--device", metavar="cpu|cuda")
     backends.set_defaults(run=_backends)
@@ -80,77 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.set_defaults(run=_bench)
     gating_cli.add_commands(commands)
+    report_commands.add_commands(commands)
     return parser
-
-
-def _select(
-    backends: Sequence[str],
-    device: str | None,
-    capabilities: Sequence[str] = (),
-    tier: str = "full",
-    cases: Sequence[str] = (),
-    explore: int = 0,
-) -> "Selection":
-    from mla_conformance.selection import Selection, SelectionError
-
-    try:
-        return Selection.of(backends, capabilities, tier, device, cases, explore)
-    except SelectionError as error:
-        raise _UsageError(str(error)) from error
-
-
-def _certify(options: argparse.Namespace) -> int:
-    from mla_conformance.certify import Run, default_workers
-
-    if options.workers is not None and options.workers < 1:
-        raise _UsageError(f"--workers: expected at least 1, got {options.workers}")
-    selection = _select(options.backend, options.device, options.capability, options.tier, explore=options.explore)
-    wanted = bool(options.certificate or options.badge)
-    if wanted and not gating_cli.certifiable(options, selection):
-        return 3
-    workers = options.workers or default_workers(selection)
-    expectations = gating_cli.load_expectations(options.expectations)
-    run = Run(selection, _folder(options.out), workers, options.extra, expectations)
-    status = _run(run, as_json=options.json)
-    if wanted and status:
-        say("mla-conformance: no certificate: the run is no success", error=True)
-    return gating_cli.write_certificate(options, run) if wanted and not status else status
-
-
-def _replay(options: argparse.Namespace) -> int:
-    selection = _select([options.backend], options.device, cases=[options.case])
-    from mla_conformance.certify import Run
-
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
-        return _run(Run(selection, Path(folder), workers=1), keep_report=False)
-
-
-def _run(run: "Run", **how: bool) -> int:
-    from mla_conformance.certify import RunError
-    from mla_conformance.console import run_and_report
-
-    try:
-        return run_and_report(run, **how)
-    except RunError as error:
-        raise _UsageError(str(error)) from error
-
-
-def _folder(path: Path) -> Path:
-    """The output folder, proven writable before anything is run."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise _UsageError(f"--out {path}: expected a writable folder: {error.strerror}") from error
-    return path.resolve()
 
 
 def _backends(options: argparse.Namespace) -> int:
     from mla_conformance.selection import known_names
 
     names = known_names()
-    subjects = _select(names, options.device).subjects
+    subjects = select(names, options.device).subjects
     subjects = tuple(sorted(subjects, key=lambda subject: names.index(subject.name.partition("[")[0])))
     width = max(len(subject.name) for subject in subjects)
     for subject in subjects:
@@ -175,7 +87,7 @@ def _defects(options: argparse.Namespace) -> int:
     try:
         tier = find_tier(options.tier)
     except CapabilityError as error:
-        raise _UsageError(str(error)) from error
+        raise InputError(str(error)) from error
     readme = _with_markers(options.readme) if options.readme else ""
     report = summarise(run_matrix(tier), tier.value)
     if options.out:
@@ -195,7 +107,7 @@ def _with_markers(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         section(text)
     except (OSError, SectionError) as error:
-        raise _UsageError(f"--readme {path}: {error}") from error
+        raise InputError(f"--readme {path}: {error}") from error
     return text
 
 

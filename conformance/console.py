@@ -1,17 +1,26 @@
 """What a person sees of a run: header, failures as they come, progress, the outcome per backend, closing line."""
 
 import json
+import os
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.certify import Run, RunError, environment
 from mla_conformance.record import Record
 from mla_conformance.recording import describe_failure
+from mla_conformance.report.files import write_whole
+from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.markdown import markdown
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import backend_lines, closing_line, header, say
 
 REPORT_NAME = "report.json"
+PAGE_NAME = "report.html"
+_BROKEN = 3
+_INTERRUPTED = 130
 
 
 class Progress:
@@ -69,41 +78,58 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
         RunError: pytest could not be started with these arguments.
     """
     if not as_json:
-        say(header(environment(run.selection), sum(run.listed.values()), run.selection.explore))
+        shard = f" · shard {run.shard} of {len(run.selection.case_ids)}" if run.shard else ""
+        say(header(environment(run.selection), len(run.cases), run.selection.explore) + shard)
     report = run.directory / REPORT_NAME
-    report.unlink(missing_ok=True)  # what is there is of another run
+    for name in (REPORT_NAME, PAGE_NAME):
+        (run.directory / name).unlink(missing_ok=True)  # what is there is of another run
     progress = Progress(run)
-    broken = ""
-    if run.available:
-        try:
-            run.execute(_ignore if as_json else progress)
-        except RunError as error:
-            if error.usage:
-                raise
-            broken = str(error)
+    broken, status = _execute(run, _ignore if as_json else progress)
     summary = run.summary()
-    _write(report, summary)
+    unwritten = _write(report, summary, views=keep_report)
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
     else:
         _show_outcome(summary, progress, report if keep_report else None)
-    if broken:
-        say(f"mla-conformance: {broken}", error=True)
-    return summary.exit_status or (3 if broken else 0)
+    for message in filter(None, (broken, unwritten)):
+        say(f"mla-conformance: {message}", error=True)
+    return status or summary.exit_status or (_BROKEN if broken or unwritten else 0)
+
+
+def _execute(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
+    """Run it; what kept it from its end, and the exit status if that decides it."""
+    try:
+        if run.available:
+            run.execute(on_record)
+    except RunError as error:
+        if error.usage:
+            raise
+        return str(error), 0
+    except KeyboardInterrupt:
+        resume = f"mla-conformance certify --resume {shlex.quote(str(run.directory))}"
+        return f"interrupted; to go on: {resume}", _INTERRUPTED
+    return "", 0
 
 
 def _ignore(record: Record) -> None:
     """A machine reads the report, not the progress."""
 
 
-def _write(path: Path, summary: RunSummary) -> None:
+def _write(path: Path, summary: RunSummary, views: bool) -> str:
+    """The report, and where it stays its views: the page beside it, and the step summary of a CI job that has one.
+
+    Returns what went wrong, or nothing.
+    """
     try:
         write_json(path, report_json(summary))
+        if views:
+            write_whole(path.with_name(PAGE_NAME), html(summary))
+            if step_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+                with Path(step_summary).open("a", encoding="utf-8") as file:
+                    file.write(markdown(summary))
     except OSError as error:
-        say(
-            f"mla-conformance: cannot write {path}: {error.strerror}; the journal beside it holds the verdicts",
-            error=True,
-        )
+        return f"cannot write {error.filename or path}: {error.strerror}; the journal beside it holds the verdicts"
+    return ""
 
 
 def _show_outcome(summary: RunSummary, progress: Progress, report: Path | None) -> None:

@@ -1,5 +1,6 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
+import os
 import traceback
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -9,8 +10,9 @@ import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.case import Call
-from mla_conformance.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
+from mla_conformance.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
 from mla_conformance.problem import PrefillCall, Problem
+from mla_conformance.process_state import ProcessState
 from mla_conformance.reference.merge import merge
 
 State = tuple[torch.Tensor, torch.Tensor]
@@ -26,6 +28,7 @@ class Returned:
         value: the returned object as it is; None if the call raised.
         error: one line for an exception, and the traceback behind it.
         out: the output tensor that was handed in.
+        out_of_memory: the exception says that memory ran out.
     """
 
     call: PrefillCall
@@ -33,6 +36,7 @@ class Returned:
     error: str = ""
     traceback: str = ""
     out: Guarded | None = None
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Observation:
         mutated: caller-owned tensors whose bytes changed.
         merge_error: what the backend's own merge raised.
         device_lost: the calls left the GPU's context unusable, so nothing of them can be looked at.
+        disturbed: settings of the process that the calls changed; they are restored.
     """
 
     returned: tuple[Returned, ...]
@@ -52,6 +57,7 @@ class Observation:
     mutated: tuple[str, ...]
     merge_error: str = ""
     device_lost: bool = False
+    disturbed: tuple[str, ...] = ()
 
     @property
     def error(self) -> Returned | None:
@@ -61,18 +67,19 @@ class Observation:
 
 def one_line(error: BaseException) -> str:
     """An exception's type and text on one line that every encoding can carry."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        said = str(error)
+    except Exception:
+        said = "(its text cannot be made)"
+    text = " ".join(f"{type(error).__name__}: {said}".split())
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True) -> Observation:
     """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
-    returned: list[Returned] = []
-    for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare=prepare and not returned))
-        if returned[-1].error:
-            break
+    with ProcessState.watched() as disturbed:
+        returned = _make_calls(backend, problem, prepare)
     if returned and returned[-1].error and device_lost(problem.device):
         return Observation(tuple(returned), None, (), device_lost=True)
     merged, merge_error = None, ""
@@ -80,7 +87,20 @@ def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True
         merged = _merge(backend, problem, returned)
     except Exception as error:
         merge_error = one_line(error)
-    return Observation(tuple(returned), merged, tuple(before.changed()), merge_error)
+    return Observation(tuple(returned), merged, tuple(before.changed()), merge_error, disturbed=tuple(disturbed))
+
+
+def _make_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool) -> list[Returned]:
+    """Every call up to the first that raises."""
+    process = os.getpid()
+    returned: list[Returned] = []
+    for call in problem.calls:
+        returned.append(_guarded_call(backend, problem, call, prepare=prepare and not returned))
+        if os.getpid() != process:
+            os._exit(0)  # the backend forked, and its child came back into a run that is not its own
+        if returned[-1].error:
+            break
+    return returned
 
 
 def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, prepare: bool) -> Returned:
@@ -94,7 +114,7 @@ def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCal
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
     except (Exception, SystemExit) as error:
-        return Returned(call, None, one_line(error), traceback.format_exc(), out)
+        return Returned(call, None, one_line(error), traceback.format_exc(), out, out_of_memory(error))
     return Returned(call, value, out=out)
 
 

@@ -7,13 +7,10 @@ from functools import reduce
 from mla_conformance.case import Case
 from mla_conformance.execute import execute, failing
 from mla_conformance.memory import device_lost
-from mla_conformance.record import Record
+from mla_conformance.record import EXPLORED, Record
 from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict
-
-EXPLORED = "explored"
-"""What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
 
 DRAWN = ("new_tokens", "context_chunk", "chunked_context")
 """Capabilities that cases are drawn of."""

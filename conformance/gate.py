@@ -8,7 +8,7 @@ from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.inputs import InputError
 from mla_conformance.mustpass import MustPass
 from mla_conformance.record import Record
-from mla_conformance.report.read import BackendReport, Report
+from mla_conformance.report.summary import RunSummary, count_by_capability
 from mla_conformance.verdict import Status
 
 DRIFT = 0.1
@@ -55,9 +55,9 @@ class Gate:
         max_drift: a larger drift blocks; None shows drift without blocking.
     """
 
-    reports: Sequence[Report]
+    reports: Sequence[RunSummary]
     expectations: Expectations
-    baseline: Sequence[Report] = ()
+    baseline: Sequence[RunSummary] = ()
     must_pass: MustPass | None = None
     max_drift: float | None = None
 
@@ -87,7 +87,7 @@ class Gate:
             if record.status is Status.UNEXPECTED_PASS:
                 yield Row(Finding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
             elif record.failed:
-                earlier = before.get(record.backend, {}).get(record.case)
+                earlier = before.get(record.backend, {}).get(record.key)
                 known = not self.baseline or (earlier is not None and earlier.as_judged.failed)
                 kind = Finding.FAILING if known else Finding.NEWLY_FAILING
                 yield Row(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
@@ -98,7 +98,7 @@ class Gate:
 
     def _changes(self, now: "Records", before: "Records") -> Iterator[Row]:
         for earlier in _flat(before):
-            record = now.get(earlier.backend, {}).get(earlier.case)
+            record = now.get(earlier.backend, {}).get(earlier.key)
             if record is None or (earlier.status is Status.PASS and record.status in _NOT_JUDGED):
                 what = f"{earlier.status} in the baseline, {record.status if record else 'absent'} now"
                 yield Row(Finding.LOST, earlier.backend, earlier.case, what)
@@ -116,60 +116,52 @@ class Gate:
 
 
 Records = Mapping[str, Mapping[str, Record]]
-"""Records by backend and case id."""
+"""Records by backend and key."""
 
 
 def _flat(records: Records) -> Iterator[Record]:
     return (record for by_case in records.values() for record in by_case.values())
 
 
-def _require_alike(reports: Sequence[Report]) -> None:
+def _require_alike(reports: Sequence[RunSummary]) -> None:
     """Verdicts of different suites or tiers say nothing about each other."""
     first = reports[0]
     for report in reports:
         for name in ("suite", "tier"):
-            expected, got = ((r.suite if name == "suite" else r.environment.get(name)) for r in (first, report))
+            expected, got = (r.environment.get(name) for r in (first, report))
             if got != expected:
-                raise InputError(f"{report.path}: expected {name} {expected} as in {first.path}, got {got}")
+                raise InputError(f"{report.source}: expected {name} {expected} as in {first.source}, got {got}")
 
 
-def _joined(reports: Sequence[Report], expectations: Expectations) -> Records:
+def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> Records:
     """The records of all reports as the expectations see them."""
     joined: dict[str, dict[str, Record]] = {}
     for report in reports:
         for backend in report.backends:
+            found, known = joined.setdefault(backend.name, {}), facts(report.environment, backend.versions)
             for record in backend.records:
-                _add(joined.setdefault(backend.name, {}), record, report)
-                joined[backend.name][record.case] = expectations.apply(
-                    record, facts(report.environment, backend.versions)
-                )
+                if record.key in found:
+                    raise InputError(f"{report.source}: {backend.name} {record.key} stands in another report as well")
+                found[record.key] = expectations.apply(record, known)
     return joined
 
 
-def _add(found: dict[str, Record], record: Record, report: Report) -> None:
-    if record.case in found:
-        raise InputError(f"{report.path}: {record.backend} {record.case} stands in another report as well")
-
-
-def _incomplete(reports: Sequence[Report]) -> Iterator[Row]:
+def _incomplete(reports: Sequence[RunSummary]) -> Iterator[Row]:
     """Backends of whose list something was not run; and a run that judged nothing."""
-    parts: dict[str, list[BackendReport]] = {}
-    for report in reports:
-        for backend in report.backends:
-            parts.setdefault(backend.name, []).append(backend)
-    for name, shards in parts.items():
-        for capability, missing in _not_run([shard for shard in shards if not shard.reasons]).items():
-            yield Row(Finding.INCOMPLETE, name, capability, f"{missing} cases of the list have no verdict")
-    if not any(shard.records for shards in parts.values() for shard in shards):
+    for name, keys in _not_run(reports).items():
+        for capability, count in count_by_capability(keys).items():
+            yield Row(Finding.INCOMPLETE, name, capability, f"{count} cases of the list have no verdict")
+    if not any(report.records for report in reports):
         yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
 
 
-def _not_run(shards: Sequence[BackendReport]) -> dict[str, int]:
-    """Cases without a verdict by capability; each shard may list its own part or the whole."""
-    missing = {}
-    for capability in dict.fromkeys(name for shard in shards for name in shard.listed):
-        listed = [shard.listed.get(capability, 0) for shard in shards]
-        run = [sum(record.capability == capability for record in shard.records) for shard in shards]
-        if sum(listed) > sum(run) and max(listed) > sum(run):
-            missing[capability] = max(listed) - sum(run)
+def _not_run(reports: Sequence[RunSummary]) -> dict[str, list[str]]:
+    """Keys without a record by backend; each report may be of one shard of the list."""
+    run = [(report, backend) for report in reports for backend in report.backends if not backend.reasons]
+    judged = {(backend.name, record.key) for _, backend in run for record in backend.records}
+    wanted = dict.fromkeys((backend.name, key) for report, backend in run for key in report.keys_of(backend))
+    missing: dict[str, list[str]] = {}
+    for name, key in wanted:
+        if (name, key) not in judged:
+            missing.setdefault(name, []).append(key)
     return missing

@@ -9,8 +9,8 @@ from mla_conformance.inputs import InputError
 from mla_conformance.report.terminal import say
 
 if TYPE_CHECKING:
+    from mla_conformance.certify import Run
     from mla_conformance.expectations.apply import Expectations
-    from mla_conformance.selection import Selection
 
 _SHIPPED = "shipped"
 
@@ -64,19 +64,19 @@ def load_expectations(folders: list[Path]) -> "Expectations":
     return Expectations.load([shipped(), *folders])
 
 
-def certifiable(options: argparse.Namespace, selection: "Selection") -> bool:
-    """Whether the run that is asked for can be certified; says why not."""
+def certifiable(run: "Run") -> bool:
+    """Whether a run that is asked for can be certified; says why not."""
     from mla_conformance.certificate.issue import Refused, require_certifiable
 
     try:
-        require_certifiable(selection, options.extra)
+        require_certifiable(run)
     except Refused as reason:
         say(f"mla-conformance: no certificate: {reason}", error=True)
         return False
     return True
 
 
-def write_certificate(options: argparse.Namespace, run: Any) -> int:
+def write_certificate(options: argparse.Namespace, run: "Run") -> int:
     """Write certificate and badge of a finished run; the exit status."""
     from mla_conformance.certificate.badge import badge
     from mla_conformance.certificate.issue import Refused, issue
@@ -92,18 +92,12 @@ def write_certificate(options: argparse.Namespace, run: Any) -> int:
 
 
 def _write(path: Path | None, content: Any) -> None:
-    from mla_conformance.report.json_report import write_json
+    from mla_conformance.report.files import write_output
+    from mla_conformance.report.json_report import to_text
 
     if path is None:
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content, encoding="utf-8")
-        else:
-            write_json(path, content)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    write_output(path, content if isinstance(content, str) else to_text(content))
     say(f"wrote {path}", error=True)
 
 
@@ -112,28 +106,28 @@ def _gate(options: argparse.Namespace) -> int:
     from mla_conformance.expectations.apply import Expectations, shipped
     from mla_conformance.gate import Gate
     from mla_conformance.report.gate_table import gate_lines
-    from mla_conformance.report.read import read_report
+    from mla_conformance.report.loading import load_report
 
     listed = mustpass.shipped() if options.must_pass == _SHIPPED else options.must_pass
     gate = Gate(
-        reports=[read_report(path) for path in options.reports],
+        reports=[load_report(path) for path in options.reports],
         expectations=Expectations.load([shipped(), *options.expectations]),
-        baseline=[read_report(path) for path in options.baseline],
+        baseline=[load_report(path) for path in options.baseline],
         must_pass=mustpass.MustPass.read(Path(listed)) if listed else None,
         max_drift=options.max_drift,
     )
     rows = gate.rows()
     blocked = any(map(gate.blocks, rows))
-    for line in gate_lines(rows, blocked, sum(len(b.records) for report in gate.reports for b in report.backends)):
+    for line in gate_lines(rows, blocked, sum(len(report.records) for report in gate.reports)):
         say(line)
     return 1 if blocked else 0
 
 
 def _update(options: argparse.Namespace) -> int:
     from mla_conformance.expectations.update import plan_update
-    from mla_conformance.report.read import read_report
+    from mla_conformance.report.loading import load_report
 
-    update = plan_update(read_report(options.report), options.dir)
+    update = plan_update(load_report(options.report), options.dir)
     update.write(options.dir)
     for sign, entries in (("+", update.added), ("-", update.removed)):
         for entry in entries:

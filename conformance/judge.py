@@ -75,9 +75,7 @@ class _Judge:
 
     def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
         for returned in observation.returned:
-            if returned.error:
-                verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
-                yield replace(verdict, detail=returned.traceback)
+            yield _raised(returned)
             yield self._form(returned)
         for returned, golden in zip(observation.returned, expectation.calls, strict=True):
             yield from self._values(self._part(returned, golden))
@@ -88,6 +86,8 @@ class _Judge:
         yield from (self._out_tensor(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
+        if observation.disturbed:
+            yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
         output, lse = _unpack(returned.value)
@@ -237,6 +237,16 @@ class _Judge:
 
     def _use(self, used: BudgetUse) -> None:
         self.used = self.used.worst_with(used)
+
+
+def _raised(returned: Returned) -> Verdict | None:
+    """What an exception of a call means; None without one."""
+    if not returned.error:
+        return None
+    if returned.out_of_memory:
+        return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
+    verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
+    return replace(verdict, detail=returned.traceback)
 
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -76,6 +76,13 @@ def device_lost(device: torch.device) -> bool:
     return False
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory, of the machine or of the GPU, ran out."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
 class Snapshot:
     """The bytes of tensors at one moment, their whole storages included."""
 

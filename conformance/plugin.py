@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mla_conformance import limits
+from mla_conformance.journal import Journal
+from mla_conformance.record import EXPLORED
 from mla_conformance.recording import Recorder, attach, identity, record_of
 from mla_conformance.verdict import Nonconformance, Status
+from mla_conformance.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mla_conformance.explore import Exploration
@@ -25,11 +29,14 @@ if TYPE_CHECKING:
 
 _SELECTION = pytest.StashKey["Selection"]()
 _RECORDER = pytest.StashKey[Recorder]()
+_SETTLED = pytest.StashKey[set[tuple[str, str, str]]]()
 _TRIAL = pytest.StashKey["tuple[Trial, float]"]()
 _EXPLORATION = pytest.StashKey["Exploration"]()
+_WATCHDOG = pytest.StashKey[Watchdog]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
 _DEVICE_LOST = 70
+_OUT_OF_MEMORY = 71
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
@@ -52,7 +59,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--mla-explore", type=int, default=0, metavar="N", help="draw N further cases for each backend (hypothesis)"
     )
+    group.addoption("--mla-cases", default=None, metavar="FILE", help="run exactly the case ids of this file's lines")
     group.addoption("--mla-out", default=None, metavar="DIR", help="folder for the journal of the run")
+    group.addoption(
+        "--mla-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="end a worker whose case takes longer; needs --mla-out and workers (-n)",
+    )
+    group.addoption("--mla-memory", type=int, default=None, metavar="BYTES", help="memory that a worker may allocate")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,13 +83,27 @@ def pytest_configure(config: pytest.Config) -> None:
     _rewrite_keyword(config)
     recorder = Recorder(Path(config.option.mla_out) if config.option.mla_out else None)
     config.stash[_RECORDER] = recorder
+    _protect(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(recorder, "mla-conformance-recorder")
 
 
+def _protect(config: pytest.Config) -> None:
+    """A run with a folder leaves no process behind; its workers are limited in time and memory."""
+    option = config.option
+    if not option.mla_out:
+        return
+    limits.die_with_parent()
+    if hasattr(config, "workerinput"):
+        if option.mla_memory:
+            limits.limit_memory(option.mla_memory)
+        if option.mla_timeout:
+            config.stash[_WATCHDOG] = Watchdog.of(Path(option.mla_out), option.mla_timeout)
+
+
 def _selects(option: Any) -> bool:
-    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_explore)
-    return any(chosen) or option.mla_tier != "full"
+    chosen = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_cases)
+    return any(chosen) or option.mla_explore or option.mla_tier != "full"
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
@@ -118,7 +148,7 @@ def _selection(config: pytest.Config) -> "Selection":
                 option.mla_capability,
                 option.mla_tier,
                 option.mla_device,
-                option.mla_case,
+                _cases(option),
                 option.mla_explore,
             )
         except SelectionError as error:
@@ -126,17 +156,42 @@ def _selection(config: pytest.Config) -> "Selection":
     return config.stash[_SELECTION]
 
 
+def _cases(option: Any) -> list[str]:
+    """The case ids that were asked for."""
+    if not option.mla_cases:
+        return list(option.mla_case)
+    try:
+        return [*option.mla_case, *Path(option.mla_cases).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise pytest.UsageError(f"--mla-cases {option.mla_cases}: {error.strerror}") from error
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise a suite test over the selected cases and backends, a case's backends side by side."""
     definition, wanted = metafunc.definition, metafunc.fixturenames
     marker = definition.get_closest_marker("capability")
     if marker is not None and "trial" in wanted:
-        pairs = _selection(metafunc.config).pairs(marker.args[0])
-        params = [_param((subject, case), f"{case.id}-", subject, why) for subject, case, why in pairs]
-        metafunc.parametrize("trial", params, indirect=True)
+        metafunc.parametrize("trial", _trials(metafunc.config, marker.args[0]), indirect=True)
     if definition.get_closest_marker("explore") is not None and "exploration" in wanted:
-        params = [_param(subject, "", subject, why) for subject, why in _selection(metafunc.config).explored()]
-        metafunc.parametrize("exploration", params, indirect=True)
+        metafunc.parametrize("exploration", _explorations(metafunc.config), indirect=True)
+
+
+def _trials(config: pytest.Config, capability: str) -> list[Any]:
+    settled = _settled(config)
+    return [
+        _param((subject, case), f"{case.id}-", subject, why)
+        for subject, case, why in _selection(config).pairs(capability)
+        if (subject.backend.reference, capability, case.id) not in settled
+    ]
+
+
+def _explorations(config: pytest.Config) -> list[Any]:
+    settled = {reference for reference, capability, _ in _settled(config) if capability == EXPLORED}
+    return [
+        _param(subject, "", subject, why)
+        for subject, why in _selection(config).explored()
+        if subject.backend.reference not in settled
+    ]
 
 
 def _param(value: Any, prefix: str, subject: "Subject", unavailable: str) -> Any:
@@ -144,6 +199,14 @@ def _param(value: Any, prefix: str, subject: "Subject", unavailable: str) -> Any
     if unavailable:
         marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
     return pytest.param(value, id=f"{prefix}backend={subject.name}", marks=marks)
+
+
+def _settled(config: pytest.Config) -> set[tuple[str, str, str]]:
+    """What a resumed run has verdicts of already."""
+    if _SETTLED not in config.stash:
+        folder = config.option.mla_out
+        config.stash[_SETTLED] = Journal.inside(Path(folder)).settled() if folder else set()
+    return config.stash[_SETTLED]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -175,7 +238,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 
     subject, case = request.param
     current = Trial(subject, case)
-    request.config.stash[_RECORDER].start(request.node.nodeid, identity(current))
+    request.config.stash[_RECORDER].start(request.node, identity(current))
     request.node.stash[_TRIAL] = (current, time.perf_counter())
     if not find_capability(case.capability).probes_refusals:
         try:
@@ -190,12 +253,13 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 @pytest.fixture
 def exploration(request: pytest.FixtureRequest) -> "Exploration":
     """The drawn cases of a subject; the item's trial is the one that was started last."""
-    from mla_conformance.explore import EXPLORED, Exploration
+    from mla_conformance.explore import Exploration
 
     def start(current: "Trial") -> None:
         record = replace(identity(current), capability=EXPLORED)
-        request.config.stash[_RECORDER].start(request.node.nodeid, record)
+        request.config.stash[_RECORDER].start(request.node, record)
         request.node.stash[_TRIAL] = (current, time.perf_counter())
+        _arm(request.config)  # each drawn case has the time of one
 
     selection = _selection(request.config)
     found = Exploration(request.param, selection.explore, selection.drawn, start)
@@ -209,25 +273,47 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
     report: pytest.TestReport = yield  # type: ignore[misc, assignment]
     if _TRIAL in item.stash and (call.when == "call" or (call.when == "setup" and call.excinfo is not None)):
         current, started = item.stash[_TRIAL]
-        record = record_of(report, current, call.excinfo, time.perf_counter() - started)
+        seconds, evidence = time.perf_counter() - started, current.evidence()
+        _disarm(item.config)  # nothing more is asked of the backend, and an explanation takes its time
+        record = record_of(report, current, call.excinfo, seconds, evidence)
         attach(report, item.stash[_EXPLORATION].described(record) if _EXPLORATION in item.stash else record)
     return report  # type: ignore[return-value]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A process whose GPU context a kernel destroyed judges nothing more; a worker is replaced by a new one."""
+    """A process that hangs, or has lost its GPU context or its memory, judges nothing more; a worker is replaced."""
+    _arm(item.config)
     result = yield
+    _disarm(item.config)
     if _TRIAL in item.stash:
-        from mla_conformance.memory import device_lost
-
-        if device_lost(item.stash[_TRIAL][0].subject.device):
-            if hasattr(item.config, "workerinput"):
-                os._exit(_DEVICE_LOST)
-            pytest.exit(
-                "a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST
-            )
+        _retire(item.config, item.stash[_TRIAL][0])
     return result
+
+
+def _arm(config: pytest.Config) -> None:
+    if _WATCHDOG in config.stash:
+        config.stash[_WATCHDOG].arm()
+
+
+def _disarm(config: pytest.Config) -> None:
+    if _WATCHDOG in config.stash:
+        config.stash[_WATCHDOG].disarm()
+
+
+def _retire(config: pytest.Config, trial: "Trial") -> None:
+    """End a process that cannot judge further cases."""
+    from mla_conformance.memory import device_lost
+
+    is_worker = hasattr(config, "workerinput")
+    if device_lost(trial.subject.device):
+        if is_worker:
+            os._exit(_DEVICE_LOST)
+        pytest.exit("a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST)
+    # What one case leaked must not be missing to the next.
+    crowded = config.option.mla_memory and 2 * limits.allocated_memory() > config.option.mla_memory
+    if is_worker and (crowded or trial.verdict.status is Status.UNAVAILABLE):
+        os._exit(_OUT_OF_MEMORY)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -88,7 +88,7 @@ class Problem:
         owned["block_table"] = self.metadata.block_table
         context = self.metadata.chunked_context
         if context is not None:
-            owned |= {"cu_seq_lens": context.cu_seq_lens, "starts": context.starts, "seq_lens": context.seq_lens}
+            owned |= {name: getattr(context, name) for name in ("cu_seq_lens", "starts", "seq_lens", "workspace")}
         if self.output_scale is not None:
             owned["output_scale"] = self.output_scale
         return owned

@@ -6,6 +6,16 @@ from typing import Any
 
 from mla_conformance.verdict import Status, Verdict
 
+EXPLORED = "explored"
+"""What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
+
+_FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+
+
+def replay_line(case: str, reference: str) -> str:
+    """The command that runs a case on a backend again."""
+    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -24,7 +34,7 @@ class Record:
         used: share of the error budget by rule.
         explanation: what the failure looks like beside the known defects, for a capability's first failure.
         seconds: wall time of the trial.
-        detail: traceback of a harness error or a crash.
+        detail: traceback of a harness error, a crash or a hang.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
         judged: status before an expectation was applied, or empty.
         expectation: the expectation that was applied, or empty.
@@ -50,9 +60,19 @@ class Record:
     cases: int = 1
 
     @property
+    def key(self) -> str:
+        """What tells a backend's records apart: the case, or for drawn cases, which no list holds, the exploration."""
+        return self.capability if self.capability == EXPLORED else self.case
+
+    @property
+    def question(self) -> tuple[str, str, str]:
+        """What it answers: reference, capability, case; a drawn case may be one of the listed cases, too."""
+        return self.reference, self.capability, self.case
+
+    @property
     def failed(self) -> bool:
         """Whether this record fails its capability."""
-        return self.status in (Status.FAIL, Status.CRASH, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+        return self.status in _FAILED
 
     @property
     def as_judged(self) -> "Record":
@@ -62,7 +82,7 @@ class Record:
     @property
     def replay(self) -> str:
         """The command that runs this case again."""
-        return f"mla-conformance replay {shlex.quote(self.case)} --backend {shlex.quote(self.reference)}"
+        return replay_line(self.case, self.reference)
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""

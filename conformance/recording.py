@@ -1,6 +1,7 @@
 """From pytest's reports to records: attached where a test ran, collected and journalled where the run is controlled."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,15 @@ import pytest
 from mla_conformance.journal import Journal
 from mla_conformance.record import Record
 from mla_conformance.verdict import Nonconformance, Status, Verdict
+from mla_conformance.watchdog import stacks_of
 
 if TYPE_CHECKING:
     from mla_conformance.trial import Trial
 
 PROPERTY = "mla_conformance"
+_LOST = "mla_conformance_journal_lost"
+DIED = "the process died during this case"
+HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
 def identity(trial: "Trial") -> Record:
@@ -24,23 +29,38 @@ def identity(trial: "Trial") -> Record:
 
 
 def record_of(
-    report: pytest.TestReport, trial: "Trial", excinfo: "pytest.ExceptionInfo[BaseException] | None", seconds: float
+    report: pytest.TestReport,
+    trial: "Trial",
+    excinfo: "pytest.ExceptionInfo[BaseException] | None",
+    seconds: float,
+    evidence: dict[str, str],
 ) -> Record:
     """The record of a finished trial, with what a failure looks like, or the traceback of a fault of the harness."""
-    verdict = trial.verdict
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
-        verdict = Verdict(Status.HARNESS_ERROR, f"{type(excinfo.value).__name__}: {excinfo.value}")
-    record = replace(identity(trial).with_verdict(verdict, round(seconds, 4)), evidence=trial.evidence())
+        trial.verdict = _undecided(excinfo.value)
+    record = replace(identity(trial).with_verdict(trial.verdict, round(seconds, 4)), evidence=evidence)
     if record.status is Status.HARNESS_ERROR:
         return replace(record, detail=str(report.longrepr))
-    return replace(record, explanation=_explanation(trial, verdict, seconds)) if record.failed else record
+    return replace(record, explanation=_explanation(trial, trial.verdict, seconds)) if record.failed else record
 
 
 def attach(report: pytest.TestReport, record: Record) -> None:
     """Put a record into the report, and a failure's sentence and replay line in place of a traceback."""
-    if record.failed and record.status is not Status.HARNESS_ERROR:
+    if record.status is Status.UNAVAILABLE:
+        report.outcome, report.longrepr = "skipped", (report.location[0], report.location[1] or 0, record.message)
+    elif record.failed and record.status is not Status.HARNESS_ERROR:
         report.longrepr = describe_failure(record)
     report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
+
+
+def _undecided(error: BaseException) -> Verdict:
+    """What an exception of the harness, or of the backend outside its calls, leaves to say."""
+    from mla_conformance.driver import one_line
+    from mla_conformance.memory import out_of_memory
+
+    if out_of_memory(error):
+        return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
+    return Verdict(Status.HARNESS_ERROR, one_line(error))
 
 
 def describe_failure(record: Record) -> str:
@@ -70,44 +90,58 @@ def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
     return explain(trial, verdict)
 
 
+JOURNAL_LOST = 74
+"""Exit status of pytest when the journal cannot be written."""
+
+
 class Recorder:
     """Collects records on the controller and journals them; on a worker it only journals what is about to start."""
 
     def __init__(self, directory: Path | None) -> None:
         self.records: list[Record] = []
+        self._directory = directory
         self._journal = Journal.inside(directory) if directory else None
 
-    def start(self, nodeid: str, record: Record) -> None:
+    def start(self, item: pytest.Item, record: Record) -> None:
         """Journal a trial before anything of it is launched."""
         if self._journal:
-            self._journal.append("start", nodeid=nodeid, record=record.to_json())
+            try:
+                self._journal.append("start", nodeid=item.nodeid, process=os.getpid(), record=record.to_json())
+            except OSError as error:
+                item.user_properties.append((_LOST, str(error.strerror)))
+                raise
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the record of a finished trial, or of one that died with its worker."""
-        found = [value for name, value in report.user_properties if name == PROPERTY]
-        if found:
-            self._keep(json.loads(str(found[-1])))
+        properties = dict(report.user_properties)
+        if _LOST in properties:
+            self._give_up(str(properties[_LOST]))
+        elif PROPERTY in properties:
+            self._keep(json.loads(str(properties[PROPERTY])))
         elif report.when not in ("setup", "call", "teardown"):
             self._keep_crash(report)
 
     def _keep(self, data: dict[str, Any]) -> None:
-        self.records.append(Record.from_json(data))
         if self._journal:
-            self._journal.append("verdict", record=data)
+            try:
+                self._journal.append("verdict", record=data)
+            except OSError as error:
+                self._give_up(str(error.strerror))
+        self.records.append(Record.from_json(data))
+
+    def _give_up(self, reason: str) -> None:
+        folder = f" of {self._directory}" if self._directory else ""
+        pytest.exit(f"cannot write the journal{folder}: {reason}", JOURNAL_LOST)
 
     def _keep_crash(self, report: pytest.TestReport) -> None:
         """A worker that dies leaves no record; its start is in the journal."""
-        if not self._journal:
+        if not self._journal or not self._directory:
             return
-        judged = {_question(record) for record in self.records}
-        started = [
-            e["record"] for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid
-        ]
-        if started and _question(Record.from_json(started[-1])) not in judged:
-            message = "the process died during this case"
-            self._keep({**started[-1], "status": Status.CRASH, "message": message, "detail": str(report.longrepr)})
-
-
-def _question(record: Record) -> tuple[str, str, str]:
-    """What a record answers; a drawn case may be one of the listed cases, too."""
-    return record.reference, record.capability, record.case
+        judged = {record.question for record in self.records}
+        started = [e for e in self._journal.events() if e["event"] == "start" and e["nodeid"] == report.nodeid]
+        if started and Record.from_json(started[-1]["record"]).question not in judged:
+            stacks = stacks_of(self._directory, started[-1]["process"])
+            verdict = {"status": Status.CRASH, "message": DIED, "detail": str(report.longrepr)}
+            if stacks:
+                verdict = {"status": Status.TIMEOUT, "message": HUNG, "detail": stacks}
+            self._keep({**started[-1]["record"], **verdict})

@@ -138,6 +138,11 @@ class Selection:
             return tuple(case for case in self.cases if case.capability == capability)
         return find_capability(capability).select(self.tier)
 
+    @property
+    def case_ids(self) -> tuple[str, ...]:
+        """Ids of all cases of this run, capability by capability."""
+        return tuple(case.id for name in self.capabilities for case in self.cases_of(name))
+
     def pairs(self, capability: str) -> Iterator[tuple[Subject, Case, str]]:
         """Every (subject, case, why unavailable); an unavailable subject stands with its first case only."""
         for index, case in enumerate(self.cases_of(capability)):

@@ -118,12 +118,16 @@ class Trial:
         if observation.mutated:
             changed = ", ".join(observation.mutated)
             self._settle(failed(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but changed {changed}"))
-        if observation.error:
+        if observation.error and not observation.error.out_of_memory:
             self._settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
             return
-        right = judge(self.problem, expect(self.problem), observation, self.subject.declaration).status is Status.PASS
+        verdict = judge(self.problem, expect(self.problem), observation, self.subject.declaration)
+        if verdict.status is Status.UNAVAILABLE:
+            self._settle(verdict)
         check, result = (
-            (Check.UNDECLARED_SUPPORT, "a right result") if right else (Check.UNSAFE_REFUSAL, "a wrong result")
+            (Check.UNDECLARED_SUPPORT, "a right result")
+            if verdict.status is Status.PASS
+            else (Check.UNSAFE_REFUSAL, "a wrong result")
         )
         self._settle(failed(check, f"declared unsupported ({declared}), but it ran and returned {result}"))
 

@@ -13,6 +13,7 @@ class Status(StrEnum):
     UNSUPPORTED = "unsupported"
     UNAVAILABLE = "unavailable"
     CRASH = "crash"
+    TIMEOUT = "timeout"
     HARNESS_ERROR = "harness_error"
     EXPECTED_FAILURE = "expected_failure"
     """Failed, as an expectation says with its reason."""
@@ -33,6 +34,7 @@ class Check(StrEnum):
     OUT_TENSOR = "out_tensor"
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
+    PROCESS_STATE = "process_state"
     STALE_RESULT = "stale_result"
     NONDETERMINISM = "nondeterminism"
     BATCH_DEPENDENCE = "batch_dependence"
@@ -52,6 +54,7 @@ CLAUSES = {
     Check.OUT_TENSOR: "3.4",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
+    Check.PROCESS_STATE: "3.6",
     Check.STALE_RESULT: "3.7",
     Check.NONDETERMINISM: "3.7",
     Check.BATCH_DEPENDENCE: "3.7",

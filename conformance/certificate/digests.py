@@ -20,6 +20,7 @@ _JUDGE = (
     "memory.py",
     "policies.py",
     "problem.py",
+    "process_state.py",
     "rounding.py",
     "tolerance.py",
     "tolerance.toml",

@@ -3,16 +3,16 @@
 import datetime
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certify import Run
 from mla_conformance.mustpass import MustPass, shipped
 from mla_conformance.record import Record
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.selection import Selection
 from mla_conformance.verdict import Status
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -30,24 +30,27 @@ class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(selection: Selection, extra: Sequence[str]) -> None:
-    """Check a request before anything is run.
+def require_certifiable(run: Run) -> None:
+    """Check a run before anything of it is launched.
 
     Raises:
-        Refused: its run could not be certified whatever it found.
+        Refused: it could not be certified whatever it found.
     """
-    for reason in _obstacles(selection, extra):
+    for reason in _obstacles(run):
         raise Refused(reason)
 
 
-def _obstacles(selection: Selection, extra: Sequence[str]) -> Iterator[str]:
+def _obstacles(run: Run) -> Iterator[str]:
+    selection = run.selection
     if len(selection.subjects) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(selection.subjects)}"
     if selection.tier is not Tier.FULL:
         yield f"tier {selection.tier} leaves cases out; expected the full tier"
     if selection.cases or selection.capabilities != tuple(CAPABILITIES):
         yield "a selection of capabilities or cases leaves the others out"
-    filters = [argument for argument in extra if not argument.startswith("--junitxml")]
+    if run.shard or selection.explore:
+        yield "a shard leaves cases out, and drawn cases stand in no list; certify without --shard and --explore"
+    filters = [argument for argument in run.extra if not argument.startswith("--junitxml")]
     if filters:
         yield f"arguments for pytest may leave cases out: {' '.join(filters)}"
     (subject,) = selection.subjects

@@ -9,7 +9,7 @@ from mla_conformance.expectations.apply import facts
 from mla_conformance.expectations.entry import FIELDS, Expectation, read_expectations
 from mla_conformance.inputs import InputError
 from mla_conformance.record import Record
-from mla_conformance.report.read import Report
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.verdict import Status
 
 _DEFAULTS = Expectation(backend="*", case="*")
@@ -45,7 +45,7 @@ class Update:
             raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def plan_update(report: Report, folder: Path) -> Update:
+def plan_update(report: RunSummary, folder: Path) -> Update:
     """What a report makes of the expectations in ``folder``.
 
     Raises:

@@ -1,10 +1,13 @@
 """The outcome of a run, counted: per backend and capability, with the denominator. No torch."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mla_conformance.record import Record
+from mla_conformance.record import EXPLORED, Record
+from mla_conformance.sharding import Shard
 from mla_conformance.verdict import Status
 
 
@@ -43,7 +46,7 @@ class CapabilitySummary:
 
     @property
     def failures(self) -> tuple[Record, ...]:
-        """Cases that failed, crashed, or could not be judged for a fault of the harness."""
+        """Cases that failed, crashed, hung, or could not be judged for a fault of the harness."""
         return tuple(record for record in self.records if record.failed)
 
     @property
@@ -52,9 +55,19 @@ class CapabilitySummary:
         return self.count(Status.UNSUPPORTED)
 
     @property
+    def judged(self) -> int:
+        """The denominator: cases that were to be judged, without those that the backend declares unsupported."""
+        return self.listed - self.unsupported
+
+    @property
     def waived(self) -> int:
         """Cases that failed as an expectation says."""
         return self.count(Status.EXPECTED_FAILURE)
+
+    @property
+    def unavailable(self) -> int:
+        """Cases that could not be judged here, for want of memory."""
+        return self.count(Status.UNAVAILABLE)
 
     @property
     def not_run(self) -> int:
@@ -63,16 +76,18 @@ class CapabilitySummary:
 
     @property
     def error_budget_used(self) -> float:
-        """Worst share of the error budget over all rules."""
-        return max((max(record.used.values(), default=0.0) for record in self.records), default=0.0)
+        """Worst share of the error budget over all rules; NaN is worse than any number."""
+        return worst(share for record in self.records for share in record.used.values())
 
     @property
     def outcome(self) -> Outcome:
-        """A failure decides; then a case that was not run; then whether anything was judged."""
+        """A failure decides; then a case that was not run, or could not be; then whether anything was judged."""
         if self.failures:
             return Outcome.FAIL
         if self.not_run:
             return Outcome.NOT_RUN
+        if self.unavailable:
+            return Outcome.UNAVAILABLE
         return Outcome.PASS if self.passed or self.waived else Outcome.UNSUPPORTED
 
 
@@ -88,6 +103,7 @@ class BackendSummary:
         deviations: conventions of its library and what the adapter does about them.
         rounding: the declared rounding classes.
         capabilities: one entry per selected capability.
+        reference: what loads the backend again.
     """
 
     name: str
@@ -97,12 +113,18 @@ class BackendSummary:
     deviations: tuple[tuple[str, str], ...]
     rounding: dict[str, str]
     capabilities: tuple[CapabilitySummary, ...]
+    reference: str = ""
+
+    @property
+    def records(self) -> list[Record]:
+        """Every record of the backend."""
+        return [record for capability in self.capabilities for record in capability.records]
 
     @property
     def evidence(self) -> list[dict[str, str]]:
         """Every distinct evidence of a kernel that its records carry."""
         distinct: list[dict[str, str]] = []
-        for record in (record for capability in self.capabilities for record in capability.records):
+        for record in self.records:
             if record.evidence and record.evidence not in distinct:
                 distinct.append(record.evidence)
         return distinct
@@ -113,7 +135,7 @@ class BackendSummary:
         if self.reasons:
             return Outcome.UNAVAILABLE
         outcomes = {capability.outcome for capability in self.capabilities}
-        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.PASS):
+        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.UNAVAILABLE, Outcome.PASS):
             if decisive in outcomes:
                 return decisive
         return Outcome.UNSUPPORTED
@@ -126,23 +148,57 @@ class RunSummary:
     Attributes:
         environment: device, versions and suite, as the header shows them.
         backends: one entry per backend of the run.
+        cases: ids of the whole case list, of all shards.
+        shard: which part of the list this run was to judge; None for all of it.
+        source: the report that it was read from, for messages.
     """
 
     environment: dict[str, str]
     backends: tuple[BackendSummary, ...]
+    cases: tuple[str, ...] = ()
+    shard: Shard | None = None
+    source: str = ""
 
     @property
     def records(self) -> list[Record]:
         """Every record of the run."""
-        return [r for backend in self.backends for capability in backend.capabilities for r in capability.records]
+        return [record for backend in self.backends for record in backend.records]
+
+    @property
+    def judged_cases(self) -> tuple[str, ...]:
+        """Ids of the cases that this run was to judge."""
+        return self.shard.cases if self.shard else self.cases
+
+    def keys_of(self, backend: BackendSummary) -> tuple[str, ...]:
+        """Keys of the records that a backend has if every case of the list was judged, in all shards."""
+        drawn = any(capability.name == EXPLORED for capability in backend.capabilities)
+        return (*self.cases, *([EXPLORED] if drawn else []))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Duration of each case, all backends together."""
+        total: dict[str, float] = {}
+        for record in self.records:
+            total[record.case] = total.get(record.case, 0.0) + record.seconds
+        return total
 
     @property
     def exit_status(self) -> int:
         """0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete."""
-        outcomes = {backend.outcome for backend in self.backends}
+        outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
         if Outcome.FAIL in outcomes:
             return 1
-        return 0 if Outcome.PASS in outcomes and Outcome.NOT_RUN not in outcomes else 3
+        return 0 if Outcome.PASS in outcomes and not {Outcome.NOT_RUN, Outcome.UNAVAILABLE} & outcomes else 3
+
+
+def worst(shares: Iterable[float]) -> float:
+    """The largest share of an error budget; NaN is worse than any number."""
+    return max(shares, key=lambda share: (math.isnan(share), share), default=0.0)
+
+
+def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
+    """Cases of each capability, in order of appearance."""
+    return dict(Counter(case.partition(":")[0] for case in cases))
 
 
 def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:

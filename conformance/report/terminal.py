@@ -20,7 +20,7 @@ def say(line: str, error: bool = False) -> None:
     print(line, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-_SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?"}
+SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
 _NAME_WIDTH = 14
 _LINE_WIDTH = 118
 
@@ -38,10 +38,11 @@ def capability_text(capability: CapabilitySummary) -> str:
     """``name ✔ 12/12``, with what did not count."""
     if capability.outcome is Outcome.UNSUPPORTED:
         return f"{capability.name} – unsupported"
-    judged = capability.listed - capability.unsupported
-    text = f"{capability.name} {_SIGN[capability.outcome]} {capability.passed}/{judged}"
+    text = f"{capability.name} {SIGN[capability.outcome]} {capability.passed}/{capability.judged}"
     if capability.unsupported:
         text += f" ({capability.unsupported} unsupported)"
+    if capability.unavailable:
+        text += f" ({capability.unavailable} unavailable)"
     return text + (f" ({capability.waived} expected to fail)" if capability.waived else "")
 
 

@@ -1,4 +1,4 @@
-"""Threads of the tests that run side by side, and reports that no run has to be made for."""
+"""Threads of the tests that run side by side, a run whose report several tests read, and reports without a run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_conformance.cli import main
 from mla_conformance.record import Record
 from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.version import SUITE_VERSION
 
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
@@ -23,14 +24,43 @@ torch.set_num_threads(_THREADS)
 def write_report(tmp_path: Path) -> Callable[..., Path]:
     """Writes the report of a run whose records are given, as ``certify`` would; returns its path."""
 
-    def write(name: str, records: Sequence[Record], listed: dict[str, int] | None = None, **environment: str) -> Path:
+    def write(name: str, records: Sequence[Record], cases: Sequence[str] = (), **environment: str) -> Path:
+        listed = tuple(cases or dict.fromkeys(record.case for record in records))
+        counts = count_by_capability(listed)
         backends = tuple(
-            BackendSummary(backend, (), {"torch": "2.13.0"}, False, (), {}, summarise(group, listed or {}))
+            BackendSummary(
+                backend, (), {"torch": "2.13.0"}, False, (), {}, summarise(group, counts), group[0].reference
+            )
             for backend, group in by_backend(records).items()
         )
         path = tmp_path / name
         told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
-        write_json(path, report_json(RunSummary(told, backends)))
+        write_json(path, report_json(RunSummary(told, backends, listed)))
         return path
 
     return write
+
+
+BROKEN = """
+import math
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Broken(EagerPrefillBackend):
+    def kernel_evidence(self):
+        return {"kernel": "<b>tile & co</b>"}
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse / (math.nan if output.shape[0] == 7 else math.log(2))
+"""
+
+
+@pytest.fixture(scope="session")
+def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with failures, passes, refusals and an unavailable backend."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "broken.py").write_text(BROKEN)
+    backends = [f"--backend={name}" for name in ("EAGER", f"{folder}/broken.py:Broken", "FLASH_ATTN", "TORCH_SDPA")]
+    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
+    assert main(["certify", *backends, *chosen, "--device=cpu", "--tier=smoke", "-n1", f"--out={folder / 'out'}"]) == 1
+    return folder / "out"

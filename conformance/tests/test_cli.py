@@ -89,7 +89,7 @@ def test_a_malformed_case_id(capsys: pytest.CaptureFixture[str], case: str, said
     assert said in refused(capsys, "replay", case, "--backend", "EAGER", "--device", "cpu")
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"], ["replay", "lse:q=[1]"], ["backends", "--nope"]])
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["minimize", "lse:q=[1]"], ["backends", "--nope"]])
 def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -17,7 +17,7 @@ from mla_conformance.expectations.entry import Expectation, read_expectations
 from mla_conformance.expectations.query import CaseQuery
 from mla_conformance.expectations.update import to_toml
 from mla_conformance.record import Record
-from mla_conformance.report.read import read_report
+from mla_conformance.report.loading import load_report
 from mla_conformance.verdict import Status
 
 CASES = CAPABILITIES["lse"].cases
@@ -191,5 +191,5 @@ def test_a_run_applies_expectations(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["certify", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "FAIL" not in printed and "(3 expected to fail)" in printed
-    records = read_report(tmp_path / "out").backends[0].records
+    records = load_report(tmp_path / "out").backends[0].records
     assert {record.status for record in records} == {Status.EXPECTED_FAILURE}

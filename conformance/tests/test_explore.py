@@ -95,7 +95,7 @@ def test_an_honest_backend_survives(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "3 cases and 30 drawn ones" in printed and f"explored ✔ {explored['passed']}/{explored['passed']}" in printed
     events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    kinds = [event["event"] for event in events if event["record"]["capability"] == "explored"]
+    kinds = [event["event"] for event in events if event.get("record", {}).get("capability") == "explored"]
     assert kinds == ["start"] * explored["passed"] + ["verdict"]
 
 

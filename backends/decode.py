@@ -1,0 +1,169 @@
+"""The abstract MLA decode backend: absorbed queries against the paged latents (``_forward_decode`` of vLLM).
+
+One latent row of L + R elements a token serves all heads: its first L elements are the value, all of it is the key.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.platform import DeviceCapability
+
+
+@dataclass
+class MLACommonDecodeMetadata:
+    """What a decode backend may know of the batch; B requests, T query tokens, requests end to end.
+
+    A row of padding is a request of one query token, ``seq_lens`` 0 and blocks -1: it sees no key.
+
+    Attributes:
+        block_table: [B, max blocks] int32, on the device; entries past a request's last page may hold anything.
+        seq_lens: [B] int32, on the device; cached tokens of each request on this rank, its new tokens included.
+        query_start_loc: [B + 1] int32, on the device.
+        max_query_len: longest query in tokens; may exceed the true one.
+        max_seq_len: longest sequence in tokens; may exceed the true one.
+        query_lens_cpu: [B] int32, on the CPU.
+        seq_lens_cpu: [B] int32, on the CPU.
+        dcp_world_size: ranks that share the sequences' tokens.
+        dcp_rank: this rank.
+        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
+        dcp_tot_seq_lens: [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on
+            one rank.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    query_lens_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    dcp_world_size: int = 1
+    dcp_rank: int = 0
+    cp_kv_cache_interleave_size: int = 1
+    dcp_tot_seq_lens: torch.Tensor | None = None
+
+
+class MLADecodeSelectorConfig(NamedTuple):
+    """What a decode backend is validated against; hashable.
+
+    Attributes:
+        dtype: of the absorbed query, the rotated query and the output.
+        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``.
+        block_size: tokens of a page.
+        kv_lora_rank: L.
+        qk_rope_head_dim: R.
+        max_query_len: most query tokens of a request.
+        uniform: whether all requests have that many.
+        dcp_world_size: ranks that share a sequence.
+    """
+
+    dtype: torch.dtype
+    kv_cache_dtype: str
+    block_size: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    max_query_len: int = 1
+    uniform: bool = True
+    dcp_world_size: int = 1
+
+
+class MLADecodeBackend(KernelBackend):
+    """Decode attention over a paged cache of latents.
+
+    Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
+
+    Attributes:
+        supported_kv_cache_dtypes: layouts of the cache that the kernel reads.
+        supported_latent_dims: pairs (L, R); empty means any.
+        supported_query_len: most query tokens of a request; None means any number.
+        supports_nonuniform_queries: whether requests may have different numbers of query tokens.
+        supports_causal_dcp: whether several query tokens are masked right on a rank that holds a part of the keys.
+        cudagraph_support: what may be captured in a CUDA graph.
+    """
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
+    supported_query_len: ClassVar[int | None] = 1
+    supports_nonuniform_queries: ClassVar[bool] = False
+    supports_causal_dcp: ClassVar[bool] = False
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Page sizes of the cache, in tokens."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLADecodeSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        dims = (selector_config.kv_lora_rank, selector_config.qk_rope_head_dim)
+        if selector_config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
+            reasons.append(f"kv_cache_dtype {selector_config.kv_cache_dtype} not supported")
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), selector_config.block_size):
+            reasons.append(f"block_size {selector_config.block_size} not supported")
+        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
+            reasons.append(f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})")
+        return reasons + cls._query_reasons(selector_config)
+
+    @classmethod
+    def _query_reasons(cls, config: MLADecodeSelectorConfig) -> list[str]:
+        reasons = []
+        if cls.supported_query_len is not None and config.max_query_len > cls.supported_query_len:
+            reasons.append(f"{config.max_query_len} query tokens a request not supported")
+        if not config.uniform and not cls.supports_nonuniform_queries:
+            reasons.append("requests with different numbers of query tokens not supported")
+        if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
+            reasons.append("several query tokens a request not supported under decode context parallelism")
+        return reasons
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_cache_dtype: str,
+        vllm_config: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.scale = scale
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_cache_dtype = kv_cache_dtype
+        self.vllm_config = vllm_config
+
+    def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
+        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
+        self._decode_metadata = decode_metadata
+
+    @abstractmethod
+    def run_decode(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
+
+        Args:
+            ql_nope: [T, N, L], the query after absorption of W_UK; any strides.
+            q_pe: [T, N, R], rope applied; any strides.
+            kv_cache: [blocks, page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), or
+                [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block.
+            k_scale: float32 scalar tensor, the value that code 1.0 of an ``fp8`` cache stands for; without influence
+                on the other layouts.
+
+        Returns:
+            (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0
+            and -inf.
+        """

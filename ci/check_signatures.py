@@ -1,0 +1,57 @@
+"""Compare the recorded signatures with the real packages, fetched as wheels and read without importing them.
+
+``python ci/check_signatures.py`` prints one line per recorded package and exits with 1 if a signature differs. A
+package that cannot be fetched here, for want of a wheel or an index, is named with the reason and decides nothing.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from signatures import recorded
+
+RECORDED = Path(__file__).parents[1] / "backends" / "tests" / "signatures.json"
+_FETCH = (
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--no-compile",
+    "--only-binary=:all:",
+    "--python-version=3.12",
+)
+_SECONDS = 120
+
+
+def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, bool]:
+    """One line about the package ``NAME VERSION``, and whether a signature differs."""
+    with tempfile.TemporaryDirectory() as folder:
+        problem = _fetch(label.replace(" ", "=="), folder)
+        if problem:
+            return f"not compared: {problem}", False
+        found = recorded(Path(folder))
+    different = sorted(name for name in expected if found.get(name) != expected[name])
+    if different:
+        return f"DIFFERENT: {', '.join(different)}", True
+    return f"{len(expected)} signatures as recorded", False
+
+
+def _fetch(requirement: str, folder: str) -> str:
+    """Unpack a wheel into ``folder``; the reason if that is not possible."""
+    command = [sys.executable, *_FETCH, "--target", folder, requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer from the index in {_SECONDS} s"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return (errors or ["pip failed"])[-1] if done.returncode else ""
+
+
+if __name__ == "__main__":
+    outcomes = {label: compare(label, expected) for label, expected in json.loads(RECORDED.read_text()).items()}
+    for label, (line, _) in outcomes.items():
+        sys.stdout.write(f"{label}: {line}\n")
+    sys.exit(any(differs for _, differs in outcomes.values()))

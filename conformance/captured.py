@@ -1,0 +1,109 @@
+"""From a real call to the case that describes it: lengths, dims, dtype, layout and what was asked for."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mla_conformance.case import Call, Case, Layout
+from mla_conformance.problem import TORCH_DTYPES
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
+_DEFAULT_PRESET = "r1"
+
+
+def case_of_call(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
+    """The case of one call.
+
+    Args:
+        backend: the instance; its head dims, heads and scale are read.
+        metadata: what was prepared for the call.
+        arguments: the call's arguments by name; ``chunk_idx`` is there for a context chunk only.
+        values: whether to read the output scale.
+
+    Raises:
+        CaseError: no case describes the call.
+        KeyError: q has a dtype that cases do not know.
+    """
+    q = arguments["q"]
+    lengths = _query_lens(metadata)
+    chunk = arguments.get("chunk_idx")
+    asked = _new_tokens(metadata, arguments, values) if chunk is None else _context_chunk(metadata, chunk)
+    return Case(
+        dtype=_DTYPE_NAMES[q.dtype],
+        dims=_dims(backend),
+        heads=q.shape[1],
+        q=lengths,
+        scale=round(100 * backend.scale * math.sqrt(q.shape[2])),
+        layout=_layout(q, arguments["k"], arguments["v"]),
+        pad=max(0, q.shape[0] - sum(lengths)),
+        **asked,
+    )
+
+
+def _query_lens(metadata: Any) -> tuple[int, ...]:
+    on_cpu = getattr(metadata, "query_lens_cpu", None)
+    return tuple((metadata.query_start_loc.diff() if on_cpu is None else on_cpu).tolist())
+
+
+def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> dict[str, Any]:
+    scale = arguments.get("output_scale")
+    asked = {
+        "capability": Call.NEW_TOKENS.value,
+        "lse": bool(arguments["return_softmax_lse"]),
+        "out": arguments.get("out") is not None,
+        "quant": "none" if scale is None else "fp8",
+        "inflate": _inflation(metadata.max_query_len, _query_lens(metadata)),
+    }
+    return {**asked, "oscale": max(1, round(scale.item() * 1e6))} if values and scale is not None else asked
+
+
+def _context_chunk(metadata: Any, chunk: int) -> dict[str, Any]:
+    context = metadata.chunked_context
+    lengths = tuple(context.seq_lens[chunk].tolist())
+    inflate = _inflation(context.max_seq_lens[chunk], lengths)
+    return {"capability": Call.CONTEXT_CHUNK.value, "kv": lengths, "inflate": inflate}
+
+
+def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
+    """How many times the longest length the metadata's maximum is."""
+    return max(1, int(maximum) // max(1, *lengths))
+
+
+def _dims(backend: Any) -> str:
+    head = MLADimensions(
+        qk_nope_head_dim=backend.qk_nope_head_dim,
+        qk_rope_head_dim=backend.qk_rope_head_dim,
+        v_head_dim=backend.v_head_dim,
+    )
+    for name in (_DEFAULT_PRESET, *PRESETS):
+        if (PRESETS[name].head, PRESETS[name].kv_lora_rank) == (head, backend.kv_lora_rank):
+            return name
+    return f"{head.qk_nope_head_dim}-{head.qk_rope_head_dim}-{head.v_head_dim}-{backend.kv_lora_rank}"
+
+
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """The layout of the suite that the strides resemble most."""
+    if not q.is_contiguous() and q.transpose(0, 1).is_contiguous():
+        return Layout.HEADS_FIRST.value
+    if any(x.stride(1) % 2 for x in (q, k, v)):
+        return Layout.ODD.value
+    if not (q.is_contiguous() and k.is_contiguous()):
+        return Layout.SLICED.value
+    return Layout.PACKED.value if v.is_contiguous() else Layout.KV_B_PROJ.value
+
+
+def observed(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Shape, strides, dtype and device of every tensor of a call, as they were."""
+    return {
+        name: {
+            "shape": list(value.shape),
+            "stride": list(value.stride()),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "device": value.device.type,
+        }
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -1,0 +1,86 @@
+"""The commands on reports. Exit status: 0 in order, 1 regressions, 2 bad input, 3 an incomplete run."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from mla_conformance.report.diff import DRIFT_FACTOR, compare
+from mla_conformance.report.files import write_output
+from mla_conformance.report.html import html
+from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.markdown import annotations, markdown
+from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.summary import RunSummary
+from mla_conformance.report.terminal import backend_lines, closing_line, failure_lines, say
+
+_INCOMPLETE = 3
+
+
+def _text(run: RunSummary) -> str:
+    lines = [*failure_lines(run), *(line for backend in run.backends for line in backend_lines(backend))]
+    return "".join(f"{line}\n" for line in [*lines, closing_line(run)])
+
+
+FORMATS: dict[str, Callable[[RunSummary], str]] = {
+    "html": html,
+    "markdown": markdown,
+    "annotations": annotations,
+    "text": _text,
+}
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``report`` with its own commands."""
+    report = commands.add_parser("report", help="show, compare and merge report.json files")
+    kinds = report.add_subparsers(dest="report_command", required=True)
+    render = kinds.add_parser("render", help="a report for people")
+    render.add_argument("report", type=Path, metavar="REPORT")
+    render.add_argument("--format", choices=FORMATS, default="text")
+    render.add_argument("--out", type=Path, metavar="FILE", help="write a file instead of standard output")
+    render.set_defaults(run=_render)
+    diff = kinds.add_parser("diff", help="what changed; exit status 1 for regressions")
+    diff.add_argument("before", type=Path, metavar="BEFORE")
+    diff.add_argument("after", type=Path, metavar="AFTER")
+    diff.add_argument(
+        "--drift", type=_factor, default=DRIFT_FACTOR, metavar="FACTOR", help="growth of an error that is a regression"
+    )
+    diff.set_defaults(run=_diff)
+    merge = kinds.add_parser("merge", help="one report from those of all shards")
+    merge.add_argument("shards", type=Path, nargs="+", metavar="SHARD")
+    merge.add_argument("--out", type=Path, required=True, metavar="FILE")
+    merge.set_defaults(run=_merge)
+
+
+def _factor(text: str) -> float:
+    factor = float(text)
+    if not factor > 1:
+        raise argparse.ArgumentTypeError(f"expected a factor above 1, got {text}")
+    return factor
+
+
+def _render(options: argparse.Namespace) -> int:
+    text = FORMATS[options.format](load_report(options.report))
+    if options.out:
+        write_output(options.out, text)
+    else:
+        say(text.rstrip("\n"))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    before, after = load_report(options.before), load_report(options.after)
+    changes = compare(before, after, options.drift)
+    for change in changes:
+        say(f"{'✘' if change.regression else '·'} {change.kind}: {change.subject} · {change.detail}")
+    regressions = sum(change.regression for change in changes)
+    say(f"{regressions} regressions, {len(changes) - regressions} other changes")
+    return 1 if regressions else 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    merged = merge_shards([load_report(path) for path in options.shards])
+    write_output(options.out, to_text(report_json(merged)))
+    say(closing_line(merged))
+    incomplete = any(c.not_run for backend in merged.backends for c in backend.capabilities)
+    return _INCOMPLETE if incomplete else 0

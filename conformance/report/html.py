@@ -1,0 +1,77 @@
+"""The outcome of a run as one HTML page that needs no network, no script and no other file."""
+
+from dataclasses import dataclass
+
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, RunSummary
+from mla_conformance.report.terminal import SIGN, closing_line
+
+_CLOSEST = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One capability of one backend in the matrix: its outcome, in words and figures, and where its failures stand."""
+
+    outcome: Outcome
+    sign: str
+    counts: str
+    note: str
+    anchor: str
+
+
+def html(run: RunSummary) -> str:
+    """The page."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("mla_conformance.report", ".")
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    run_backends = [backend for backend in run.backends if not backend.reasons]
+    names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
+    return environment.get_template("page.html.j2").render(
+        run=run,
+        outcome=_outcome(run),
+        closing=closing_line(run),
+        judged_backends=run_backends,
+        unavailable=[backend for backend in run.backends if backend.reasons],
+        matrix=[(name, _definition(name), [_cell(backend, name) for backend in run_backends]) for name in names],
+        budget=[(backend, distributions(backend)) for backend in run_backends],
+        closest=closest(run_backends, _CLOSEST),
+        anchor=_anchor,
+    )
+
+
+def _outcome(run: RunSummary) -> str:
+    return {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
+
+
+def _definition(name: str) -> str:
+    return CAPABILITIES[name].definition if name in CAPABILITIES else ""
+
+
+def _anchor(backend: str, capability: str) -> str:
+    return f"{backend}-{capability}"
+
+
+def _cell(backend: BackendSummary, name: str) -> Cell | None:
+    capability = next((c for c in backend.capabilities if c.name == name), None)
+    if capability is None:
+        return None
+    outcome = capability.outcome
+    if outcome is Outcome.UNSUPPORTED:
+        return Cell(outcome, SIGN[outcome], "", "unsupported", "")
+    counts = f"{capability.passed}/{capability.judged}"
+    anchor = _anchor(backend.name, name) if capability.failures else ""
+    return Cell(outcome, SIGN[outcome], counts, _note(capability), anchor)
+
+
+def _note(capability: CapabilitySummary) -> str:
+    """What a cell says beside its counts."""
+    notes = [f"{capability.not_run} not run"] if capability.not_run else []
+    notes += [f"{capability.unavailable} unavailable"] if capability.unavailable else []
+    notes += [f"{capability.unsupported} unsupported"] if capability.unsupported else []
+    notes += [f"{capability.waived} expected to fail"] if capability.waived else []
+    return ", ".join(notes)

@@ -1,0 +1,211 @@
+"""Backends that misbehave on purpose, on one case each; everything else they do as EAGER does."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+START_LOC = [0, 7, 11]
+"""Where the requests of the faulty case start."""
+
+
+class Faulty(EagerPrefillBackend):
+    """Misbehaves from the first call with :data:`START_LOC` on."""
+
+    armed = False
+
+    def run_prefill_new_tokens(
+        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
+    ) -> Any:
+        if self._prefill_metadata.query_start_loc.tolist() == START_LOC:
+            self.armed = True
+            self.before(q, k, v)
+        result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        return self.after(result, q, k, v) if self.armed else result
+
+    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None: ...
+
+    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return result
+
+
+class Segfault(Faulty):
+    def before(self, *_: Any) -> None:
+        ctypes.string_at(0)
+
+
+class Abort(Faulty):
+    def before(self, *_: Any) -> None:
+        os.abort()
+
+
+class DividesByZero(Faulty):
+    def before(self, *_: Any) -> None:
+        signal.raise_signal(signal.SIGFPE)
+
+
+class Killed(Faulty):
+    def before(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Exits(Faulty):
+    def before(self, *_: Any) -> None:
+        sys.exit(0)
+
+
+class ExitsAtOnce(Faulty):
+    def before(self, *_: Any) -> None:
+        os._exit(0)
+
+
+class Loops(Faulty):
+    def before(self, *_: Any) -> None:
+        while True:
+            pass
+
+
+class Sleeps(Faulty):
+    def before(self, *_: Any) -> None:
+        time.sleep(1e6)
+
+
+class Deadlocks(Faulty):
+    def before(self, *_: Any) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
+
+class KeepsTheInterpreterLock(Faulty):
+    def before(self, *_: Any) -> None:
+        ctypes.PyDLL(None).sleep(10**6)
+
+
+class Unspeakable(Exception):
+    """Neither text nor pickle can be made of it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def __str__(self) -> str:
+        raise ValueError
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+class RaisesTheUnspeakable(Faulty):
+    def before(self, *_: Any) -> None:
+        raise Unspeakable
+
+
+class Floods(Faulty):
+    def before(self, *_: Any) -> None:
+        block = b"x" * 2**20
+        for _block in range(512):
+            for descriptor in (1, 2):
+                os.write(descriptor, block)
+
+
+class ClosesStdout(Faulty):
+    def before(self, *_: Any) -> None:
+        sys.stdout.close()
+        os.closerange(1, 2)
+
+
+class ChangesDtype(Faulty):
+    def before(self, *_: Any) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
+class ChangesDevice(Faulty):
+    def before(self, *_: Any) -> None:
+        torch.set_default_device("meta")
+
+
+class Seeds(Faulty):
+    def before(self, *_: Any) -> None:
+        torch.manual_seed(12345)
+
+
+class ChangesEnvironment(Faulty):
+    def before(self, *_: Any) -> None:
+        os.environ["PATH"] = "/nowhere"
+
+
+class ChangesDirectory(Faulty):
+    def before(self, *_: Any) -> None:
+        os.chdir(Path(__file__).anchor)
+
+
+class Forks(Faulty):
+    def before(self, *_: Any) -> None:
+        os.fork()
+
+
+class Leaks(Faulty):
+    def before(self, *_: Any) -> None:
+        leaked = self.__dict__.setdefault("leaked", [])
+        while True:
+            leaked.append(torch.empty(2**26, dtype=torch.uint8))
+
+
+class MutatesInputs(Faulty):
+    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        k[0, 0, 0] += 1
+        return result
+
+
+class WritesPastOutput(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        out = result[0]
+        size = out.untyped_storage().size() // out.element_size()
+        out.as_strided((size,), (1,), 0)[-3:] = 0
+        return result
+
+
+class ReturnsInput(Faulty):
+    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return v, result[1]
+
+
+class ReturnsItsBuffer(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        buffer = self.__dict__.setdefault("buffer", torch.empty(self.num_heads, 64))
+        view = buffer[:, : result[1].shape[1]]
+        view.copy_(result[1])
+        return result[0], view
+
+
+class WrongCount(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return (*result, result[1])
+
+
+class WrongShape(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0], result[1].T
+
+
+class WrongDtype(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0], result[1].double()
+
+
+class WrongDevice(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0], result[1].to("meta")
+
+
+class OnlyNaN(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0].fill_(torch.nan), result[1]

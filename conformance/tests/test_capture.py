@@ -1,0 +1,188 @@
+"""Capture: an engine's calls become case files that the suite judges; nothing of it may disturb the engine."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.capture import VARIABLE, capture, capture_from_environment
+from mla_conformance.case import Case
+from mla_conformance.case_files import place_of, read_case, read_cases, write_case
+from mla_conformance.cli import main
+from mla_conformance.driver import run_calls
+from mla_conformance.inputs import InputError
+from mla_conformance.problem import build_problem
+from mla_conformance.subject import Subject
+
+CPU = torch.device("cpu")
+CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]
+
+
+def drive(case: Case) -> None:
+    """What an engine does with a batch."""
+    run_calls(Subject.of("EAGER", CPU).create(case), build_problem(case, CPU))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "new_tokens:q=[3,1]",
+        "new_tokens:dtype=fp16;dims=small;heads=3;q=[5];scale=100;layout=packed;lse=0",
+        "new_tokens:dims=24-8-16-32;q=[2,0,3];layout=heads_first;out=1;pad=2",
+        "new_tokens:q=[3];layout=sliced;inflate=3",
+        "context_chunk:q=[2,1];kv=[0,7];layout=odd",
+        "context_chunk:dims=v2;q=[2];kv=[5];inflate=2",
+    ],
+)
+def test_a_call_of_the_suite_is_captured_as_its_own_case(tmp_path: Path, text: str) -> None:
+    case = Case.parse(text)
+    with capture(EagerPrefillBackend, tmp_path):
+        drive(case)
+    # Presets of the same numbers are one layer.
+    (captured,) = read_cases(tmp_path)
+    assert captured.id == text.replace("dims=v2;", "")
+
+
+def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> None:
+    case = Case.parse("chunked_context:q=[3];kv=[70];workspace=32")
+    with capture(EagerPrefillBackend, tmp_path):
+        drive(case)
+        drive(case)
+    assert [c.id for c in read_cases(tmp_path)] == [
+        "context_chunk:q=[3];kv=[32]",
+        "context_chunk:q=[3];kv=[6]",
+        "new_tokens:q=[3]",
+    ]
+
+
+def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None:
+    case = Case.parse("new_tokens:q=[2]")
+    backend, problem = Subject.of("EAGER", CPU).create(case), build_problem(case, CPU)
+    backend.prepare_metadata(problem.metadata)
+    with capture(backend, tmp_path / "inside"):
+        drive(case)
+        assert not (tmp_path / "inside").exists()
+        run_calls(backend, problem, prepare=False)
+    assert [c.id for c in read_cases(tmp_path / "inside")] == [case.id]
+    assert not {"prepare_metadata", "run_prefill_new_tokens"} & set(vars(backend))
+
+
+def test_the_class_is_as_it_was(tmp_path: Path) -> None:
+    before = dict(vars(EagerPrefillBackend))
+    with capture(EagerPrefillBackend, tmp_path):
+        assert vars(EagerPrefillBackend) != before
+    assert dict(vars(EagerPrefillBackend)) == before
+
+
+def test_values_are_read_only_when_asked_for(tmp_path: Path) -> None:
+    case = Case.parse("new_tokens:q=[2];quant=fp8;oscale=250000;out=1")
+    for values, scale in ((False, 13000), (True, 250000)):
+        with capture(EagerPrefillBackend, tmp_path / str(values), values=values):
+            drive(case)
+        (captured,) = read_cases(tmp_path / str(values))
+        assert (captured.quant, captured.oscale) == ("fp8", scale)
+
+
+def test_the_file_tells_strides_and_dtypes(tmp_path: Path) -> None:
+    with capture(EagerPrefillBackend, tmp_path):
+        drive(Case.parse("new_tokens:dims=24-8-16-32;heads=2;q=[3]"))
+    (path,) = tmp_path.iterdir()
+    seen = json.loads(path.read_text())["observed"]
+    assert seen["backend"] == "EagerPrefillBackend"
+    assert seen["v"] == {"shape": [3, 2, 16], "stride": [80, 40, 1], "dtype": "bfloat16", "device": "cpu"}
+
+
+def test_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("new_tokens:q=[2]")
+    for folder in ("", str(tmp_path / "cases")):
+        monkeypatch.setenv(VARIABLE, folder)
+        backend = Subject.of("EAGER", CPU).create(case)
+        capture_from_environment(backend)
+        run_calls(backend, build_problem(case, CPU))
+    assert [c.id for c in read_cases(tmp_path / "cases")] == [case.id]
+
+
+def test_a_limit_and_a_full_disk_do_not_reach_the_engine(tmp_path: Path) -> None:
+    with capture(EagerPrefillBackend, tmp_path / "few", limit=2):
+        for tokens in (1, 2, 3):
+            drive(Case(capability="new_tokens", q=(tokens,)))
+    assert len(read_cases(tmp_path / "few")) == 2
+    (tmp_path / "file").write_text("")
+    with capture(EagerPrefillBackend, tmp_path / "file"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drive(Case.parse("chunked_context:q=[3];kv=[70];workspace=32"))
+    (warning,) = caught
+    assert "was not captured: FileExistsError" in str(warning.message)
+
+
+def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
+    backend = Subject.of("EAGER", CPU).create(Case.parse("new_tokens:q=[2]"))
+    with capture(backend, tmp_path), pytest.raises(TypeError, match="missing"):
+        backend.run_prefill_new_tokens()  # type: ignore[call-arg]
+
+
+def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("new_tokens:q=[3,1]", "context_chunk:q=[2,1];kv=[0,7]"):
+        with capture(EagerPrefillBackend, tmp_path / "cases"):
+            drive(Case.parse(text))
+    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path / "cases")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["cases"] == ["context_chunk:q=[2,1];kv=[0,7]", "new_tokens:q=[3,1]"]
+    counts = {name: part["passed"] for name, part in report["backends"]["EAGER"]["capabilities"].items()}
+    assert counts == {"context_chunk": 1, "new_tokens": 1}
+    only = ["--cases", str(tmp_path / "cases"), "--capability", "lse"]
+    capsys.readouterr()
+    assert main([*CERTIFY, str(tmp_path / "out"), *only]) == 2
+    assert "no case of lse" in capsys.readouterr().err
+
+
+GOOD = Case.parse("lse:q=[1]").to_json()
+
+
+def wrapped(**changes: object) -> str:
+    return json.dumps({"id": "lse:q=[1]", "case": {**GOOD, **changes}})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"case": {"format": 1, "capab', "not JSON (cut off?)"),
+        ("[1]", "expected a JSON object, got list"),
+        (json.dumps(GOOD), "expected an entry 'case'"),
+        ('{"case": 3}', "entry 'case' is of type int"),
+        (wrapped(format=2), "expected case format 1, got 2"),
+        (wrapped(head=2), "unknown case field head"),
+        (wrapped(heads="2"), "field heads: expected an integer, got '2'"),
+        (wrapped(capability="nope"), "unknown capability 'nope'"),
+        (wrapped(q=[2]), "expected id 'lse:q=[2]' as the fields give it, got 'lse:q=[1]'"),
+        (b"\xff\xfe", "expected UTF-8 text"),
+    ],
+)
+def test_a_bad_case_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, said: str
+) -> None:
+    write_case(tmp_path / "good.json", Case.parse("lse:q=[1]"))
+    bad = tmp_path / "bad.json"
+    bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert str(bad) in message and said in message and not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_cases(tmp_path: Path) -> None:
+    for folder, said in ((tmp_path, "no case file"), (tmp_path / "absent", "no such folder")):
+        with pytest.raises(InputError, match=said):
+            read_cases(folder)
+
+
+def test_what_another_rank_wrote_is_kept(tmp_path: Path) -> None:
+    case = Case.parse("new_tokens:q=[2]")
+    path = place_of(case, tmp_path)
+    write_case(path, case, {"note": "first"})
+    with capture(EagerPrefillBackend, tmp_path):
+        drive(case)
+    assert read_cases(tmp_path) == (case,) and read_case(path) == case
+    assert json.loads(path.read_text())["observed"] == {"note": "first"}

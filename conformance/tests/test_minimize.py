@@ -1,0 +1,169 @@
+"""Minimising a failure, and running it again from what a run left behind."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.case import Case
+from mla_conformance.case_files import read_case, write_case
+from mla_conformance.cli import main
+from mla_conformance.minimize import NothingToMinimize, minimize
+from mla_conformance.record import Record
+from mla_conformance.shrink import simpler
+from mla_conformance.verdict import Check, Status, Verdict, failed
+
+LARGE = Case(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
+
+WRONG = """
+import os, time
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Wrong(EagerPrefillBackend):
+    '''Its LSE is off where a request has more than 6 new tokens; it dies, hangs or raises on the way there.'''
+
+    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, **optional):
+        output, lse = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, **optional)
+        longest = self._prefill_metadata.query_start_loc.diff().max()
+        if q.shape[0] == 9:
+            os.abort()
+        if q.shape[0] == 11 and self.num_heads == 2:
+            time.sleep(1000)
+        if longest < 6:
+            raise ValueError("another failure")
+        return output, lse + (longest > 6)
+
+class Dies(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, q, *rest, **optional):
+        if q.shape[0] > 3:
+            os.abort()
+        return super().run_prefill_new_tokens(q, *rest, **optional)
+"""
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> str:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    return f"{tmp_path / 'wrong.py'}:Wrong"
+
+
+def test_every_step_is_simpler_and_valid() -> None:
+    steps = list(simpler(LARGE))
+    assert len(set(steps)) > 20 and LARGE not in steps
+    assert all(len(step.q) == len(step.kv) and Case.parse(step.id) == step for step in steps)
+    assert list(simpler(Case(capability="lse", q=(1,), dims="small", heads=1))) == []
+
+
+def test_only_the_same_failure_counts() -> None:
+    def judge(case: Case) -> Verdict:
+        if len(case.q) > 1 and max(case.kv) >= 20 and case.data == "needle":
+            return failed(Check.LSE, "wrong")
+        return failed(Check.OUTPUT, "wrong otherwise") if case.heads > 1 else Verdict(Status.CRASH)
+
+    minimum = minimize(LARGE, judge, limit=1000)
+    assert minimum.complete and minimum.verdict.check is Check.LSE
+    expected = Case(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
+    assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
+
+
+def test_tries_are_limited() -> None:
+    minimum = minimize(LARGE, lambda case: Verdict(Status.CRASH), limit=3)
+    assert not minimum.complete and minimum.tries == 4
+
+
+def test_what_passes_is_not_minimised() -> None:
+    with pytest.raises(NothingToMinimize, match="expected a case that fails, got pass of chunked_context"):
+        minimize(LARGE, lambda case: Verdict(Status.PASS), limit=3)
+
+
+def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case, found = "lse:q=[5,9,2];heads=2;data=needle;pad=2", tmp_path / "found.json"
+    options = ["--backend", wrong, "--device", "cpu", "--timeout", "5", "--out", str(found)]
+    assert main(["minimize", case, *options]) == 0
+    assert read_case(found) == Case(capability="lse", q=(7,), heads=1, dims="small")
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("replay: ")]
+    assert "fail: new tokens: LSE is" in printed
+    command, *arguments = shlex.split(line.removeprefix("replay: "))
+    assert command == "mla-conformance" and main(arguments) == 1
+    assert main(["replay", str(found), "--backend", wrong, "--device", "cpu"]) == 1
+    assert "LSE is" in capsys.readouterr().out
+
+
+def test_a_crash_is_minimised_to_the_smallest_crash(wrong: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    options = ["--backend", wrong.replace("Wrong", "Dies"), "--device", "cpu", "--tries", "8", "--out", str(found)]
+    assert main(["minimize", "lse:q=[4];dims=small;heads=2", *options]) == 0
+    assert read_case(found).heads == 1 and sum(read_case(found).q) == 4
+
+
+def test_a_failure_of_a_report_runs_again(
+    wrong: str, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = ("lse:q=[3];data=nope", "lse:q=[7]")
+    path = write_report("report.json", [Record("Wrong", wrong, "lse", case, Status.FAIL) for case in cases])
+    assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
+    assert "FAIL Wrong lse · case lse:q=[7] · new tokens: LSE is" in capsys.readouterr().out
+    assert main(["replay", "--report", str(path), "--failure", "3"]) == 2
+    assert "expected the number of one of its 2 failures, got 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "not JSON (cut off?)"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"format": 2}', "expected an entry 'case'"),
+        ('{"case": {"format": 2}}', "expected case format 1, got 2"),
+        ('{"case": {"format": 1, "capability": "lse", "q": [1], "nope": 1}}', "unknown case field nope"),
+        ('{"case": {"format": 1, "capability": "lse", "q": "x"}}', "field q: expected a list of integers"),
+    ],
+)
+@pytest.mark.parametrize("command", ["replay", "minimize"])
+def test_a_file_without_a_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: str | None, said: str
+) -> None:
+    path = tmp_path / "case.json"
+    if content is not None:
+        path.write_text(content)
+    assert main([command, str(path), "--backend", "EAGER", "--device", "cpu"]) == 2
+    message = capsys.readouterr().err
+    assert said in message and str(path) in message
+    assert content is None or path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"schema": "mla-conformance-report/99"}', "is newer than mla-conformance-report/2"),
+        ('{"schema": "mla-conformance-report/2"}', "malformed report: KeyError: 'shard'"),
+        ("", "not JSON (cut off?)"),
+    ],
+)
+def test_a_file_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    assert main(["replay", "--report", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected either a case"),
+        (["lse:q=[1]", "--report", "report.json"], "expected either a case"),
+        (["lse:q=[1]"], "expected --backend"),
+        (["lse:q=[1]", "--backend", "EAGER", "--timeout", "0"], "--timeout: expected a positive number"),
+    ],
+)
+def test_what_replay_is_asked_for(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert main(["replay", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_case_file_holds_its_case(tmp_path: Path) -> None:
+    write_case(tmp_path / "deeper" / "case.json", LARGE)
+    assert read_case(tmp_path / "deeper" / "case.json") == LARGE

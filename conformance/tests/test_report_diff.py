@@ -1,0 +1,92 @@
+"""What changed between two reports, and which changes are regressions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cli import main
+from mla_conformance.record import Record
+from mla_conformance.report.diff import compare
+from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.verdict import Status
+
+A, B = "lse:q=[1]", "lse:q=[2]"
+PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
+
+
+def run(statuses: dict[str, Status], used: float = 0.2, cases: tuple[str, ...] = (A, B), name: str = "X") -> RunSummary:
+    records = [Record(name, name, "lse", case, status, used={"row": used}) for case, status in statuses.items()]
+    capabilities = summarise(records, count_by_capability(cases))
+    backend = BackendSummary(name, (), {}, False, (), {}, capabilities, name)
+    return RunSummary({"suite": "1"}, (backend,), cases)
+
+
+def kinds(before: RunSummary, after: RunSummary, factor: float = 2.0) -> list[tuple[str, bool]]:
+    return [(change.kind, change.regression) for change in compare(before, after, factor)]
+
+
+GOOD = run({A: PASS, B: PASS})
+ABSENT = RunSummary({"suite": "1"}, (BackendSummary("X", ("gone",), {}, False, (), {}, (), "X"),), (A, B))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (GOOD, GOOD, []),
+        (GOOD, run({A: PASS, B: FAIL}), [("newly failing", True)]),
+        (GOOD, run({A: PASS, B: CRASH}), [("newly failing", True)]),
+        (run({A: FAIL, B: FAIL}), run({A: FAIL, B: CRASH}), []),
+        (run({A: FAIL, B: PASS}), GOOD, [("newly passing", False)]),
+        (run({A: UNSUPPORTED, B: PASS}), GOOD, [("newly passing", False)]),
+        (run({A: UNSUPPORTED, B: PASS}), run({A: FAIL, B: PASS}), [("newly failing", True)]),
+        (run({A: FAIL, B: PASS}), run({A: UNSUPPORTED, B: PASS}), []),
+        (GOOD, run({A: UNSUPPORTED, B: PASS}), [("no longer judged", True)]),
+        (GOOD, run({A: PASS}), [("no longer judged", True)]),
+        (run({A: PASS}), GOOD, [("newly passing", False)]),
+        (GOOD, run({A: PASS}, cases=(A,)), [("case removed", False)]),
+        (run({A: PASS}, cases=(A,)), GOOD, [("case added", False)]),
+        (run({A: PASS}, cases=(A,)), run({A: PASS, B: FAIL}), [("case added", True)]),
+        (GOOD, run({A: PASS, B: PASS}, used=0.41), [("error grew", True)] * 2),
+        (run({A: PASS}, 0.01, (A,)), run({A: PASS}, 0.09, (A,)), []),
+        (run({A: PASS}, 0.9, (A,)), run({A: PASS}, 0.3, (A,)), [("error shrank", False)]),
+        (GOOD, ABSENT, [("no longer available", True)]),
+        (ABSENT, GOOD, [("newly passing", False)] * 2),
+        (GOOD, replace(GOOD, backends=()), [("backend removed", True)]),
+        (ABSENT, replace(ABSENT, backends=()), [("backend removed", False)]),
+        (replace(GOOD, backends=()), GOOD, [("backend added", False)]),
+    ],
+)
+def test_changes(before: RunSummary, after: RunSummary, expected: list[tuple[str, bool]]) -> None:
+    assert kinds(before, after) == expected
+
+
+def test_the_factor_is_the_callers() -> None:
+    assert kinds(GOOD, run({A: PASS, B: PASS}, used=0.41), factor=3.0) == []
+
+
+def test_regressions_come_first() -> None:
+    assert kinds(run({A: FAIL, B: PASS}), run({A: PASS, B: FAIL})) == [
+        ("newly failing", True),
+        ("newly passing", False),
+    ]
+
+
+def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, fewer = real_run / "report.json", tmp_path / "fewer.json"
+    data = json.loads(report.read_text())
+    for name in ("Broken", "FLASH_ATTN"):
+        del data["backends"][name]
+    fewer.write_text(json.dumps(data))
+    assert main(["report", "diff", str(report), str(report)]) == 0
+    assert capsys.readouterr().out == "0 regressions, 0 other changes\n"
+    assert main(["report", "diff", str(fewer), str(report)]) == 0
+    assert main(["report", "diff", str(report), str(fewer)]) == 1
+    shown = capsys.readouterr().out
+    assert "✘ backend removed: Broken · was fail" in shown and "1 regressions, 1 other changes" in shown
+    assert main(["report", "diff", str(report), str(tmp_path)]) == 2
+    assert f"{tmp_path / 'report.json'}: cannot be read: No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "diff", str(report), str(report), "--drift", "0.5"])
+    assert ended.value.code == 2

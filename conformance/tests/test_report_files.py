@@ -1,0 +1,130 @@
+"""``report.json`` as a file: its published schema, reading it back, and everything that must not be read."""
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mla_conformance.cli import main
+from mla_conformance.inputs import InputError
+from mla_conformance.record import Record
+from mla_conformance.report.json_report import SCHEMA, report_json
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.verdict import Status
+
+SCHEMA_FILE = json.loads((files("mla_conformance.report") / "schema.json").read_text(encoding="utf-8"))
+VALIDATOR = Draft202012Validator(SCHEMA_FILE)
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def report(real_run: Path) -> Json:
+    data: Json = json.loads((real_run / "report.json").read_text(encoding="utf-8"))
+    return data
+
+
+def refused(tmp_path: Path, data: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a report that no command may take, and that none overwrites."""
+    path, out = tmp_path / "bad.json", tmp_path / "out.html"
+    text = data if isinstance(data, str) else json.dumps(data)
+    path.write_text(text, encoding="utf-8")
+    out.write_text("kept")
+    assert main(["report", "render", str(path), "--format", "html", "--out", str(out)]) == 2
+    assert main(["report", "merge", str(path), "--out", str(out)]) == 2
+    assert (out.read_text(), path.read_text(encoding="utf-8")) == ("kept", text)
+    message, again = capsys.readouterr().err.splitlines()
+    assert message == again and message.startswith(f"mla-conformance: {path}: ")
+    return message
+
+
+def test_a_real_report_follows_the_published_schema(report: Json) -> None:
+    Draft202012Validator.check_schema(SCHEMA_FILE)
+    VALIDATOR.validate(report)
+    json.dumps(report, allow_nan=False)
+    assert report["backends"]["Broken"]["evidence"] == [{"kernel": "<b>tile & co</b>"}]
+    assert {part["status"] for part in report["backends"].values()} == {"pass", "fail", "unavailable"}
+
+
+def test_the_schema_knows_every_status_and_no_other_key(report: Json) -> None:
+    assert SCHEMA_FILE["properties"]["schema"]["const"] == SCHEMA
+    assert SCHEMA_FILE["$defs"]["status"]["enum"] == list(Status)
+    assert SCHEMA_FILE["$defs"]["outcome"]["enum"] == list(Outcome)
+    assert not VALIDATOR.is_valid({**report, "more": 1})
+
+
+def test_every_record_is_in_the_report(report: Json, real_run: Path) -> None:
+    events = [json.loads(line) for line in (real_run / "journal.jsonl").read_text().splitlines()]
+    journalled = {(e["record"]["backend"], e["record"]["case"]) for e in events if e["event"] == "verdict"}
+    told = {(name, record["case"]) for name, part in report["backends"].items() for record in part["records"]}
+    assert told == journalled
+    for name in ("EAGER", "TORCH_SDPA"):
+        passes = [record for record in report["backends"][name]["records"] if record["status"] == "pass"]
+        assert passes and all(record["seconds"] > 0 for record in passes)
+        used = [share for record in passes for share in record.get("used", {}).values()]
+        assert len(used) > len(passes) and 0 < max(used) <= 1
+    refusals = [r for r in report["backends"]["TORCH_SDPA"]["records"] if r["status"] == "unsupported"]
+    assert refusals and all("e4m3 output not declared" in record["message"] for record in refusals)
+
+
+def test_a_report_reads_back_as_it_was(report: Json, real_run: Path) -> None:
+    run = load_report(real_run / "report.json")
+    assert json.loads(json.dumps(report_json(run))) == report
+    assert run.exit_status == 1 and len(run.judged_cases) == len(report["cases"])
+
+
+def test_nan_and_infinity_are_written_as_text(tmp_path: Path) -> None:
+    used = {"element": float("nan"), "lse": float("inf")}
+    record = Record("B", "B", "lse", "lse:q=[1]", Status.FAIL, used=used)
+    backend = BackendSummary("B", (), {}, False, (), {}, summarise([record], {"lse": 1}), "B")
+    names = ("suite", "version", "device", "compute_capability", "torch", "python", "platform")
+    data = report_json(RunSummary({**dict.fromkeys(names, "x"), "tier": "full"}, (backend,), ("lse:q=[1]",)))
+    VALIDATOR.validate(data)
+    capability = data["backends"]["B"]["capabilities"]["lse"]
+    assert capability["error_budget_used"] == "nan" and capability["failures"][0]["used"]["lse"] == "inf"
+    (tmp_path / "r.json").write_text(json.dumps(data, allow_nan=False))
+    assert json.loads(json.dumps(report_json(load_report(tmp_path / "r.json")))) == json.loads(json.dumps(data))
+
+
+def _capability(report: Json) -> Json:
+    found: Json = report["backends"]["Broken"]["capabilities"]["lse"]
+    return found
+
+
+EDITS: list[tuple[Callable[[Json], object], str]] = [
+    (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/2"),
+    (lambda r: r.update(schema="mla-conformance-report/1"), "is older than mla-conformance-report/2"),
+    (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/2, got 'other/2'"),
+    (lambda r: r.pop("backends"), "malformed report: KeyError: 'backends'"),
+    (lambda r: r.update(backends=[]), "malformed report: AttributeError"),
+    (lambda r: r.update(more=1), "report.more is 1, but null follows from the records"),
+    (lambda r: r["backends"]["Broken"].update(status="pass"), 'Broken.status is "pass", but "fail" follows'),
+    (lambda r: _capability(r).update(passed=3), "Broken.capabilities.lse.passed is 3, but 0 follows"),
+    (lambda r: _capability(r)["failures"].pop(), "Broken.capabilities.lse."),
+    (lambda r: _capability(r)["failures"][0].update(replay="true"), 'replay is "true"'),
+    (lambda r: r["backends"]["EAGER"]["records"].pop(), 'EAGER.status is "pass", but "not_run" follows'),
+    (lambda r: r["backends"]["EAGER"]["records"].extend(r["backends"]["EAGER"]["records"][:1]), "two records of one"),
+    (lambda r: r["backends"]["EAGER"]["records"][0].update(status="good"), "'good' is not a valid Status"),
+    (lambda r: r["cases"].pop(), "one of a case that is not listed"),
+    (lambda r: r["cases"].append(r["cases"][0]), "holds a case twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "said"), EDITS)
+def test_an_edited_report_is_refused(
+    report: Json, tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Json], object], said: str
+) -> None:
+    edit(report)
+    assert said in refused(tmp_path, report, capsys)
+
+
+def test_what_is_no_report_is_refused(report: Json, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cut off?" in refused(tmp_path, json.dumps(report)[:-100], capsys)
+    assert "cut off?" in refused(tmp_path, "", capsys)
+    assert "expected a JSON object, got list" in refused(tmp_path, [1], capsys)
+    with pytest.raises(InputError, match=r"absent\.json: cannot be read: No such file"):
+        load_report(tmp_path / "absent.json")

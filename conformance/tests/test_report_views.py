@@ -1,0 +1,188 @@
+"""The views of a report: one page that needs nothing else, Markdown and annotations in which nothing is markup."""
+
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cli import main
+from mla_conformance.record import Record
+from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.html import html
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.markdown import annotations, markdown
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.verdict import Status
+
+ENVIRONMENT = {"suite": "1", "tier": "full", "device": "a<b", "torch": "2"}
+NASTY = 'a|b `c` <script>alert("x")</script> 50%\n::error::d, e: [f](g)'
+
+
+class Page(HTMLParser):
+    """Tags, links and text of a page; every tag that is opened must be closed."""
+
+    VOID = frozenset(("meta", "line", "rect", "br"))
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def values(self, attribute: str) -> list[str]:
+        return [value for name, value in self.attributes if name == attribute]
+
+
+def nasty_run() -> RunSummary:
+    record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL, NASTY, "lse", "4.2", explanation=NASTY)
+    failing = BackendSummary(
+        "B'", (), {}, True, ((NASTY, NASTY),), {}, summarise([record], {"lse": 2}), "my file.py:B'"
+    )
+    absent = BackendSummary("C", (NASTY,), {}, False, (), {}, ())
+    return RunSummary(ENVIRONMENT, (failing, absent), ("lse:q=[1]", "lse:q=[2]"))
+
+
+def test_the_page_of_a_real_run_is_written_and_needs_nothing_else(real_run: Path) -> None:
+    text = (real_run / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert text == html(load_report(real_run / "report.json"))
+    assert not re.search(r"https?://|@import|url\(", text) and not {"link", "img", "iframe"} & set(page.tags)
+    assert not page.values("src") and all(target.startswith("#") for target in page.values("href"))
+    assert {target[1:] for target in page.values("href")} <= set(page.values("id"))
+
+
+def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
+    text = (real_run / "report.html").read_text(encoding="utf-8")
+    words = " ".join(" ".join(Page(text).words).split())
+    run = load_report(real_run / "report.json")
+    for record in run.records:
+        if record.failed:
+            assert record.replay in words and record.message in words
+    assert "Broken · lse" in words and "✔ 3/3" in words and "✘ 0/3" in words and "– unsupported" in words
+    assert "FLASH_ATTN" in words and "package flash-attn not installed" in words and "<b>tile & co</b>" in words
+    assert "emulated" in words and "torch 2" in words
+
+
+def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
+    text = (real_run / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert 'lang="en"' in text and 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    assert page.tags.count("th") == len(page.values("scope")) > 0
+    assert page.tags.count("svg") == len([label for label in page.values("aria-label") if "cases, median" in label]) > 0
+
+
+def _luminance(colour: str) -> float:
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_text_stands_out_in_light_and_dark() -> None:
+    light, dark = re.findall(r":root \{(.*?)\}", html(nasty_run()), re.DOTALL)
+    pairs = [
+        ("text", "page"),
+        ("muted", "page"),
+        ("muted", "card"),
+        ("link", "card"),
+        ("text", "code"),
+        ("muted", "code"),
+    ]
+    pairs += [(name, f"{name}-back") for name in ("pass", "fail", "other", "warn")]
+    for block in (light, dark):
+        colours = dict(re.findall(r"--([a-z-]+): #([0-9a-f]{3,6})", block))
+        for front, back in pairs:
+            low, high = sorted((_luminance(colours[front]), _luminance(colours[back])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
+
+
+def test_nothing_of_a_report_is_markup() -> None:
+    page = Page(html(nasty_run()))
+    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 5
+    text = markdown(nasty_run())
+    assert "<script" not in text.replace(r"\<script", "") and r"a\|b \`c\`" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 3 and all(len(re.findall(r"(?<!\\)\|", row)) == 9 for row in rows)
+
+
+def test_annotations_are_one_escaped_line_each() -> None:
+    error, warning = annotations(nasty_run()).splitlines()
+    assert error.startswith("::error title=B' lse::a|b `c` <script>") and "50%25%0A::error::d" in error
+    assert error.endswith(f"replay: {nasty_run().records[0].replay}") and warning.startswith(
+        "::warning title=C unavail"
+    )
+    odd = BackendSummary("a: b, 50%", ("x",), {}, False, (), {}, ())
+    assert annotations(RunSummary(ENVIRONMENT, (odd,))).startswith("::warning title=a%3A b%2C 50%25 unavailable::x")
+
+
+def test_the_replay_line_survives_markdown() -> None:
+    (line,) = [line for line in markdown(nasty_run()).splitlines() if line.startswith("mla-conformance replay")]
+    assert shlex.split(line)[-1] == "my file.py:B'"
+
+
+def test_the_step_summary_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    arguments = ["--tier=smoke", "--capability=lse", "--device=cpu", "-n1", f"--out={tmp_path}"]
+    assert main(["certify", "--backend=EAGER", *arguments]) == 0
+    assert summary.read_text(encoding="utf-8").startswith("before\n## MLA conformance\n")
+    assert "| EAGER | ✅ pass | 3 / 3 | 0 | 0 | 0 |" in summary.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("text", "FAIL Broken lse · case lse:"),
+        ("markdown", "| Broken |"),
+        ("annotations", "::error title=Broken lse::"),
+    ],
+)
+def test_render_prints_or_writes(
+    real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, said: str
+) -> None:
+    report, out = str(real_run / "report.json"), tmp_path / "out"
+    assert main(["report", "render", report, "--format", kind]) == 0
+    printed = capsys.readouterr().out
+    assert main(["report", "render", report, "--format", kind, "--out", str(out)]) == 0
+    assert said in printed and out.read_text(encoding="utf-8").strip() == printed.strip()
+    assert main(["report", "render", report, "--out", str(out / "below")]) == 2
+    assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_distributions_and_closest_count_passes_only() -> None:
+    used = [{"element": 0.5, "lse": 0.2}, {"element": 1.0}, {"element": 0.049}]
+    records = [Record("B", "B", "lse", f"lse:q=[{i}]", Status.PASS, used=share) for i, share in enumerate(used)]
+    records.append(Record("B", "B", "lse", "lse:q=[9]", Status.FAIL, used={"element": 7.0}))
+    backend = BackendSummary("B", (), {}, False, (), {}, summarise(records, {"lse": 4}))
+    element, lse = distributions(backend)
+    assert (element.rule, element.bins[0], element.bins[10], element.bins[19], sum(element.bins)) == (
+        "element",
+        1,
+        1,
+        1,
+        3,
+    )
+    assert lse.words == "1 cases, median 0.20, largest 0.20"
+    assert [(c.record.case, c.rule, c.share) for c in closest([backend], 2)] == [
+        ("lse:q=[1]", "element", 1.0),
+        ("lse:q=[0]", "element", 0.5),
+    ]

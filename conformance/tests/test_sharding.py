@@ -1,0 +1,167 @@
+"""Shards: parts that are balanced, stable and complete; merged they are the report of the whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_conformance.cli import main
+from mla_conformance.inputs import InputError
+from mla_conformance.report.json_report import write_json
+from mla_conformance.report.loading import load_report
+from mla_conformance.sharding import Shard, split
+
+Json = dict[str, Any]
+CASES = [f"lse:q=[{i}]" for i in range(1, 8)]
+
+
+@given(
+    st.lists(st.text("abc", min_size=1), unique=True, min_size=1),
+    st.integers(1, 9),
+    st.dictionaries(st.text("abc"), st.floats(0, 1e6)),
+)
+def test_parts_hold_every_case_once_in_order_and_are_balanced(
+    cases: list[str], count: int, seconds: dict[str, float]
+) -> None:
+    parts = split(cases, count, seconds)
+    assert parts == split(cases, count, dict(reversed(seconds.items())))
+    assert len(parts) == count and sorted(case for part in parts for case in part) == sorted(cases)
+    assert all(list(part) == [case for case in cases if case in part] for part in parts)
+    if not seconds:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_durations_balance_the_parts() -> None:
+    seconds = dict(zip(CASES, [60.0, 10.0, 10.0, 10.0, 10.0, 10.0], strict=False))
+    alone, rest = split(CASES, 2, seconds)
+    assert alone == (CASES[0],) and rest == tuple(CASES[1:])
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "-1/2", "a/b", "1/2/3", "1/8"])
+def test_a_shard_that_does_not_exist(text: str) -> None:
+    with pytest.raises(InputError):
+        Shard.of(text, CASES)
+
+
+def settled(path: Path) -> Json:
+    """A report without what differs from run to run: durations, and which failures a process explained."""
+    data: Json = json.loads(path.read_text(encoding="utf-8"))
+    for backend in data["backends"].values():
+        for record in backend["records"]:
+            del record["seconds"]
+        for capability in backend["capabilities"].values():
+            for failure in capability["failures"]:
+                del failure["explanation"]
+    return data
+
+
+def certify(real_run: Path, out: Path, *more: str) -> int:
+    """The run of ``real_run`` once more, in part."""
+    broken = real_run.parent / "broken.py"
+    backends = [f"--backend={name}" for name in ("EAGER", f"{broken}:Broken", "FLASH_ATTN", "TORCH_SDPA")]
+    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
+    return main(["certify", *backends, *chosen, "--device=cpu", "--tier=smoke", "-n1", f"--out={out}", *more])
+
+
+def test_the_merge_of_all_shards_is_the_unsharded_report(
+    real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = real_run / "report.json"
+    for index in (1, 2):
+        certify(real_run, tmp_path / str(index), f"--shard={index}/2", f"--durations={whole}")
+        assert f"shard {index}/2 of 9" in capsys.readouterr().out
+    paths = [str(tmp_path / index / "report.json") for index in ("2", "1")]
+    assert main(["report", "merge", *paths, "--out", str(tmp_path / "all.json")]) == 0
+    assert settled(tmp_path / "all.json") == settled(whole)
+    assert main(["report", "diff", str(whole), str(tmp_path / "all.json")]) == 0
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    """Three shards of a run in which everything passed."""
+    out = tmp_path / "whole"
+    chosen = ["--backend=EAGER", "--capability=lse", "--device=cpu", "--tier=smoke", "-n1", f"--out={out}"]
+    assert main(["certify", *chosen]) == 0
+    data = json.loads((out / "report.json").read_text())
+    paths = []
+    for index, case in enumerate(data["cases"], 1):
+        part = json.loads(json.dumps(data))
+        part["shard"] = {"index": index, "count": 3, "cases": [case]}
+        eager = part["backends"]["EAGER"]
+        eager["records"] = [record for record in eager["records"] if record["case"] == case]
+        used = max(eager["records"][0]["used"].values())
+        eager["capabilities"]["lse"] |= {"listed": 1, "passed": 1, "error_budget_used": used}
+        paths.append(tmp_path / f"{index}.json")
+        write_json(paths[-1], part)
+    return paths
+
+
+def edit(path: Path, change: Callable[[Json], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    write_json(path, data)
+
+
+def merge(capsys: pytest.CaptureFixture[str], paths: list[Path]) -> str:
+    """What is said of reports that cannot be merged; an earlier result is kept."""
+    out = paths[0].parent / "out.json"
+    out.write_text("kept")
+    capsys.readouterr()
+    assert main(["report", "merge", *map(str, paths), "--out", str(out)]) == 2 and out.read_text() == "kept"
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = shards
+    assert "missing shard 3/3" in merge(capsys, [first, second])
+    assert "shard 2/3 a second time" in merge(capsys, [first, second, second, third])
+    assert "not a shard" in merge(capsys, [first, second, tmp_path / "whole" / "report.json"])
+    edits: list[tuple[Callable[[Json], object], str]] = [
+        (lambda r: r.update(suite="1999.1"), "another suite than in"),
+        (lambda r: r["environment"].update(device="other"), f"another device than in {first}: other instead of cpu"),
+        (lambda r: r["shard"].update(count=4), "shards of different divisions: 1/3, 2/3, 3/4"),
+        (lambda r: r["cases"].insert(0, "lse:q=[77]"), "another list of cases"),
+        (lambda r: r["backends"].update(E=r["backends"].pop("EAGER")), "another choice of backends"),
+        (lambda r: r["backends"]["EAGER"]["versions"].update(torch="0"), "another versions of EAGER"),
+    ]
+    kept = third.read_text()
+    for change, said in edits:
+        third.write_text(kept)
+        edit(third, change)
+        assert said in merge(capsys, shards)
+
+
+def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = shards
+    kept = third.read_text()
+    third.write_text(second.read_text())
+    edit(third, lambda r: r["shard"].update(index=3))
+    assert f"overlaps with {second}: both hold lse:" in merge(capsys, [first, second, third])
+    third.write_text(kept)
+    edit(third, lambda r: r["backends"]["EAGER"].update(status="not_run", records=[]))
+    left = {"status": "not_run", "passed": 0, "not_run": 1, "error_budget_used": 0.0}
+    edit(third, lambda r: r["backends"]["EAGER"]["capabilities"]["lse"].update(left))
+    out = first.parent / "all.json"
+    assert main(["report", "merge", *map(str, shards), "--out", str(out)]) == 3
+    (eager,) = load_report(out).backends
+    assert (eager.outcome, eager.capabilities[0].not_run) == ("not_run", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shard", "3/2"], "--shard: expected i/n with 1 <= i <= n"),
+        (["--shard", "1/4"], "--shard: 4 shards for 3 cases"),
+        (["--shard", "1/2", "--durations", "absent.json"], "absent.json: cannot be read: No such file"),
+        (["--durations", "absent.json"], "--durations: expected together with --shard"),
+        (["--shard", "1/2", "--capability", "new_tokens", "--explore", "3"], "drawn cases cannot be divided"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str) -> None:
+    run = ["certify", "--device", "cpu", "--capability", "lse", "--tier", "smoke", "--out", str(tmp_path / "out")]
+    assert main([*run, *arguments]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
