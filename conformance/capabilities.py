@@ -37,6 +37,7 @@ class Capability:
         definition: one sentence.
         cases: the cases that decide it, the most telling first.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
+        needs: the attribute of a declaration without which it is unsupported; empty if there is none.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Capability:
     definition: str
     cases: tuple[Case, ...]
     probes_refusals: bool = False
+    needs: str = ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         """The cases of a tier; smoke takes the first few."""
@@ -51,10 +53,15 @@ class Capability:
 
 
 def _entry(
-    name: str, clause: str, definition: str, cases: Callable[[], Iterable[Fields]], probes_refusals: bool = False
+    name: str,
+    clause: str,
+    definition: str,
+    cases: Callable[[], Iterable[Fields]],
+    probes_refusals: bool = False,
+    needs: str = "",
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in cases())
-    return Capability(name, clause, definition, built, probes_refusals)
+    return Capability(name, clause, definition, built, probes_refusals, needs)
 
 
 _VOCABULARY = (
@@ -96,7 +103,13 @@ _VOCABULARY = (
         "Fused e4m3 output stores the rounded, saturated code of value / output_scale.",
         caselists.quant_output_fp8,
     ),
-    _entry("determinism", "3.7", "Equal calls return equal bits, if the backend declares so.", caselists.determinism),
+    _entry(
+        "determinism",
+        "3.7",
+        "Equal calls return equal bits, if the backend declares so.",
+        caselists.determinism,
+        needs="deterministic",
+    ),
     _entry(
         "call_order",
         "3.7",

@@ -18,6 +18,7 @@ import torch
 
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.bounded_log import BoundedLog
+from mla_conformance.devices import visible_gpus
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.journal import Journal
 from mla_conformance.limits import machine_memory
@@ -154,7 +155,7 @@ class Run:
         options += ["-q", "-s", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
         options += [f"--mla-device={self.selection.device.type}", f"--mla-explore={self.selection.explore}"]
-        options += self._limits()
+        options += [*self._limits(), *self._sharing()]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += self._case_options()
         return [sys.executable, "-m", "pytest", *options, *self.extra]
@@ -172,6 +173,13 @@ class Run:
         timeout = self.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT)
         memory = self.memory or (max(LEAST_MEMORY, machine_memory() // self.workers) if on_cpu else None)
         return [f"--mla-timeout={timeout}"] + ([f"--mla-memory={memory}"] if memory else [])
+
+    def _sharing(self) -> list[str]:
+        """Several workers on GPUs: one GPU each, and each group of them the cases, hence kernels, of one backend."""
+        if self.selection.device.type != "cuda" or self.workers == 1:
+            return []
+        groups = max(1, self.workers // max(1, len(self.available)))
+        return [f"--mla-gpus={','.join(visible_gpus())}", f"--mla-groups={groups}", "--dist=loadgroup"]
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
@@ -209,8 +217,10 @@ class Run:
 
 
 def default_workers(selection: Selection) -> int:
-    """One process on a GPU; on a CPU one per core, up to four."""
-    return 1 if selection.device.type == "cuda" else max(1, min(4, os.cpu_count() or 1))
+    """One process per GPU; on a CPU one per core, up to four."""
+    if selection.device.type == "cuda":
+        return max(1, len(visible_gpus()))
+    return max(1, min(4, os.cpu_count() or 1))
 
 
 def environment(selection: Selection) -> dict[str, str]:

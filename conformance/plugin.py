@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mla_conformance import limits
+from mla_conformance.devices import take_gpu
 from mla_conformance.journal import Journal
 from mla_conformance.record import EXPLORED
 from mla_conformance.recording import Recorder, attach, identity, record_of
 from mla_conformance.verdict import Nonconformance, Status
-from mla_conformance.watchdog import Watchdog
+from mla_conformance.watchdog import WORKERS_FOLDER, Watchdog
 
 if TYPE_CHECKING:
     from mla_conformance.explore import Exploration
@@ -35,6 +36,7 @@ _EXPLORATION = pytest.StashKey["Exploration"]()
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
+_MEMORY_PATIENCE = 120.0
 _DEVICE_LOST = 70
 _OUT_OF_MEMORY = 71
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
@@ -68,6 +70,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="end a worker whose case takes longer; needs --mla-out and workers (-n)",
     )
+    group.addoption("--mla-gpus", default="", metavar="A,B", help="the GPUs that the workers divide among themselves")
+    group.addoption(
+        "--mla-groups", type=int, default=1, metavar="N", help="groups of a backend's cases (--dist loadgroup)"
+    )
     group.addoption("--mla-memory", type=int, default=None, metavar="BYTES", help="memory that a worker may allocate")
 
 
@@ -95,6 +101,9 @@ def _protect(config: pytest.Config) -> None:
         return
     limits.die_with_parent()
     if hasattr(config, "workerinput"):
+        if option.mla_gpus:
+            workers = int(config.workerinput["workercount"])
+            take_gpu(Path(option.mla_out) / WORKERS_FOLDER, tuple(option.mla_gpus.split(",")), workers)
         if option.mla_memory:
             limits.limit_memory(option.mla_memory)
         if option.mla_timeout:
@@ -177,9 +186,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _trials(config: pytest.Config, capability: str) -> list[Any]:
-    settled = _settled(config)
+    settled, groups = _settled(config), config.option.mla_groups
     return [
-        _param((subject, case), f"{case.id}-", subject, why)
+        _param((subject, case), f"{case.id}-", subject, why, int(case.digest, 16) % groups)
         for subject, case, why in _selection(config).pairs(capability)
         if (subject.backend.reference, capability, case.id) not in settled
     ]
@@ -194,8 +203,9 @@ def _explorations(config: pytest.Config) -> list[Any]:
     ]
 
 
-def _param(value: Any, prefix: str, subject: "Subject", unavailable: str) -> Any:
-    marks: list[Any] = [pytest.mark.backend(name=subject.name)]
+def _param(value: Any, prefix: str, subject: "Subject", unavailable: str, group: int = 0) -> Any:
+    # A group's cases run in one worker at a time, so that no two compile the same kernels of a backend side by side.
+    marks: list[Any] = [pytest.mark.backend(name=subject.name), pytest.mark.xdist_group(f"{subject.name}-{group}")]
     if unavailable:
         marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
     return pytest.param(value, id=f"{prefix}backend={subject.name}", marks=marks)
@@ -247,6 +257,10 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
             if current.verdict.status is not Status.UNSUPPORTED:
                 raise
             pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    try:
+        current.require_memory(_MEMORY_PATIENCE)
+    except Nonconformance as lacking:
+        pytest.skip(f"{subject.name} unavailable: {lacking}")
     yield current
 
 

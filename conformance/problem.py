@@ -26,6 +26,7 @@ TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "e4m3": getattr(torch, "float8_e4m3fn", None),
 }
 _SLICE_MARGIN = 16
+_COPIES, _WORKSPACE = 16, 2**28
 
 
 class ProblemError(ValueError):
@@ -102,6 +103,14 @@ def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
 def segments(locations: Sequence[int]) -> Iterator[slice]:
     """One slice per request."""
     return (slice(a, b) for a, b in pairwise(locations))
+
+
+def memory_need(case: Case) -> int:
+    """Bytes that judging a case takes at most, generously: its tensors in float64 several times, and workspaces."""
+    dims = case.dimensions
+    rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
+    elements = rows * (dims.qk_head_dim + dims.v_head_dim) + keys * (dims.qk_head_dim + dims.v_head_dim)
+    return _WORKSPACE + _COPIES * 8 * case.heads * elements
 
 
 def build_problem(case: Case, device: torch.device) -> Problem:

@@ -17,6 +17,7 @@ from mla_conformance.backends.loading import (
 )
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.capabilities import find_capability
 from mla_conformance.case import Case
 from mla_conformance.problem import TORCH_DTYPES
 
@@ -79,6 +80,9 @@ class Subject:
             return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
         config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
         reasons = list(self.backend_class.validate_configuration(self.capability, config))
+        needs = find_capability(case.capability).needs
+        if needs and not getattr(self.declaration, needs):
+            reasons.append(f"not declared {needs}")
         if case.merge == "own" and not hasattr(self.backend_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "fp8" and not reasons:

@@ -10,8 +10,8 @@ from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
-from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import Problem, build_problem
+from mla_conformance.memory import storage_bytes, wait_for_memory
+from mla_conformance.problem import Problem, build_problem, memory_need
 from mla_conformance.subject import Subject
 from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 
@@ -68,6 +68,16 @@ class Trial:
         reasons = self.unsupported()
         if reasons:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+    def require_memory(self, seconds: float) -> None:
+        """On a GPU that others use as well, wait for the case's memory; settle the trial as unavailable without it."""
+        if self.subject.device.type != "cuda":
+            return
+        need = memory_need(self.case)
+        free = wait_for_memory(self.subject.device, need, seconds)
+        if free < need:
+            found = f"needs about {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {seconds:.0f} s"
+            self._settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.

@@ -38,10 +38,14 @@ def installed_digests() -> dict[str, str]:
 
 def suite_digest() -> str:
     """SHA-256 of the case list, the tolerance table and the sources of judge and suite."""
-    root = _folder("mla_conformance")
-    sources = [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
     cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
-    return _sha256([cases.encode(), *_contents(sources)])
+    return _sha256([cases.encode(), *_contents(judging_sources())])
+
+
+def judging_sources() -> list[Path]:
+    """The files that decide a verdict, beside the cases and the reference."""
+    root = _folder("mla_conformance")
+    return [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
 
 
 def reference_digest() -> str:
