@@ -1,60 +1,60 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
 from mla_conformance.case import Call
+from mla_conformance.golden_cache import GoldenCache
+from mla_conformance.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problem import PrefillCall, Problem, segments, start_loc
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 
-_KEPT = 8
-
 
 @dataclass(frozen=True)
 class Expectation:
-    """Golden states.
+    """Golden states of the judged rows.
 
     Attributes:
+        rows: which rows they are.
         calls: one per call of the problem.
         merged: unchunked attention over context and new tokens; None where there is one call only.
     """
 
+    rows: JudgedRows
     calls: tuple[AttentionState, ...]
     merged: AttentionState | None
 
 
-_recent: OrderedDict[tuple[str, str], Expectation] = OrderedDict()
+_cache = GoldenCache()
 
 
 def expect(problem: Problem) -> Expectation:
-    """The golden result, computed once per case for all backends; the last few are kept."""
-    key = (problem.key, str(problem.device))
-    if key not in _recent:
-        _recent[key] = _compute(problem)
-        if len(_recent) > _KEPT:
-            _recent.popitem(last=False)
-    return _recent[key]
+    """The golden result, computed once per case for all backends as far as the cache's bound allows."""
+    rows = choose_rows(problem)
+    calls, merged = _cache.get(problem, lambda: _compute(problem, rows))
+    return Expectation(rows, calls, merged)
 
 
-def _compute(problem: Problem) -> Expectation:
+def _compute(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
     states = tuple(
-        _golden(problem, call.k, call.v, call.key_start_loc, call.chunk_idx is None) for call in problem.calls
+        _golden(problem, rows, call.k, call.v, call.key_start_loc, call.chunk_idx is None) for call in problem.calls
     )
     if problem.case.call != Call.CHUNKED_CONTEXT:
-        return Expectation(states, None)
+        return states, None
     new, *chunks = problem.calls
     ordered = [*chunks, new]
     lengths = [
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
     ]
     k, v = (_per_request(ordered, name) for name in ("k", "v"))
-    return Expectation(states, _golden(problem, k, v, start_loc(lengths), causal=True))
+    return states, _golden(problem, rows, k, v, start_loc(lengths), causal=True)
 
 
-def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool) -> AttentionState:
+def _golden(
+    problem: Problem, rows: JudgedRows, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool
+) -> AttentionState:
     return blockwise_attention(
         problem.calls[0].q,
         k,
@@ -64,6 +64,7 @@ def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int,
         scale=problem.case.softmax_scale,
         causal=causal,
         with_terms=True,
+        rows=rows.numbers,
     )
 
 
