@@ -20,6 +20,7 @@ from mla_conformance.backends.platform import describe_device, get_device_capabi
 from mla_conformance.bounded_log import BoundedLog
 from mla_conformance.devices import visible_gpus
 from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.golden_cache import FOLDER_VARIABLE
 from mla_conformance.journal import Journal
 from mla_conformance.limits import machine_memory
 from mla_conformance.plan import plan_of
@@ -63,6 +64,7 @@ class Run:
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         resume: continue the run that the folder's journal tells of.
         shard: judge only this part of the selected cases.
+        golden_cache: folder of golden states that runs and their workers share.
     """
 
     selection: Selection
@@ -74,6 +76,7 @@ class Run:
     memory: int | None = None
     resume: bool = False
     shard: Shard | None = None
+    golden_cache: Path | None = None
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -183,7 +186,8 @@ class Run:
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ}
+        shared = {FOLDER_VARIABLE: str(self.golden_cache.resolve())} if self.golden_cache else {}
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ, **shared}
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""

@@ -10,11 +10,12 @@ from itertools import accumulate
 import torch
 
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
+from mla_conformance.calls import PrefillCall
 from mla_conformance.case import Case
 from mla_conformance.driver import one_line
 from mla_conformance.golden import expect
 from mla_conformance.launch import cut, guarded, invoke, observed, prepare
-from mla_conformance.problem import PrefillCall, Problem, build_problem
+from mla_conformance.problem import Problem, build_problem
 from mla_conformance.reach import Reach, rows_before
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.trial import Trial

@@ -1,48 +1,47 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
 from mla_conformance.calls import AttentionCall, Question
+from mla_conformance.golden_cache import GoldenCache
+from mla_conformance.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problem import Problem, segments, start_loc
-from mla_conformance.reference.attention import AttentionState, attention
-
-_KEPT = 8
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.blockwise import blockwise_attention
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Golden states.
+    """Golden states of the judged rows.
 
     Attributes:
+        rows: which rows they are.
         calls: one per call of the problem.
         merged: attention to the keys of all calls at once; None where there is nothing to merge.
     """
 
+    rows: JudgedRows
     calls: tuple[AttentionState, ...]
     merged: AttentionState | None
 
 
-_recent: OrderedDict[tuple[str, str], Expectation] = OrderedDict()
+_cache = GoldenCache()
 
 
 def expect(problem: Problem) -> Expectation:
-    """The golden result, computed once per case for all backends; the last few are kept."""
-    key = (problem.key, str(problem.device))
-    if key not in _recent:
-        _recent[key] = _compute(problem)
-        if len(_recent) > _KEPT:
-            _recent.popitem(last=False)
-    return _recent[key]
+    """The golden result, computed once per case for all backends as far as the cache's bound allows."""
+    rows = choose_rows(problem)
+    calls, merged = _cache.get(problem, lambda: _compute(problem, rows))
+    return Expectation(rows, calls, merged)
 
 
-def _compute(problem: Problem) -> Expectation:
-    states = tuple(_golden(problem, call.question(problem)) for call in problem.calls)
+def _compute(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
+    states = tuple(_golden(problem, rows, call.question(problem)) for call in problem.calls)
     if not problem.is_merged:
-        return Expectation(states, None)
-    return Expectation(states, _golden(problem, problem.whole or _unchunked(problem)))
+        return states, None
+    return states, _golden(problem, rows, problem.whole or _unchunked(problem))
 
 
 def _unchunked(problem: Problem) -> Question:
@@ -56,8 +55,8 @@ def _unchunked(problem: Problem) -> Question:
     return Question(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
 
 
-def _golden(problem: Problem, question: Question) -> AttentionState:
-    return attention(
+def _golden(problem: Problem, rows: JudgedRows, question: Question) -> AttentionState:
+    return blockwise_attention(
         question.q,
         question.k,
         question.v,
@@ -66,6 +65,7 @@ def _golden(problem: Problem, question: Question) -> AttentionState:
         scale=problem.case.softmax_scale,
         causal=question.causal,
         with_terms=True,
+        rows=rows.numbers,
     )
 
 

@@ -17,7 +17,7 @@ WORKSPACE_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class ErrorTerms:
-    """Sums over the visible keys that a first-order error bound is made of, float64.
+    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
 
     magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
     score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
@@ -67,10 +67,9 @@ def attention(
     Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
     NaN included. Raises ValueError for shapes or start locations that do not fit together.
     """
-    _check_shapes(q, k, v)
-    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
+    check_operands(q, k, v, query_start_loc, key_start_loc)
     blocks: list[AttentionState] = []
-    for queries, keys in zip(_requests(query_start_loc), _requests(key_start_loc), strict=True):
+    for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
         request = [part.to(torch.float64) for part in (q[queries], k[keys], v[keys])]
         for rows, visible in _query_blocks(*request, causal=causal):
             seen = slice(visible.shape[1])
@@ -135,9 +134,17 @@ def _concatenate(blocks: list[AttentionState]) -> AttentionState:
     return AttentionState(output, lse, joined)
 
 
-def _requests(start_loc: Sequence[int]) -> list[slice]:
-    """The rows of each request."""
+def segments(start_loc: Sequence[int]) -> list[slice]:
+    """The rows of each request, from its B + 1 start locations."""
     return [slice(start, stop) for start, stop in pairwise(start_loc)]
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Sequence[int], key_start_loc: Sequence[int]
+) -> None:
+    """Raise ValueError unless the arguments of :func:`attention` fit together."""
+    _check_shapes(q, k, v)
+    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
