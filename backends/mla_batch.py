@@ -116,7 +116,7 @@ class Batch(NamedTuple):
             "max_decode_seq_len": _longest(decode_seqs),
         }
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The fields of ``MLACommonMetadata`` that are tensors; views of the batch's where they can be."""
         common, requests = self.common, self.common.num_reqs
         seq_lens = common.seq_lens[:requests]

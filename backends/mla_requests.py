@@ -23,7 +23,7 @@ class LayerRequest(NamedTuple):
 
     query_len: int
     context_len: int
-    block_ids: Sequence[int]
+    block_ids: Sequence[int] | np.ndarray
     is_prompt: bool
 
 
@@ -75,7 +75,7 @@ def _check_contexts(context_lens: np.ndarray) -> None:
         raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {context_lens[request]}")
 
 
-def _block_table(block_ids: Sequence[Sequence[int]], seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+def _block_table(block_ids: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, block_size: int) -> np.ndarray:
     """[B + padding, max blocks] int32: 0 behind a request's blocks, where a kernel may prefetch; -1 in padding."""
     held = np.fromiter(map(len, block_ids), dtype=np.int64, count=len(block_ids))
     needed = -(-seq_lens[: len(held)] // block_size)

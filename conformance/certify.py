@@ -18,7 +18,7 @@ import torch
 
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.bounded_log import BoundedLog
-from mla_conformance.devices import visible_gpus
+from mla_conformance.devices import jit_caches, visible_gpus
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.golden_cache import FOLDER_VARIABLE
 from mla_conformance.journal import Journal
@@ -178,11 +178,11 @@ class Run:
         return [f"--mla-timeout={timeout}"] + ([f"--mla-memory={memory}"] if memory else [])
 
     def _sharing(self) -> list[str]:
-        """Several workers on GPUs: one GPU each, and each group of them the cases, hence kernels, of one backend."""
+        """Several workers on GPUs: one GPU each, and a cache of compiled kernels for these backends each."""
         if self.selection.device.type != "cuda" or self.workers == 1:
             return []
-        groups = max(1, self.workers // max(1, len(self.available)))
-        return [f"--mla-gpus={','.join(visible_gpus())}", f"--mla-groups={groups}", "--dist=loadgroup"]
+        names = [subject.name for subject in self.available]
+        return [f"--mla-gpus={','.join(visible_gpus())}", f"--mla-jit={jit_caches(names)}"]
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))

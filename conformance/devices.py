@@ -1,11 +1,22 @@
-"""One GPU for each worker of a run: a worker takes a free place, and its successor takes the place that it leaves."""
+"""One GPU and one JIT cache for each worker of a run: a worker takes a free place, its successor the one it leaves."""
 
 import fcntl
+import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_JIT_CACHES = (
+    "CUDA_CACHE_PATH",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+    "TVM_FFI_CACHE_DIR",
+)
 _PATIENCE = 10.0
 _POLL_SECONDS = 0.1
 
@@ -19,17 +30,21 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(named[:count] or map(str, range(count)))
 
 
-def take_gpu(folder: Path, gpus: tuple[str, ...], workers: int) -> str:
-    """Make one GPU the only one of this process, before anything of CUDA is initialised.
+def jit_caches(backends: Sequence[str]) -> Path:
+    """The folder of the workers' caches for a choice of backends, kept from run to run."""
+    key = backends[0] if len(backends) == 1 else hashlib.sha256("\n".join(backends).encode()).hexdigest()[:12]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-conformance" / "jit" / key
 
-    Args:
-        folder: of the run's workers, who share out their places in it.
-        gpus: as :func:`visible_gpus` names them; several workers share one if there are more workers.
-        workers: how many there are at a time.
-    """
-    gpu = gpus[take_place(folder, workers) % len(gpus)]
-    os.environ[VISIBLE] = gpu
-    return gpu
+
+def use_gpu(place: int, gpus: Sequence[str]) -> None:
+    """Make one GPU the only one of this process, before anything of CUDA is initialised; places may share one."""
+    os.environ[VISIBLE] = gpus[place % len(gpus)]
+
+
+def use_jit_cache(folder: Path) -> None:
+    """Have libraries compile into a folder that no other living process compiles into, unless told otherwise."""
+    for name in _JIT_CACHES:
+        os.environ.setdefault(name, str(folder / name.lower()))
 
 
 def take_place(folder: Path, workers: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mla_conformance import limits
-from mla_conformance.devices import take_gpu
+from mla_conformance.devices import take_place, use_gpu, use_jit_cache
 from mla_conformance.journal import Journal
 from mla_conformance.record import EXPLORED
 from mla_conformance.recording import Recorder, attach, identity, record_of
@@ -71,9 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="end a worker whose case takes longer; needs --mla-out and workers (-n)",
     )
     group.addoption("--mla-gpus", default="", metavar="A,B", help="the GPUs that the workers divide among themselves")
-    group.addoption(
-        "--mla-groups", type=int, default=1, metavar="N", help="groups of a backend's cases (--dist loadgroup)"
-    )
+    group.addoption("--mla-jit", default="", metavar="DIR", help="folder of the workers' caches of compiled kernels")
     group.addoption("--mla-memory", type=int, default=None, metavar="BYTES", help="memory that a worker may allocate")
 
 
@@ -102,8 +100,9 @@ def _protect(config: pytest.Config) -> None:
     limits.die_with_parent()
     if hasattr(config, "workerinput"):
         if option.mla_gpus:
-            workers = int(config.workerinput["workercount"])
-            take_gpu(Path(option.mla_out) / WORKERS_FOLDER, tuple(option.mla_gpus.split(",")), workers)
+            place = take_place(Path(option.mla_out) / WORKERS_FOLDER, int(config.workerinput["workercount"]))
+            use_gpu(place, option.mla_gpus.split(","))
+            use_jit_cache(Path(option.mla_jit) / str(place))
         if option.mla_memory:
             limits.limit_memory(option.mla_memory)
         if option.mla_timeout:
@@ -186,9 +185,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _trials(config: pytest.Config, capability: str) -> list[Any]:
-    settled, groups = _settled(config), config.option.mla_groups
+    settled = _settled(config)
     return [
-        _param((subject, case), f"{case.id}-", subject, why, int(case.digest, 16) % groups)
+        _param((subject, case), f"{case.id}-", subject, why)
         for subject, case, why in _selection(config).pairs(capability)
         if (subject.backend.reference, capability, case.id) not in settled
     ]
@@ -203,9 +202,8 @@ def _explorations(config: pytest.Config) -> list[Any]:
     ]
 
 
-def _param(value: Any, prefix: str, subject: "Subject", unavailable: str, group: int = 0) -> Any:
-    # A group's cases run in one worker at a time, so that no two compile the same kernels of a backend side by side.
-    marks: list[Any] = [pytest.mark.backend(name=subject.name), pytest.mark.xdist_group(f"{subject.name}-{group}")]
+def _param(value: Any, prefix: str, subject: "Subject", unavailable: str) -> Any:
+    marks: list[Any] = [pytest.mark.backend(name=subject.name)]
     if unavailable:
         marks.append(pytest.mark.skip(reason=f"{subject.name} unavailable: {unavailable}"))
     return pytest.param(value, id=f"{prefix}backend={subject.name}", marks=marks)

@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "e4m3": getattr(torch, "float8_e4m3fn", None),
 }
 _SLICE_MARGIN = 16
-_COPIES, _WORKSPACE = 16, 2**28
+_WORKSPACE = 2**28
 
 
 class ProblemError(ValueError):
@@ -90,11 +90,11 @@ def segments(locations: Sequence[int]) -> Iterator[slice]:
 
 
 def memory_need(case: Case) -> int:
-    """Bytes that judging a case takes at most, generously: its tensors in float64 several times, and workspaces."""
-    dims = case.dimensions
-    rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
-    elements = rows * (dims.qk_head_dim + dims.v_head_dim) + keys * (dims.qk_head_dim + dims.v_head_dim)
-    return _WORKSPACE + _COPIES * 8 * case.heads * elements
+    """Bytes that a case takes at least: q, k, v and output of its largest call, and some workspace."""
+    keys = sum(case.kv) if case.call == Call.CONTEXT_CHUNK else sum(case.q)
+    width = case.dimensions.qk_head_dim + case.dimensions.v_head_dim
+    dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+    return _WORKSPACE + dtype.itemsize * case.heads * (sum(case.q) + keys) * width
 
 
 def build_problem(case: Case, device: torch.device) -> Problem:

@@ -247,7 +247,7 @@ def test_a_builders_defaults() -> None:
 
 def batch(**changes: Any) -> CommonAttentionMetadata:
     starts = torch.tensor([0, 2, 3, 7, 7], dtype=torch.int32)
-    fields = {
+    fields: dict[str, Any] = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": torch.tensor([5, 9, 4, 0], dtype=torch.int32),
@@ -258,7 +258,7 @@ def batch(**changes: Any) -> CommonAttentionMetadata:
         "block_table_tensor": torch.arange(8).reshape(4, 2),
         "slot_mapping": torch.arange(8),
     }
-    return CommonAttentionMetadata(**(fields | changes))  # type: ignore[arg-type]
+    return CommonAttentionMetadata(**(fields | changes))
 
 
 def test_computed_tokens_are_computed_once() -> None:

@@ -50,7 +50,7 @@ def same(name: str, a: Any, b: Any) -> None:
 def common(queries: list[int], seqs: list[int], **changes: Any) -> CommonAttentionMetadata:
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     lengths = torch.tensor(seqs, dtype=torch.int32)
-    fields = {
+    fields: dict[str, Any] = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": lengths,

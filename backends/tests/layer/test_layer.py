@@ -23,7 +23,7 @@ from mla_conformance.reference.rope import rope
 
 
 def validate(backend: type[MLACommonBackend], **changes: Any) -> list[str]:
-    settings = {
+    settings: dict[str, Any] = {
         "head_size": 576,
         "dtype": torch.bfloat16,
         "kv_cache_dtype": "auto",
