@@ -66,6 +66,7 @@ def _golden(problem: Problem, question: Question) -> AttentionState:
         scale=problem.case.softmax_scale,
         causal=question.causal,
         with_terms=True,
+        with_key_terms=question.dequantised,
     )
 
 

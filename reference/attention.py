@@ -5,7 +5,7 @@ lse_t = ln Σ exp(scale · q_t·k_s). Everything is computed in float64 on the i
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,19 @@ from torch import Tensor
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
+
+
+@dataclass(frozen=True)
+class KeyTerms:
+    """What rounding each key, and the value that it holds, once more does to the output; float64, [T, N, V].
+
+    spread: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance that independent roundings of the keys' elements cause by
+        the scores.
+    shift: |Σ p·s·(v - o)| + |o| with s the score, the error of a relative one that all elements have in common.
+    """
+
+    spread: Tensor
+    shift: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class ErrorTerms:
         is
         tiny beside it rounds to a subnormal or to 0.
     lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
+    keys: for keys that a kernel may round itself; None if they were not asked for.
     """
 
     magnitude: Tensor
@@ -33,6 +47,7 @@ class ErrorTerms:
     squares: Tensor
     peak: Tensor
     lse_score: Tensor
+    keys: KeyTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,7 @@ def attention(
     scale: float,
     causal: bool,
     with_terms: bool = False,
+    with_key_terms: bool = False,
 ) -> AttentionState:
     """Attention of a batch of B requests laid end to end.
 
@@ -74,19 +90,34 @@ def attention(
         request = [part.to(torch.float64) for part in (q[queries], k[keys], v[keys])]
         for rows, visible in _query_blocks(*request, causal=causal):
             seen = slice(visible.shape[1])
-            blocks.append(_attend(request[0][rows], request[1][seen], request[2][seen], visible, scale, with_terms))
+            operands = request[0][rows], request[1][seen], request[2][seen]
+            blocks.append(_attend(*operands, visible, scale, with_terms, with_key_terms))
     return _concatenate(blocks)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, with_terms: bool) -> AttentionState:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, with_terms: bool, with_key_terms: bool
+) -> AttentionState:
     """The definition, for q [T, N, D], k [S, N or 1, D], v [S, N or 1, V] in float64 and visible [T, S] bool."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     scores = (scale * (q @ k.mT)).masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
     p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms else None
+    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
+    if terms is not None and with_key_terms:
+        terms = replace(terms, keys=_key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale))
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
+
+
+def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> KeyTerms:
+    """The sums of KeyTerms for operands with the heads first, weights and scores [N, T, S]."""
+    output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
+    # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
+    spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
+    scored = p * scores
+    shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
+    return KeyTerms(spread.clamp(min=0.0).transpose(0, 1), shift.transpose(0, 1))
 
 
 def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
@@ -131,8 +162,15 @@ def _concatenate(blocks: list[AttentionState]) -> AttentionState:
         squares=torch.cat([term.squares for term in terms]),
         peak=torch.cat([term.peak for term in terms]),
         lse_score=torch.cat([term.lse_score for term in terms], dim=-1),
+        keys=_concatenate_keys([term.keys for term in terms if term.keys is not None]),
     )
     return AttentionState(output, lse, joined)
+
+
+def _concatenate_keys(terms: list[KeyTerms]) -> KeyTerms | None:
+    if not terms:
+        return None
+    return KeyTerms(torch.cat([term.spread for term in terms]), torch.cat([term.shift for term in terms]))
 
 
 def _requests(start_loc: Sequence[int]) -> list[slice]:

@@ -12,7 +12,15 @@ from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
-_DECISIVE = ("tolerance.toml", "judge.py", "hazards.py", "rounding.py", "caselists.py", "policies.py")
+_DECISIVE = (
+    "tolerance.toml",
+    "judge.py",
+    "hazards.py",
+    "rounding.py",
+    "caselists.py",
+    "decode_caselists.py",
+    "policies.py",
+)
 """Files of the suite that decide a verdict; a table that was made with others is stale."""
 
 _EMULATION = ("eager", "eager_decode", "online_softmax")

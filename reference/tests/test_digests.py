@@ -8,6 +8,7 @@ program (`python reference/tests/test_digests.py`); it rewrites fixtures/golden/
 import hashlib
 import json
 import math
+from typing import Any
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def of_state(state: AttentionState) -> str:
 
 def varlen_attention(causal: bool, kv_heads: int) -> str:
     q, k, v = integers(1, 12, 4, 24), integers(2, 40, kv_heads, 24), integers(3, 40, kv_heads, 16)
-    starts = {"query_start_loc": (0, 5, 6, 12), "key_start_loc": (0, 31, 31, 34)}
+    starts: dict[str, Any] = {"query_start_loc": (0, 5, 6, 12), "key_start_loc": (0, 31, 31, 34)}
     return of_state(attention(q, k, v, **starts, scale=0.2, causal=causal, with_terms=True))
 
 
