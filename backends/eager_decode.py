@@ -11,6 +11,7 @@ import torch
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 
 
@@ -80,20 +81,7 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
 
     def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
         """[tile, L + R] keys in float32."""
-        if self.kv_cache_dtype == "fp8":
-            return rows.float() * k_scale
-        return self._dequantise_tiles(rows) if self.kv_cache_dtype == "fp8_ds_mla" else rows.float()
-
-    def _dequantise_tiles(self, rows: torch.Tensor) -> torch.Tensor:
-        """Entries of 656 bytes: four tiles of 128 codes, their float32 scales, 64 rope values."""
-        codes, scales, rope = rows.split((512, 16, 128), dim=-1)
-        values = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
-        latent = values * self._tile_scales(scales.contiguous().view(torch.float32)).unsqueeze(-1)
-        return torch.cat((latent.flatten(1), rope.contiguous().view(self._model_dtype).float()), dim=-1)
-
-    def _tile_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """[tile, 4] as they are applied."""
-        return scales
+        return dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
         """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""

@@ -1,7 +1,7 @@
 """Calls of a backend's interface, each also seen as attention of queries to keys and values."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -69,6 +69,13 @@ class AttentionCall:
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
         return {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
+
+    def overwritten(self, other: Self) -> Self:
+        """This call with the contents of another one of the same shapes, at its own addresses."""
+        theirs = other.owned()
+        for name, tensor in self.owned().items():
+            tensor.copy_(theirs[name])
+        return self
 
     def prepare(self, backend: Any, problem: "Problem") -> None:
         """Hand over the metadata, if it was not handed over before the problem's first call."""

@@ -67,6 +67,7 @@ def _golden(problem: Problem, rows: JudgedRows, question: Question) -> Attention
         scale=problem.case.softmax_scale,
         causal=question.causal,
         with_terms=True,
+        with_key_terms=question.dequantised,
         rows=rows.numbers,
     )
 

@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +26,20 @@ FOLDER_VARIABLE = "MLA_CONFORMANCE_GOLDEN_CACHE"
 KEPT_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden states may keep, by type of device; the last one is kept in any case."""
 
-_SOURCES = ("calls", "case", "context", "golden", "hazards", "judged_rows", "memory", "problem", "transform")
+_SOURCES = (
+    "calls",
+    "case",
+    "context",
+    "decode_problem",
+    "golden",
+    "hazards",
+    "judged_rows",
+    "memory",
+    "operands",
+    "paging",
+    "problem",
+    "transform",
+)
 """What the inputs of a problem and its judged rows come from, beside the reference."""
 
 States = tuple[tuple[AttentionState, ...], AttentionState | None]
@@ -68,7 +80,7 @@ def _states(states: States) -> list[AttentionState]:
 def _tensors(states: States) -> Iterator[torch.Tensor]:
     for state in _states(states):
         yield from (state.output, state.lse)
-        yield from vars(state.terms).values() if state.terms else ()
+        yield from _plain_terms(state).values()
 
 
 def _path(problem: Problem) -> Path | None:
@@ -119,6 +131,8 @@ def _write_whole(path: Path, stored: dict[str, object]) -> None:
 
 
 def _plain(state: AttentionState) -> dict[str, object]:
-    assert state.terms
-    terms = {field.name: getattr(state.terms, field.name) for field in fields(state.terms)}
-    return {"output": state.output, "lse": state.lse, "terms": terms}
+    return {"output": state.output, "lse": state.lse, "terms": _plain_terms(state)}
+
+
+def _plain_terms(state: AttentionState) -> dict[str, torch.Tensor]:
+    return state.terms.by_name() if state.terms else {}

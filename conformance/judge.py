@@ -123,7 +123,8 @@ class _Judge:
 
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged)
+        dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
+        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged, dequantised)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part)
         if part.lse is not None:

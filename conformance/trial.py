@@ -7,6 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.roles import Role
 from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
@@ -160,12 +161,16 @@ class Trial:
         self._settle(failed(check, f"declared unsupported ({declared}), but it ran and returned {result}"))
 
     def other_problem(self) -> Problem:
-        """The same configuration with other lengths and values, for tests of state."""
-        kv = tuple(reversed(self.case.kv))
-        case = replace(
-            self.case, q=tuple(length + 3 for length in reversed(self.case.q)), kv=kv, seed=self.case.seed + 1
-        )
-        return build_problem(case, self.subject.device)
+        """The same configuration with other lengths and values, for tests of state.
+
+        A decode keeps its query lengths, since several tokens a request are another configuration.
+        """
+        q, kv = self.case.q, tuple(reversed(self.case.kv))
+        if self.case.role is Role.PREFILL:
+            q = tuple(length + 3 for length in reversed(q))
+        else:
+            kv = tuple(length + 3 for length in kv)
+        return build_problem(replace(self.case, q=q, kv=kv, seed=self.case.seed + 1), self.subject.device)
 
     def relaid_problem(self) -> Problem:
         """The same values in another memory layout."""

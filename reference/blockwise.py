@@ -50,13 +50,14 @@ def blockwise_attention(
     scale: float,
     causal: bool,
     with_terms: bool = False,
+    with_key_terms: bool = False,
     rows: Sequence[int] | None = None,
 ) -> AttentionState:
     """What `attention` returns for the same arguments, or of it the rows ``rows`` (ascending query numbers).
 
     Output and LSE agree with it to float64 rounding. Error terms are float32; of large problems on a GPU they are
-    made in bfloat16 and up to 3 % larger. Raises ValueError as `attention` does, and for rows that are not ascending
-    query numbers of the batch.
+    made in bfloat16 and up to 3 % larger. Key terms are left to the definition. Raises ValueError as
+    `attention` does, and for rows that are not ascending query numbers of the batch.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     _check_rows(rows, query_start_loc[-1])
@@ -64,10 +65,12 @@ def blockwise_attention(
     pairs = sum(request.pairs for request in requests)
     low = _low_precision(pairs, q.device) if with_terms else None
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
-    state = sweep.state() if pairs >= _BLOCK_PAIRS * len(requests) > 0 else None
+    pays = pairs >= _BLOCK_PAIRS * len(requests) > 0 and not with_key_terms
+    state = sweep.state() if pays else None
     if state is None:
         starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-        state = attention(q, k, v, **starts, scale=scale, causal=causal, with_terms=with_terms)
+        wanted = {"with_terms": with_terms, "with_key_terms": with_key_terms}
+        state = attention(q, k, v, **starts, scale=scale, causal=causal, **wanted)
         return state if rows is None else _chosen(state, rows)
     return state
 
@@ -193,7 +196,10 @@ def _chosen(state: AttentionState, rows: Sequence[int]) -> AttentionState:
     """The rows ``rows`` of a state."""
     index = torch.tensor(rows, dtype=torch.long, device=state.output.device)
     terms = state.terms and ErrorTerms(
-        *(x[index] if x.dim() == state.output.dim() else x[:, index] for x in vars(state.terms).values())
+        **{
+            name: x[index] if x.dim() == state.output.dim() else x[:, index]
+            for name, x in state.terms.by_name().items()
+        }
     )
     return AttentionState(state.output[index], state.lse[:, index], terms)
 

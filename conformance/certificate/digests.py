@@ -12,6 +12,7 @@ from mla_conformance.capabilities import CAPABILITIES
 
 _JUDGE = (
     "calls.py",
+    "decode_problem.py",
     "driver.py",
     "execute.py",
     "golden.py",
@@ -21,6 +22,8 @@ _JUDGE = (
     "judged_rows.py",
     "locate.py",
     "memory.py",
+    "operands.py",
+    "paging.py",
     "policies.py",
     "problem.py",
     "process_state.py",
