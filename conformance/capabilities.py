@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
-from mla_conformance import caselists, caselists_device, decode_caselists
+from mla_conformance import caselists, decode_caselists, device_caselists, layer_caselists
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
 
@@ -142,6 +142,42 @@ _VOCABULARY = (
         decode_caselists.dcp,
     ),
     _entry(
+        "mixed_batch",
+        "6.7",
+        "A layer computes prefills and decodes of one batch, in either order, over one paged cache.",
+        layer_caselists.mixed_batch,
+    ),
+    _entry(
+        "cache_write",
+        "6.7",
+        "New latents stand in their slots, nothing else of the cache changes; blocks are copied byte by byte.",
+        layer_caselists.cache_write,
+    ),
+    _entry(
+        "weight_absorption",
+        "6.7",
+        "The absorbed weights are those of kv_b_proj, for every head, also after these were replaced.",
+        layer_caselists.weight_absorption,
+    ),
+    _entry(
+        "prefill_decode_agreement",
+        "6.7",
+        "The same tokens give the same result and the same cache, whether they prefill or decode.",
+        layer_caselists.prefill_decode_agreement,
+    ),
+    _entry(
+        "graph_padding",
+        "6.8",
+        "Rows of padding, with no token, slot -1 and block -1, are 0 and leave everything else as it is.",
+        layer_caselists.graph_padding,
+    ),
+    _entry(
+        "graph_replay",
+        "6.8",
+        "A layer over a graph's buffers computes the batch that was loaded into them last.",
+        layer_caselists.graph_replay,
+    ),
+    _entry(
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
@@ -201,21 +237,21 @@ _VOCABULARY = (
         "cuda_graph",
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
-        caselists_device.cuda_graph,
+        device_caselists.cuda_graph,
     ),
     _entry(
         "streams",
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
-        caselists_device.streams,
+        device_caselists.streams,
     ),
     _entry(
         "large_offsets",
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
-        caselists_device.large_offsets,
+        device_caselists.large_offsets,
     ),
-    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", caselists_device.many_rows),
+    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
 )
 
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _VOCABULARY}

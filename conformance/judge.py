@@ -80,13 +80,15 @@ class _Judge:
             yield _raised(returned)
             yield self._form(returned)
         for returned, golden in zip(observation.returned, expectation.calls, strict=True):
-            yield from self._values(self._part(returned, golden))
+            merges = returned.call.merges
+            yield from self._values(self._part(returned, golden), Merged(merges, stored=True) if merges else None)
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
             merged = self._picked("all parts merged", expectation.merged, *observation.merged)
             yield from self._values(merged, self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
+        yield from (_miswritten(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
         if observation.disturbed:
@@ -257,6 +259,10 @@ def _raised(returned: Returned) -> Verdict | None:
         return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
     verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
     return replace(verdict, detail=returned.traceback)
+
+
+def _miswritten(returned: Returned) -> Verdict | None:
+    return failed(Check.CACHE, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
 
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

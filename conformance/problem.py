@@ -15,6 +15,7 @@ from mla_conformance.case import Call, Case
 from mla_conformance.context import LatentContext, latent_context
 from mla_conformance.decode_problem import DecodeBatch
 from mla_conformance.hazards import Site
+from mla_conformance.layer_problem import LayerBatch
 from mla_conformance.memory import poison
 from mla_conformance.operands import TORCH_DTYPES, Draw, ProblemError, edges, lay_out, segments, start_loc
 from mla_conformance.reference.chunking import ContextChunk
@@ -83,6 +84,9 @@ def build_problem(case: Case, device: torch.device) -> Problem:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
+    if case.call == Call.LAYER:
+        layer = LayerBatch(case, device)
+        return Problem(case, case.id, device, layer.dtype, layer.query_start_loc, (layer.call(),), None, None)
     if case.call == Call.DECODE:
         batch = DecodeBatch(case, device)
         return Problem(
