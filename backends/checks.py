@@ -2,7 +2,10 @@
 
 import torch
 
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.platform import get_device_capability
+from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -62,4 +65,65 @@ def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor 
     if output_scale is not None:
         raise UnsupportedConfiguration(
             f"{backend.get_name()}: quantised output not supported; quantise the result of a call without output_scale"
+        )
+
+
+def check_decode_operands(
+    backend: MLADecodeBackend,
+    metadata: MLACommonDecodeMetadata,
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
+
+    Args:
+        backend: the instance that is called.
+        metadata: of the batch.
+        ql_nope: [T, N, L].
+        q_pe: [T, N, R].
+        kv_cache: [blocks, page, entry width].
+
+    Raises:
+        UnsupportedConfiguration: something outside of the declaration.
+        ValueError: shapes or lengths that do not fit the metadata.
+    """
+    query_lens = metadata.query_lens_cpu.tolist()
+    config = MLADecodeSelectorConfig(
+        dtype=ql_nope.dtype,
+        kv_cache_dtype=backend.kv_cache_dtype,
+        block_size=kv_cache.shape[1],
+        kv_lora_rank=backend.kv_lora_rank,
+        qk_rope_head_dim=backend.qk_rope_head_dim,
+        max_query_len=max(query_lens),
+        uniform=len(set(query_lens)) == 1,
+        dcp_world_size=metadata.dcp_world_size,
+    )
+    reasons = backend.validate_configuration(get_device_capability(ql_nope.device), config)
+    if reasons:
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    for name, tensor, width in (("ql_nope", ql_nope, backend.kv_lora_rank), ("q_pe", q_pe, backend.qk_rope_head_dim)):
+        if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < sum(query_lens):
+            raise ValueError(
+                f"{name}: expected at least {sum(query_lens)} tokens of [{backend.num_heads}, {width}] by the "
+                f"metadata, got shape {list(tensor.shape)}"
+            )
+    _check_cache(backend, metadata, kv_cache, ql_nope.dtype)
+
+
+def _check_cache(
+    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, dtype: torch.dtype
+) -> None:
+    width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
+    stored = cache_dtype(backend.kv_cache_dtype, dtype)
+    if kv_cache.dim() != 3 or kv_cache.shape[2] != width or kv_cache.dtype != stored:
+        raise ValueError(
+            f"kv_cache: expected [blocks, page, {width}] of {stored} for {backend.kv_cache_dtype}, "
+            f"got {list(kv_cache.shape)} of {kv_cache.dtype}"
+        )
+    pages = -(-max(metadata.seq_lens_cpu.tolist()) // kv_cache.shape[1])
+    if metadata.block_table.shape[1] < pages:
+        raise ValueError(
+            f"block_table: a sequence of {max(metadata.seq_lens_cpu.tolist())} tokens has {pages} pages of "
+            f"{kv_cache.shape[1]}, its row holds {metadata.block_table.shape[1]}"
         )

@@ -37,11 +37,18 @@ class Rounding:
     """Where a kernel rounds when its operands have 16 bits or fewer: the classes of the error budget (SPEC 4.2).
 
     With float32 operands every kernel is held to float32 throughout.
+
+    Attributes:
+        lse: the row sum.
+        p: P before the second product.
+        partial_outputs: outputs of split keys before they are combined.
+        dequantised_keys: keys of a cache of codes, with the values that they hold, after dequantisation.
     """
 
     lse: LseClass = LseClass.EXACT
     p: Precision = Precision.MODEL
     partial_outputs: Precision = Precision.FLOAT32
+    dequantised_keys: Precision = Precision.FLOAT32
 
 
 @dataclass(frozen=True)

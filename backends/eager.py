@@ -5,37 +5,25 @@ dtype before the second product, one rounding of the output. It is the suite's n
 defects, which override one of its steps. It is an emulation and never counts as a certified kernel.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.registry import ClassesByPath
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class SoftmaxState(NamedTuple):
-    """Running state of one request: [N, T, 1] maximum and sum, [N, T, V] unnormalised output; float32."""
-
-    maximum: torch.Tensor
-    total: torch.Tensor
-    weighted: torch.Tensor
-
-
-class EagerKernel(PrefillKernelBackend):
-    """Online softmax over key tiles, one request after the other.
-
-    Attributes:
-        key_tile: keys of one step of the online softmax.
-    """
+class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
+    """Online softmax over key tiles, one request after the other."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-    key_tile: ClassVar[int] = 128
 
     @staticmethod
     def get_name() -> str:
@@ -108,50 +96,10 @@ class EagerKernel(PrefillKernelBackend):
             state = self._accumulate(state, scores, v[tile])
         return state
 
-    def _initial(self, q: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        shape = (self.num_heads, q.shape[0])
-        return SoftmaxState(
-            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
-            total=q.new_zeros(*shape, 1, dtype=torch.float32),
-            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
-        )
-
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        for start in range(0, keys, self.key_tile):
-            yield slice(start, min(start + self.key_tile, keys))
-
     def _visible(self, queries: int, keys: int, tile: slice, device: torch.device) -> torch.Tensor:
         """[T, tile] mask, bottom-right: query i sees keys 0 ... keys - queries + i."""
         last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries
         return torch.arange(tile.start, tile.stop, device=device) <= last
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """[N, T, tile] float32; products of 16-bit values are exact in float32."""
-        return torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
-
-    def _exp(self, x: torch.Tensor) -> torch.Tensor:
-        return x.exp()
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P as the second product reads it."""
-        return p.to(dtype).float()
-
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay = (state.maximum - shift).exp()
-        p = self._exp(scores - shift)
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(
-            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
-        )
-
-    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
-        output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
-        lse = state.maximum + state.total.log()
-        return output.transpose(0, 1), lse.squeeze(-1)
 
     def _store(
         self,

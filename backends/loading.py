@@ -1,7 +1,8 @@
 """From what a user writes to a backend class: NAME, ``package.module:Class`` or ``path/to/file.py:Class``.
 
-NAME is a member of the enumeration or an entry point of the group ``mla_conformance.backends``; ``NAME[variant]`` is
-one of the kernels that share a name.
+NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
+``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. A class that was named itself
+has the role that its methods give it, and those that it names siblings for.
 """
 
 import hashlib
@@ -10,27 +11,17 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.generations import as_prefill_backend
-from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.registry import MLAPrefillBackendEnum, resolve_class
+from mla_conformance.backends.registry import ENUMS, BackendEnum, resolve_class
+from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
-_REQUIRED = (
-    "get_name",
-    "validate_configuration",
-    "is_available",
-    "supports_compute_capability",
-    "supports_dtype",
-    "supports_quant_output",
-    "prepare_metadata",
-    "run_prefill_new_tokens",
-    "run_prefill_context_chunk",
-)
 
 
 class BackendReferenceError(ValueError):
@@ -55,14 +46,14 @@ def _plugins() -> dict[str, EntryPoint]:
 
 
 def known_backends() -> list[BackendReference]:
-    """Every registered backend: the enumeration's members, then the entry points."""
-    members = [m.name for m in MLAPrefillBackendEnum if m is not MLAPrefillBackendEnum.CUSTOM or m.is_overridden()]
+    """Every registered backend: the enumerations' members, then the entry points."""
+    members = [m.name for enum in ENUMS for m in enum if m.name != "CUSTOM" or m.is_overridden()]
     return [BackendReference(name, name) for name in dict.fromkeys([*members, *_plugins()])]
 
 
 def known_variants() -> list[BackendReference]:
     """Every kernel of the backends that have several, as ``NAME[variant]``."""
-    names = [f"{member.name}[{variant}]" for member in MLAPrefillBackendEnum for variant in member.variants()]
+    names = [f"{member.name}[{variant}]" for enum in ENUMS for member in enum for variant in member.variants()]
     return [BackendReference(name, name) for name in names]
 
 
@@ -89,21 +80,63 @@ def parse_reference(reference: str) -> BackendReference:
     return BackendReference(class_name, reference)
 
 
-def load_backend(backend: BackendReference) -> type[MLAPrefillBackend]:
-    """Import the class of a backend and check that it has the interface.
+def roles_of(backend: BackendReference) -> tuple[Role, ...]:
+    """The roles that a backend has; a class that was named itself is imported for it.
+
+    Raises:
+        ImportError: an entry point that cannot be imported here.
+        BackendReferenceError: see :func:`load_role`.
+    """
+    members = _members(backend)
+    if members:
+        return tuple(member.role() for member in members)
+    named = _load_named(backend)
+    return tuple(role for role in Role if _in_role(named, role) is not None)
+
+
+def load_role(backend: BackendReference, role: Role) -> Any:
+    """Import the class of a backend in a role and check that it has the interface; None without that role.
 
     Raises:
         ImportError: an adapter that cannot be imported here.
         BackendReferenceError: a module, file or class that cannot be loaded, or a class without a required method.
     """
-    if ":" in backend.reference:
-        return _checked(as_prefill_backend(_load_class(backend.reference)), backend.reference)
-    plugins = _plugins()
-    if backend.name in plugins:
-        return _checked(as_prefill_backend(_load_plugin(plugins[backend.name])), backend.reference)
+    members = _members(backend)
+    if not members:
+        loaded = _in_role(_load_named(backend), role)
+        return None if loaded is None else _checked(loaded, backend.reference)
+    _, _, variant = backend.name.partition("[")
+    for member in members:
+        if member.role() is role:
+            found = member.get_class()
+            return as_prefill_backend(found.variants[variant.rstrip("]")] if variant else found)
+    return None
+
+
+def load_backend(backend: BackendReference) -> Any:
+    """Import the class that a reference names, or that of a name's first role; see :func:`load_role` for errors."""
+    members = _members(backend)
+    return load_role(backend, members[0].role() if members else role_of(_load_named(backend)))
+
+
+def _members(backend: BackendReference) -> list[BackendEnum]:
+    """The members of the enumerations that a name stands for; none for a class and for an entry point."""
     name, _, variant = backend.name.partition("[")
-    loaded: Any = MLAPrefillBackendEnum[name].get_class()
-    return as_prefill_backend(loaded.variants[variant.rstrip("]")] if variant else loaded)
+    if ":" in backend.reference or name in _plugins():
+        return []
+    found = [enum[name] for enum in ENUMS if name in enum.__members__]
+    return [m for m in found if (variant.rstrip("]") in m.variants() if variant else m.value or m.is_overridden())]
+
+
+def _load_named(backend: BackendReference) -> Any:
+    """What a reference or an entry point names; a class, if it is a backend."""
+    plugins = _plugins()
+    named = _load_plugin(plugins[backend.name]) if backend.name in plugins else _load_class(backend.reference)
+    return as_prefill_backend(named)
+
+
+def _in_role(named: Any, role: Role) -> Any:
+    return named if role_of(named) is role else sibling(named, role)
 
 
 def _load_plugin(point: EntryPoint) -> Any:
@@ -140,11 +173,12 @@ def _import_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _checked(loaded: Any, reference: str) -> type[MLAPrefillBackend]:
+def _checked(loaded: Any, reference: str) -> type:
     if not isinstance(loaded, type):
         raise BackendReferenceError(f"'{reference}': expected a class, got {type(loaded).__name__}")
     abstract: set[str] = getattr(loaded, "__abstractmethods__", set())
-    missing = sorted(abstract | {name for name in _REQUIRED if not callable(getattr(loaded, name, None))})
+    required = REQUIRED[role_of(loaded)]
+    missing = sorted(abstract | {name for name in required if not callable(getattr(loaded, name, None))})
     if missing:
         raise BackendReferenceError(f"'{reference}': class {loaded.__name__} lacks {', '.join(missing)}")
     try:
@@ -154,28 +188,47 @@ def _checked(loaded: Any, reference: str) -> type[MLAPrefillBackend]:
     return loaded
 
 
-def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:
-    """The class that a backend's calls go to on such a device; see :func:`load_backend` for what it raises."""
-    return resolve_class(load_backend(backend), device_capability)
+def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:
+    """The class that a backend's calls of a role go to on such a device; see :func:`load_role` for what it raises."""
+    loaded = load_role(backend, role)
+    return None if loaded is None else resolve_class(loaded, device_capability)
 
 
-def unavailable_reasons(backend: BackendReference, device_capability: DeviceCapability | None) -> list[str]:
-    """Why a backend cannot run on this machine at all; an empty list means that it can.
+def unavailable_reasons(
+    backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
+) -> list[str]:
+    """Why a backend cannot run on this machine; an empty list means that it can.
+
+    Args:
+        backend: what is asked about.
+        device_capability: of the device.
+        role: in which role; None asks whether it can run in any, and gives the reasons of all if it cannot.
 
     Raises:
-        BackendReferenceError: see :func:`load_backend`.
+        BackendReferenceError: see :func:`load_role`.
     """
     try:
-        loaded = resolve_backend(backend, device_capability)
+        roles = roles_of(backend) if role is None else (role,)
     except (ImportError, OSError) as error:  # the latter from a shared library that does not load
         return [_import_reason(error)]
+    found = [_role_reasons(backend, device_capability, each) for each in roles]
+    return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def _role_reasons(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> list[str]:
     try:
-        return _reasons(loaded, device_capability)
+        loaded = resolve_backend(backend, device_capability, role)
+    except (ImportError, OSError) as error:
+        return [_import_reason(error)]
+    if loaded is None:
+        return [f"no {role} class"]
+    try:
+        return _requirements(loaded, device_capability)
     except Exception as error:
         return [f"asked whether it can run here, it raised {type(error).__name__}: {error}"]
 
 
-def _reasons(loaded: type[MLAPrefillBackend], device_capability: DeviceCapability | None) -> list[str]:
+def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
     reasons = []
     if not loaded.supports_compute_capability(device_capability):
         needed = getattr(loaded, "needed_capability", "")
@@ -186,7 +239,8 @@ def _reasons(loaded: type[MLAPrefillBackend], device_capability: DeviceCapabilit
     if not loaded.is_available():
         missing: list[str] = getattr(loaded, "missing_dependencies", list)()
         reasons += missing or ["required dependencies not available"]
-    return reasons or getattr(loaded, "broken_dependencies", list)()
+    broken: list[str] = [] if reasons else getattr(loaded, "broken_dependencies", list)()
+    return reasons or broken
 
 
 def _import_reason(error: Exception) -> str:

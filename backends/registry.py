@@ -1,27 +1,77 @@
-"""The enumeration of MLA prefill backends, lazily loaded by class path (vLLM's ``registry``)."""
+"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
+from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.roles import Role
 
-_OVERRIDES: dict["MLAPrefillBackendEnum", str] = {}
+_OVERRIDES: dict["BackendEnum", str] = {}
 
 
 class _ListsValidNames(EnumMeta):
+    role: Callable[[], Role]
+
     def __getitem__(cls, name: str) -> Any:
         try:
             return super().__getitem__(name)
         except KeyError:
             valid = ", ".join(cls.__members__)
-            raise ValueError(f"Unknown MLA prefill backend: '{name}'. Valid options are: {valid}") from None
+            raise ValueError(f"Unknown MLA {cls.role()} backend: '{name}'. Valid options are: {valid}") from None
 
 
-class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
-    """Every MLA prefill backend; the value is the path of its class."""
+class BackendEnum(Enum, metaclass=_ListsValidNames):
+    """What the enumerations of all roles share; the value of a member is the path of its class."""
+
+    @staticmethod
+    def role() -> Role:
+        """What the members' classes compute."""
+        raise NotImplementedError
+
+    def get_path(self) -> str:
+        """Path of the backend's class, an override first.
+
+        Raises:
+            ValueError: CUSTOM without a registered class.
+        """
+        path = _OVERRIDES.get(self, self.value)
+        if not path:
+            role, enum = self.role(), type(self).__name__
+            raise ValueError(
+                f"MLA {role} backend {self.name} must be registered before use: "
+                f"register_mla_{role}_backend({enum}.{self.name}, 'your.module.YourClass')"
+            )
+        return str(path)
+
+    def get_class(self) -> Any:
+        """The backend's class, an override first.
+
+        Raises:
+            ImportError: the class cannot be imported.
+            ValueError: CUSTOM without a registered class.
+        """
+        return resolve_obj_by_qualname(self.get_path())
+
+    def variants(self) -> tuple[str, ...]:
+        """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
+        return () if self.is_overridden() else VARIANTS[self.role()].get(self.name, ())
+
+    def is_overridden(self) -> bool:
+        """Whether another class was registered for this backend."""
+        return self in _OVERRIDES
+
+    def clear_override(self) -> None:
+        """Return to the class that the enumeration names."""
+        _OVERRIDES.pop(self, None)
+
+
+class MLAPrefillBackendEnum(BackendEnum):
+    """Every MLA prefill backend."""
 
     EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
@@ -34,47 +84,49 @@ class MLAPrefillBackendEnum(Enum, metaclass=_ListsValidNames):
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 
-    def get_path(self) -> str:
-        """Path of the backend's class, an override first.
-
-        Raises:
-            ValueError: CUSTOM without a registered class.
-        """
-        path = _OVERRIDES.get(self, self.value)
-        if not path:
-            raise ValueError(
-                f"MLA prefill backend {self.name} must be registered before use: "
-                f"register_mla_prefill_backend(MLAPrefillBackendEnum.{self.name}, 'your.module.YourClass')"
-            )
-        return path
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.PREFILL
 
     def get_class(self) -> type[MLAPrefillBackend]:
-        """The backend's class, an override first.
-
-        Raises:
-            ImportError: the class cannot be imported.
-            ValueError: CUSTOM without a registered class.
-        """
-        return resolve_obj_by_qualname(self.get_path())
-
-    def variants(self) -> tuple[str, ...]:
-        """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
-        return () if self.is_overridden() else VARIANTS.get(self.name, ())
-
-    def is_overridden(self) -> bool:
-        """Whether another class was registered for this backend."""
-        return self in _OVERRIDES
-
-    def clear_override(self) -> None:
-        """Return to the class that the enumeration names."""
-        _OVERRIDES.pop(self, None)
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLAPrefillBackend] = super().get_class()
+        return loaded
 
 
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "EAGER": ("earlier", "present"),
-    "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
-    "FLASHINFER": ("fa2", "fa3", "cutlass"),
-    "CUDNN": ("graph", "flashinfer"),
+class MLADecodeBackendEnum(BackendEnum):
+    """Every MLA decode backend."""
+
+    EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
+    TORCH_SDPA = "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend"
+    FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend"
+    FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.DECODE
+
+    def get_class(self) -> type[MLADecodeBackend]:
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLADecodeBackend] = super().get_class()
+        return loaded
+
+
+ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum)
+"""The enumerations of all roles."""
+
+VARIANTS: Mapping[Role, Mapping[str, tuple[str, ...]]] = {
+    Role.PREFILL: {
+        "EAGER": ("earlier", "present"),
+        "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
+        "FLASHINFER": ("fa2", "fa3", "cutlass"),
+        "CUDNN": ("graph", "flashinfer"),
+    },
+    Role.DECODE: {"FLASHINFER_MLA": ("fa2", "fa3")},
 }
 """Kernels of the backends that have several; here, so that they are known without importing an adapter."""
 
@@ -108,7 +160,10 @@ class ClassesByPath(Mapping[str, type]):
         return len(self._paths)
 
 
-def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> type[MLAPrefillBackend]:
+Backend = TypeVar("Backend", bound=KernelBackend)
+
+
+def resolve_class(loaded: type[Backend], device_capability: DeviceCapability | None) -> type[Backend]:
     """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
     return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
 
@@ -116,13 +171,21 @@ def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> ty
 def register_mla_prefill_backend(
     backend: MLAPrefillBackendEnum, class_path: str | None = None
 ) -> Callable[[type], type]:
-    """Register or override a backend's class, by path or as a decorator.
+    """Register or override a prefill backend's class, by path or as a decorator.
 
     Args:
         backend: the member to register for.
         class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
     """
+    return _register(backend, class_path)
 
+
+def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
+    """Register or override a decode backend's class; see :func:`register_mla_prefill_backend`."""
+    return _register(backend, class_path)
+
+
+def _register(backend: BackendEnum, class_path: str | None) -> Callable[[type], type]:
     def decorator(cls: type) -> type:
         _OVERRIDES[backend] = f"{cls.__module__}.{cls.__qualname__}"
         return cls

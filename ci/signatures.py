@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+_MLA_WRAPPER = tuple(f"BatchMLAPagedAttentionWrapper.{name}" for name in ("__init__", "plan", "run"))
 FUNCTIONS = {
     "flash_attn/flash_attn_interface.py": ("flash_attn_varlen_func",),
     "fa3_fwd_interface.py": ("flash_attn_varlen_func",),
@@ -21,6 +22,10 @@ FUNCTIONS = {
         "BatchPrefillWithRaggedKVCacheWrapper.run",
     ),
     "flashinfer/cudnn/prefill.py": ("cudnn_batch_prefill_with_kv_cache",),
+    "flashinfer/mla/_core.py": _MLA_WRAPPER,
+    "flashinfer/mla/_batch_mla/_wrapper.py": _MLA_WRAPPER,
+    "flashinfer/mla/_batch_mla/_contracts.py": ("MLAPlanMetadata.csr",),
+    "flash_mla/flash_mla_interface.py": ("get_mla_metadata", "flash_mla_with_kvcache"),
     "tokenspeed_mla/mla_prefill.py": ("tokenspeed_mla_prefill",),
 }
 
@@ -31,7 +36,8 @@ def recorded(folder: Path) -> dict[str, list[list[object]]]:
     for file, names in FUNCTIONS.items():
         if (folder / file).is_file():
             defined = dict(_functions(ast.parse((folder / file).read_text(encoding="utf-8"))))
-            found |= {f"{file}:{name}": _parameters(defined[name]) for name in names}
+            # A class may have moved to another file from one version to the next.
+            found |= {f"{file}:{name}": _parameters(defined[name]) for name in names if name in defined}
     return found
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _REPETITIONS = 5
 _CASES = ((16, 512, 512), (16, 1024, 2048))
@@ -75,7 +76,7 @@ def _measure_here(name: str, heads: int, queries: int, keys: int) -> dict[str, f
     v = torch.randn(keys, heads, head.v_head_dim, generator=generator).bfloat16()
 
     def golden() -> object:
-        starts = {"query_start_loc": (0, queries), "key_start_loc": (0, keys)}
+        starts: dict[str, Any] = {"query_start_loc": (0, queries), "key_start_loc": (0, keys)}
         return attention(q, k, v, **starts, scale=0.1, causal=True, with_terms=True)
 
     def plain() -> object:

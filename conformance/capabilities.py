@@ -7,8 +7,9 @@ special, so that the first failed capability names a fault best. No torch: the p
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
-from mla_conformance import caselists
+from mla_conformance import caselists, caselists_device, decode_caselists
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
 
@@ -37,6 +38,7 @@ class Capability:
         definition: one sentence.
         cases: the cases that decide it, the most telling first.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
+        needs: the attribute of a declaration without which it is unsupported; empty if there is none.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Capability:
     definition: str
     cases: tuple[Case, ...]
     probes_refusals: bool = False
+    needs: str = ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         """The cases of a tier; smoke takes the first few."""
@@ -51,10 +54,15 @@ class Capability:
 
 
 def _entry(
-    name: str, clause: str, definition: str, cases: Callable[[], Iterable[Fields]], probes_refusals: bool = False
+    name: str,
+    clause: str,
+    definition: str,
+    *cases: Callable[[], Iterable[Fields]],
+    probes_refusals: bool = False,
+    needs: str = "",
 ) -> Capability:
-    built = tuple(Case(capability=name, **fields) for fields in cases())
-    return Capability(name, clause, definition, built, probes_refusals)
+    built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
+    return Capability(name, clause, definition, built, probes_refusals, needs)
 
 
 _VOCABULARY = (
@@ -96,36 +104,118 @@ _VOCABULARY = (
         "Fused e4m3 output stores the rounded, saturated code of value / output_scale.",
         caselists.quant_output_fp8,
     ),
-    _entry("determinism", "3.7", "Equal calls return equal bits, if the backend declares so.", caselists.determinism),
+    _entry(
+        "decode",
+        "6.2",
+        "One query token a request attends, absorbed, to the request's cached latents.",
+        decode_caselists.outputs,
+    ),
+    _entry("decode_lse", "1.4", "The LSE of a decode is the natural logarithm, by value.", decode_caselists.lses),
+    _entry(
+        "decode_multi_token",
+        "6.2",
+        "Several query tokens a request, as many for each or not, see what stands before them.",
+        decode_caselists.several_tokens,
+    ),
+    _entry(
+        "paged_cache",
+        "6.3",
+        "Pages of any declared size are read by block table and strides, and nothing else of the cache matters.",
+        decode_caselists.pages,
+    ),
+    _entry(
+        "kv_cache_fp8",
+        "6.4",
+        "Codes of an e4m3 cache mean code × k_scale, latent and rope alike; no other cache knows the scale.",
+        decode_caselists.fp8,
+    ),
+    _entry(
+        "kv_cache_fp8_ds_mla",
+        "6.5",
+        "Each tile of a mixed entry has a float32 scale, its rope values have none.",
+        decode_caselists.fp8_ds_mla,
+    ),
+    _entry(
+        "dcp",
+        "6.6",
+        "Ranks that share a sequence each return the state of their tokens; merged they equal one rank.",
+        decode_caselists.dcp,
+    ),
+    _entry(
+        "determinism",
+        "3.7",
+        "Equal calls return equal bits, if the backend declares so.",
+        caselists.determinism,
+        decode_caselists.determinism,
+        needs="deterministic",
+    ),
     _entry(
         "call_order",
         "3.7",
         "A result depends on its call and the metadata last prepared, not on earlier calls.",
         caselists.call_order,
+        decode_caselists.call_order,
     ),
     _entry(
         "no_side_effects",
         "3.6",
         "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
         caselists.no_side_effects,
+        decode_caselists.no_side_effects,
     ),
     _entry(
-        "batch_invariance", "3.7", "A request's result does not depend on the others of its batch.", caselists.batches
+        "batch_invariance",
+        "3.7",
+        "A request's result does not depend on the others of its batch.",
+        caselists.batches,
+        decode_caselists.batches,
     ),
-    _entry("request_order", "3.7", "Permuted requests give permuted results.", caselists.batches),
+    _entry(
+        "request_order",
+        "3.7",
+        "Permuted requests give permuted results.",
+        caselists.batches,
+        decode_caselists.batches,
+    ),
     _entry(
         "causal_prefix", "1.5", "The first rows of a request do not depend on its later tokens.", caselists.prefixes
     ),
     _entry("split_invariance", "1.7", "Any chunking of the context gives the same state.", caselists.splits),
     _entry("v_linearity", "1.1", "Values times a power of two give exactly that multiple.", caselists.value_factors),
-    _entry("loose_maxima", "3.7", "Maxima in the metadata may exceed the true ones.", caselists.loose_maxima),
+    _entry(
+        "loose_maxima",
+        "3.7",
+        "Maxima in the metadata may exceed the true ones.",
+        caselists.loose_maxima,
+        decode_caselists.loose_maxima,
+    ),
     _entry(
         "refusals",
         "3.8",
         "What is declared unsupported is refused with an exception, what is declared supported runs.",
         caselists.refusals,
+        decode_caselists.refusals,
         probes_refusals=True,
     ),
+    _entry(
+        "cuda_graph",
+        "3.9",
+        "A captured call, replayed, computes the batch that stands in its buffers then.",
+        caselists_device.cuda_graph,
+    ),
+    _entry(
+        "streams",
+        "3.9",
+        "A call reads and writes in the order of the caller's stream, beside others on other streams.",
+        caselists_device.streams,
+    ),
+    _entry(
+        "large_offsets",
+        "3.9",
+        "Operands and results that reach beyond 2^31 elements are read and written there.",
+        caselists_device.large_offsets,
+    ),
+    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", caselists_device.many_rows),
 )
 
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _VOCABULARY}

@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.reference.chunking import PLANNERS
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
@@ -28,6 +29,12 @@ class Call(StrEnum):
     NEW_TOKENS = "new_tokens"
     CONTEXT_CHUNK = "context_chunk"
     CHUNKED_CONTEXT = "chunked_context"
+    DECODE = "decode"
+
+    @property
+    def role(self) -> Role:
+        """Whose interface the entry belongs to."""
+        return Role.DECODE if self is Call.DECODE else Role.PREFILL
 
 
 class Layout(StrEnum):
@@ -48,6 +55,9 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 QUANT = ("none", "fp8")
 MERGE = ("golden", "own")
 POISON = ("nan", "inf", "large")
+FAR = ("none", "q31", "k31", "v31", "rows31", "q32", "k32", "v32", "rows32")
+CACHES = ("auto", "fp8", "fp8_ds_mla")
+TAILS = ("stale", "null", "minus", "huge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,7 @@ class Case:
         dims: a preset of the reference, or ``P-R-V-L``.
         heads: query heads on this rank.
         q: new tokens of each request.
-        kv: context tokens of each request; empty for new_tokens.
+        kv: context tokens of each request; empty for new_tokens. A decode finds q + kv tokens in the cache.
         page: tokens of a page of the latent cache.
         workspace: tokens of the context workspace, which decides the chunks.
         planner: who plans the chunks, a name in the reference's ``PLANNERS``.
@@ -72,11 +82,19 @@ class Case:
         out: whether an output tensor is handed in.
         quant: quantisation of the output.
         oscale: output scale in millionths.
-        pad: poisoned rows after the last counted token.
+        pad: poisoned rows after the last counted token; of a decode, requests that pad a graph's batch.
         poison: what excluded bytes hold.
         inflate: factor of the maxima in the metadata over the true ones.
         merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
         seed: another draw of the same case.
+        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, or the rows before the judged ones.
+        cache: layout of the latent cache.
+        kscale: scale of an fp8 cache in millionths; handed over with every layout.
+        tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
+        layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
+        spare: blocks of the cache that no request holds; ids are drawn from all.
+        ranks: ranks of decode context parallelism; each is a call.
+        interleave: token t belongs to rank (t // interleave) % ranks.
     """
 
     capability: str
@@ -101,6 +119,14 @@ class Case:
     inflate: int = 1
     merge: str = "golden"
     seed: int = 0
+    far: str = "none"
+    cache: str = "auto"
+    kscale: int = 13000
+    tails: str = "stale"
+    layers: int = 1
+    spare: int = 3
+    ranks: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         if not self.call:
@@ -134,6 +160,11 @@ class Case:
     def kv_lora_rank(self) -> int:
         """Latent dim L."""
         return _dimensions(self.dims)[1]
+
+    @property
+    def role(self) -> Role:
+        """What of a backend the case is for."""
+        return Call(self.call).role
 
     @property
     def softmax_scale(self) -> float:
@@ -282,7 +313,13 @@ _CHOICES: dict[str, Sequence[str]] = {
     "poison": POISON,
     "merge": MERGE,
     "planner": list(PLANNERS),
+    "far": FAR,
+    "cache": CACHES,
+    "tails": TAILS,
 }
+
+
+_POSITIVE = ("heads", "page", "workspace", "scale", "oscale", "inflate", "kscale", "layers", "ranks", "interleave")
 
 
 def _validate(case: Case) -> None:
@@ -290,16 +327,22 @@ def _validate(case: Case) -> None:
         if getattr(case, name) not in allowed:
             raise CaseError(f"field {name}: expected one of {', '.join(allowed)}, got {getattr(case, name)!r}")
     _dimensions(case.dims)
+    _require_lengths(case)
+    for name in _POSITIVE:
+        if getattr(case, name) < 1:
+            raise CaseError(f"field {name}: expected a positive number, got {getattr(case, name)}")
+    for name in ("pad", "spare"):
+        if getattr(case, name) < 0:
+            raise CaseError(f"field {name}: expected a non-negative number, got {getattr(case, name)}")
+    _require_plan(case)
+    _require_decode(case)
+
+
+def _require_lengths(case: Case) -> None:
     if not case.q or min(case.q) < 0 or (case.kv and min(case.kv) < 0):
         raise CaseError(f"expected one non-negative length per request, got q={list(case.q)} kv={list(case.kv)}")
     if case.call != Call.NEW_TOKENS and len(case.kv) != len(case.q):
         raise CaseError(f"{case.call} expects one context length per request, got q={list(case.q)} kv={list(case.kv)}")
-    for name in ("heads", "page", "workspace", "scale", "oscale", "inflate"):
-        if getattr(case, name) < 1:
-            raise CaseError(f"field {name}: expected a positive number, got {getattr(case, name)}")
-    if case.pad < 0:
-        raise CaseError(f"field pad: expected a non-negative number, got {case.pad}")
-    _require_plan(case)
 
 
 def _require_plan(case: Case) -> None:
@@ -309,3 +352,15 @@ def _require_plan(case: Case) -> None:
         PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
     except ValueError as error:
         raise CaseError(f"field workspace: {error}") from error
+
+
+def _require_decode(case: Case) -> None:
+    if case.call != Call.DECODE:
+        return
+    if min(case.q) < 1:
+        raise CaseError(f"decode expects at least one query token a request, got q={list(case.q)}")
+    if case.out or case.quant != "none" or case.merge != "golden":
+        raise CaseError("decode has no output tensor, no quantised output and no merge of its own")
+    dims = (case.kv_lora_rank, case.dimensions.qk_rope_head_dim)
+    if case.cache == "fp8_ds_mla" and (dims != (512, 64) or case.dtype not in ("bf16", "fp16")):
+        raise CaseError(f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, got {dims} of {case.dtype}")

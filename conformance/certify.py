@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from time import sleep
@@ -18,7 +18,9 @@ import torch
 
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.bounded_log import BoundedLog
+from mla_conformance.devices import jit_caches, visible_gpus
 from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.golden_cache import FOLDER_VARIABLE
 from mla_conformance.journal import Journal
 from mla_conformance.limits import machine_memory
 from mla_conformance.plan import plan_of
@@ -62,6 +64,7 @@ class Run:
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         resume: continue the run that the folder's journal tells of.
         shard: judge only this part of the selected cases.
+        golden_cache: folder of golden states that runs and their workers share.
     """
 
     selection: Selection
@@ -73,6 +76,7 @@ class Run:
     memory: int | None = None
     resume: bool = False
     shard: Shard | None = None
+    golden_cache: Path | None = None
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -154,7 +158,7 @@ class Run:
         options += ["-q", "-s", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
         options += [f"--mla-device={self.selection.device.type}", f"--mla-explore={self.selection.explore}"]
-        options += self._limits()
+        options += [*self._limits(), *self._sharing()]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += self._case_options()
         return [sys.executable, "-m", "pytest", *options, *self.extra]
@@ -173,9 +177,17 @@ class Run:
         memory = self.memory or (max(LEAST_MEMORY, machine_memory() // self.workers) if on_cpu else None)
         return [f"--mla-timeout={timeout}"] + ([f"--mla-memory={memory}"] if memory else [])
 
+    def _sharing(self) -> list[str]:
+        """Several workers on GPUs: one GPU each, and a cache of compiled kernels for these backends each."""
+        if self.selection.device.type != "cuda" or self.workers == 1:
+            return []
+        names = [subject.name for subject in self.available]
+        return [f"--mla-gpus={','.join(visible_gpus())}", f"--mla-jit={jit_caches(names)}"]
+
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ}
+        shared = {FOLDER_VARIABLE: str(self.golden_cache.resolve())} if self.golden_cache else {}
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ, **shared}
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
@@ -202,15 +214,17 @@ class Run:
             versions=subject.versions(),
             emulated=declaration.emulated,
             deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
-            rounding={name: value.value for name, value in asdict(declaration.rounding).items()},
+            rounding=subject.rounding,
             capabilities=summarise(records, self.expected),
             reference=subject.backend.reference,
         )
 
 
 def default_workers(selection: Selection) -> int:
-    """One process on a GPU; on a CPU one per core, up to four."""
-    return 1 if selection.device.type == "cuda" else max(1, min(4, os.cpu_count() or 1))
+    """One process per GPU; on a CPU one per core, up to four."""
+    if selection.device.type == "cuda":
+        return max(1, len(visible_gpus()))
+    return max(1, min(4, os.cpu_count() or 1))
 
 
 def environment(selection: Selection) -> dict[str, str]:

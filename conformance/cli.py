@@ -81,7 +81,7 @@ def _capabilities(options: argparse.Namespace) -> int:
 def _defects(options: argparse.Namespace) -> int:
     from mla_conformance.capabilities import CapabilityError, find_tier
     from mla_conformance.defects.matrix import run_matrix
-    from mla_conformance.defects.report import summarise, terminal_lines, with_section
+    from mla_conformance.defects.report import deciding_digest, summarise, terminal_lines, with_section
     from mla_conformance.report.json_report import write_json
 
     try:
@@ -89,7 +89,8 @@ def _defects(options: argparse.Namespace) -> int:
     except CapabilityError as error:
         raise InputError(str(error)) from error
     readme = _with_markers(options.readme) if options.readme else ""
-    report = summarise(run_matrix(tier), tier.value)
+    digest = deciding_digest()  # of what the run begins with; files may change while it lasts
+    report = summarise(run_matrix(tier), tier.value, digest)
     if options.out:
         write_json(options.out, report.to_json())
     if options.readme:

@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
-from mla_conformance.problem import Problem, segments
+from mla_conformance.judged_rows import JudgedRows
+from mla_conformance.problem import segments
 
 _CLOSE = 1e-3
 _LSE_FACTORS = {1 / math.log(2): "base 2, expected natural log", math.log(2): "converted from base 2 once too often"}
 
 
-def explain_lse(problem: Problem, lse: torch.Tensor, golden: torch.Tensor) -> str:
+def explain_lse(rows: JudgedRows, lse: torch.Tensor, golden: torch.Tensor) -> str:
     """A sentence for a wrong LSE [N, T] whose cause its values give away; empty if none fits."""
-    for request, row in enumerate(segments(problem.query_start_loc)):
+    for request, row in enumerate(segments(rows.start_loc)):
         got, want = lse[:, row], golden[:, row]
         seen = want.isfinite() & (want.abs() > 0.1)
         if not bool(seen.any()):
@@ -29,7 +30,7 @@ def explain_lse(problem: Problem, lse: torch.Tensor, golden: torch.Tensor) -> st
 
 def explain_mask(part: Any) -> str:
     """A hint for an output that is not finite."""
-    untouched = part.output.isnan().all(dim=-1).all(dim=-1)
+    untouched = part.whole.isnan().all(dim=-1).all(dim=-1)
     if bool(untouched.any()):
         return f"; {int(untouched.sum())} of {len(untouched)} rows hold nothing but NaN, as if never written"
     return ""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.case import Call
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.calls import AttentionCall
 from mla_conformance.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
-from mla_conformance.problem import PrefillCall, Problem
+from mla_conformance.problem import Problem
 from mla_conformance.process_state import ProcessState
 from mla_conformance.reference.merge import merge
 
@@ -31,7 +31,7 @@ class Returned:
         out_of_memory: the exception says that memory ran out.
     """
 
-    call: PrefillCall
+    call: AttentionCall
     value: Any
     error: str = ""
     traceback: str = ""
@@ -75,7 +75,7 @@ def one_line(error: BaseException) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True) -> Observation:
+def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True) -> Observation:
     """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
     with ProcessState.watched() as disturbed:
@@ -90,12 +90,12 @@ def run_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool = True
     return Observation(tuple(returned), merged, tuple(before.changed()), merge_error, disturbed=tuple(disturbed))
 
 
-def _make_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool) -> list[Returned]:
+def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
     """Every call up to the first that raises."""
     process = os.getpid()
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare=prepare and not returned))
+        returned.append(_guarded_call(backend, problem, call, prepare))
         if os.getpid() != process:
             os._exit(0)  # the backend forked, and its child came back into a run that is not its own
         if returned[-1].error:
@@ -103,14 +103,13 @@ def _make_calls(backend: MLAPrefillBackend, problem: Problem, prepare: bool) -> 
     return returned
 
 
-def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, prepare: bool) -> Returned:
+def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
     out = _output_buffer(problem, call)
-    width = problem.case.dimensions.v_head_dim
-    poison_allocator((*call.q.shape[:2], width), problem.dtype, problem.device, problem.case.poison)
+    poison_allocator((*call.q.shape[:2], call.width), problem.dtype, problem.device, problem.case.poison)
     try:
         if prepare:
-            backend.prepare_metadata(problem.metadata)
-        value = _invoke(backend, problem, call, out)
+            call.prepare(backend, problem)
+        value = call.invoke(backend, problem, out)
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
     except (Exception, SystemExit) as error:
@@ -118,28 +117,17 @@ def _guarded_call(backend: MLAPrefillBackend, problem: Problem, call: PrefillCal
     return Returned(call, value, out=out)
 
 
-def _output_buffer(problem: Problem, call: PrefillCall) -> Guarded | None:
+def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:
     case = problem.case
     if call.chunk_idx is not None or not (case.out or case.quant == "fp8"):
         return None
     dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.dtype
-    return Guarded.allocate((call.q.shape[0], case.heads, case.dimensions.v_head_dim), dtype, problem.device)
+    return Guarded.allocate((call.q.shape[0], case.heads, call.width), dtype, problem.device)
 
 
-def _invoke(backend: MLAPrefillBackend, problem: Problem, call: PrefillCall, out: Guarded | None) -> Any:
-    if call.chunk_idx is not None:
-        return backend.run_prefill_context_chunk(call.chunk_idx, call.q, call.k, call.v)
-    optional: dict[str, torch.Tensor] = {}
-    if out is not None:
-        optional["out"] = out.view
-    if problem.output_scale is not None:
-        optional["output_scale"] = problem.output_scale
-    return backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=problem.case.lse, **optional)
-
-
-def _merge(backend: MLAPrefillBackend, problem: Problem, returned: list[Returned]) -> State | None:
-    """Context chunks first, then the new tokens, as a layer does it."""
-    if problem.case.call != Call.CHUNKED_CONTEXT or len(returned) != len(problem.calls):
+def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -> State | None:
+    """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
+    if not problem.is_merged or len(returned) != len(problem.calls):
         return None
     if not all(_is_state(part, problem) for part in returned):
         return None
@@ -161,6 +149,6 @@ def _own_merge(
 
 def _is_state(part: Returned, problem: Problem) -> bool:
     """Whether a call returned two tensors of the right shapes, so that they can be merged."""
-    heads, tokens, width = problem.case.heads, part.call.q.shape[0], problem.case.dimensions.v_head_dim
+    heads, tokens, width = problem.case.heads, part.call.q.shape[0], part.call.width
     shapes = [(tokens, heads, width), (heads, tokens)]
     return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == shapes

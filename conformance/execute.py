@@ -8,7 +8,7 @@ from mla_conformance.capabilities import find_capability
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Nonconformance, Status, Verdict
 
-_SUITE = ("test_attention", "test_memory", "test_laws", "test_validation")
+_SUITE = ("test_attention", "test_decode", "test_memory", "test_laws", "test_validation", "test_device")
 
 Procedure = Callable[[Trial], None]
 
@@ -30,6 +30,7 @@ def _marked() -> Iterator[tuple[str, Procedure]]:
 def execute(trial: Trial) -> Verdict:
     """Carry out a trial as the suite does and return its verdict; a fault of the harness is raised."""
     try:
+        trial.require_role()
         if not find_capability(trial.case.capability).probes_refusals:
             trial.require_support()
         procedures()[trial.case.capability](trial)

@@ -1,72 +1,76 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.case import Call
-from mla_conformance.problem import PrefillCall, Problem, segments, start_loc
-from mla_conformance.reference.attention import AttentionState, attention
-
-_KEPT = 8
+from mla_conformance.calls import AttentionCall, Question
+from mla_conformance.golden_cache import GoldenCache
+from mla_conformance.judged_rows import JudgedRows, choose_rows
+from mla_conformance.problem import Problem, segments, start_loc
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.blockwise import blockwise_attention
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Golden states.
+    """Golden states of the judged rows.
 
     Attributes:
+        rows: which rows they are.
         calls: one per call of the problem.
-        merged: unchunked attention over context and new tokens; None where there is one call only.
+        merged: attention to the keys of all calls at once; None where there is nothing to merge.
     """
 
+    rows: JudgedRows
     calls: tuple[AttentionState, ...]
     merged: AttentionState | None
 
 
-_recent: OrderedDict[tuple[str, str], Expectation] = OrderedDict()
+_cache = GoldenCache()
 
 
 def expect(problem: Problem) -> Expectation:
-    """The golden result, computed once per case for all backends; the last few are kept."""
-    key = (problem.key, str(problem.device))
-    if key not in _recent:
-        _recent[key] = _compute(problem)
-        if len(_recent) > _KEPT:
-            _recent.popitem(last=False)
-    return _recent[key]
+    """The golden result, computed once per case for all backends as far as the cache's bound allows."""
+    rows = choose_rows(problem)
+    calls, merged = _cache.get(problem, lambda: _compute(problem, rows))
+    return Expectation(rows, calls, merged)
 
 
-def _compute(problem: Problem) -> Expectation:
-    states = tuple(
-        _golden(problem, call.k, call.v, call.key_start_loc, call.chunk_idx is None) for call in problem.calls
-    )
-    if problem.case.call != Call.CHUNKED_CONTEXT:
-        return Expectation(states, None)
+def _compute(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
+    states = tuple(_golden(problem, rows, call.question(problem)) for call in problem.calls)
+    if not problem.is_merged:
+        return states, None
+    return states, _golden(problem, rows, problem.whole or _unchunked(problem))
+
+
+def _unchunked(problem: Problem) -> Question:
+    """Causal attention over context and new tokens."""
     new, *chunks = problem.calls
     ordered = [*chunks, new]
     lengths = [
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
     ]
     k, v = (_per_request(ordered, name) for name in ("k", "v"))
-    return Expectation(states, _golden(problem, k, v, start_loc(lengths), causal=True))
+    return Question(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
 
 
-def _golden(problem: Problem, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...], causal: bool) -> AttentionState:
-    return attention(
-        problem.calls[0].q,
-        k,
-        v,
-        query_start_loc=problem.query_start_loc,
-        key_start_loc=keys,
+def _golden(problem: Problem, rows: JudgedRows, question: Question) -> AttentionState:
+    return blockwise_attention(
+        question.q,
+        question.k,
+        question.v,
+        query_start_loc=question.query_start_loc,
+        key_start_loc=question.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=causal,
+        causal=question.causal,
         with_terms=True,
+        with_key_terms=question.dequantised,
+        rows=rows.numbers,
     )
 
 
-def _per_request(calls: list[PrefillCall], name: str) -> torch.Tensor:
+def _per_request(calls: list[AttentionCall], name: str) -> torch.Tensor:
     """All keys or values of request 0, then of request 1, and so on; context before new tokens."""
     split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in calls]
     return torch.cat([part for request in zip(*split, strict=True) for part in request])

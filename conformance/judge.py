@@ -14,6 +14,7 @@ from mla_conformance.case import Case
 from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.driver import Observation, Returned
 from mla_conformance.golden import Expectation
+from mla_conformance.judged_rows import JudgedRows
 from mla_conformance.locate import Place, extent, worst_element, worst_row
 from mla_conformance.problem import Problem, segments
 from mla_conformance.reference.attention import AttentionState
@@ -31,12 +32,14 @@ class _Part:
     Attributes:
         name: how messages call it.
         golden: the golden state.
-        output: [rows, N, V]; of any float dtype.
+        whole: [T, N, V], the output of all rows; of any float dtype.
+        output: [rows, N, V], of the judged rows.
         lse: [N, rows], or None if it was not asked for.
     """
 
     name: str
     golden: AttentionState
+    whole: torch.Tensor
     output: torch.Tensor
     lse: torch.Tensor | None
 
@@ -57,21 +60,20 @@ def judge(
         declaration: the rounding classes that the backend declares.
         numbers: the tolerance table; by default the one that the suite ships.
     """
-    judged = _Judge(problem, declaration, numbers or tolerance())
+    judged = _Judge(problem, expectation.rows, declaration, numbers or tolerance())
     return judged.verdict(expectation, observation)
 
 
 class _Judge:
-    def __init__(self, problem: Problem, declaration: Declaration, numbers: Tolerance) -> None:
-        self.problem, self.declaration, self.numbers = problem, declaration, numbers
-        self.rows = problem.query_start_loc[-1]
+    def __init__(self, problem: Problem, rows: JudgedRows, declaration: Declaration, numbers: Tolerance) -> None:
+        self.problem, self.rows, self.declaration, self.numbers = problem, rows, declaration, numbers
         self.used = BudgetUse()
 
     def verdict(self, expectation: Expectation, observation: Observation) -> Verdict:
         for verdict in self._steps(expectation, observation):
             if verdict is not None:
-                return verdict
-        return Verdict(Status.PASS, used=self.used)
+                return replace(verdict, sampled=self.rows.to_json())
+        return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
 
     def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
         for returned in observation.returned:
@@ -82,7 +84,8 @@ class _Judge:
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
-            yield from self._values(_Part("all parts merged", expectation.merged, *observation.merged), self._merged())
+            merged = self._picked("all parts merged", expectation.merged, *observation.merged)
+            yield from self._values(merged, self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
@@ -90,8 +93,11 @@ class _Judge:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
-        output, lse = _unpack(returned.value)
-        return _Part(returned.call.name, golden, output[: self.rows], None if lse is None else lse[:, : self.rows])
+        return self._picked(returned.call.name, golden, *_unpack(returned.value))
+
+    def _picked(self, name: str, golden: AttentionState, output: torch.Tensor, lse: torch.Tensor | None) -> _Part:
+        whole, judged = output[: self.rows.total], self.rows.pick(output)
+        return _Part(name, golden, whole, judged, None if lse is None else self.rows.pick(lse, dim=1))
 
     def _form(self, returned: Returned) -> Verdict | None:
         """Number of tensors, shapes, dtypes and device of what a call returned."""
@@ -117,7 +123,8 @@ class _Judge:
 
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged)
+        dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
+        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged, dequantised)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part)
         if part.lse is not None:
@@ -126,15 +133,12 @@ class _Judge:
 
     def _mask(self, part: _Part) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""
+        if not bool(part.whole.double().isfinite().all()):  # also in rows that are not compared
+            return self._not_finite(part)
         empty = part.golden.lse == -torch.inf
-        output = part.output.double()
-        if not bool(output.isfinite().all()):
-            place = Place.of(self.problem, (~output.isfinite()).nonzero()[0].tolist())
-            value = output[place.token, place.head, place.column or 0].item()
-            return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
-        written = empty.mT & (output != 0).any(dim=-1)
+        written = empty.mT & (part.output.double() != 0).any(dim=-1)
         if bool(written.any()):
-            place = Place.of(self.problem, written.nonzero()[0].tolist())
+            place = Place.of(self.rows, written.nonzero()[0].tolist())
             return failed(
                 Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
             )
@@ -144,11 +148,17 @@ class _Judge:
         wrong |= part.lse.isnan() | (part.lse == torch.inf)
         if bool(wrong.any()):
             head, token = wrong.nonzero()[0].tolist()
-            place = Place.of(self.problem, [token, head])
+            place = Place.of(self.rows, [token, head])
             want = "-inf, no key is visible" if empty[head, token] else "finite"
             got = part.lse[head, token].item()
             return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
         return None
+
+    def _not_finite(self, part: _Part) -> Verdict:
+        every, output = JudgedRows(self.rows.query_start_loc), part.whole.double()
+        place = Place.of(every, (~output.isfinite()).nonzero()[0].tolist())
+        value = output[place.row, place.head, place.column or 0].item()
+        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
 
     def _lse(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
         assert part.lse is not None
@@ -158,11 +168,11 @@ class _Judge:
         self._use(BudgetUse(lse=_largest(share)))
         if _largest(share) <= 1:
             return None
-        place = worst_row(self.problem, share.mT)
-        got, want = part.lse[place.head, place.token].item(), part.golden.lse[place.head, place.token].item()
-        sentence = explain_lse(self.problem, part.lse.double(), part.golden.lse) or (
+        place = worst_row(self.rows, share.mT)
+        got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
+        sentence = explain_lse(self.rows, part.lse.double(), part.golden.lse) or (
             f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget, "
-            f"{extent(self.problem, share.mT > 1)}"
+            f"{extent(self.rows, share.mT > 1)}"
         )
         return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
 
@@ -176,15 +186,15 @@ class _Judge:
         if max(_largest(element), _largest(row)) <= 1:
             return None
         if _largest(element) > 1:
-            place = worst_element(self.problem, element)
-            index = (place.token, place.head, place.column or 0)
+            place = worst_element(self.rows, element)
+            index = (place.row, place.head, place.column or 0)
             got, want = part.output[index].item(), part.golden.output[index].item()
             detail = (
                 f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget, "
             )
-            detail += extent(self.problem, element > 1)
+            detail += extent(self.rows, element > 1)
         else:
-            place = worst_row(self.problem, row)
+            place = worst_row(self.rows, row)
             detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
@@ -192,7 +202,7 @@ class _Judge:
     def _worst_rms(self, ratio: torch.Tensor) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
         share = ratio / rms_limit(1, self.numbers.row_deviations)
-        for rows in segments(self.problem.query_start_loc):
+        for rows in segments(self.rows.start_loc):
             if rows.stop > rows.start:
                 together = ratio[rows].square().mean(dim=0, keepdim=True).sqrt()
                 limit = rms_limit(rows.stop - rows.start, self.numbers.row_deviations)
@@ -211,8 +221,8 @@ class _Judge:
         outside = torch.maximum(low - code, code - high).clamp(min=0).double()
         if not bool(outside.any()):
             return None
-        place = worst_element(self.problem, outside)
-        index = (place.token, place.head, place.column or 0)
+        place = worst_element(self.rows, outside)
+        index = (place.row, place.head, place.column or 0)
         got = dequantize_e4m3(part.output[index], scale).item()
         return failed(
             Check.OUTPUT,
@@ -257,8 +267,8 @@ def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torc
     case: Case = problem.case
     tokens = returned.call.q.shape[0]
     out_dtype = problem.dtype if returned.out is None else returned.out.view.dtype
-    form = [("output", torch.Size((tokens, case.heads, case.dimensions.v_head_dim)), out_dtype)]
-    if case.lse or returned.call.chunk_idx is not None:
+    form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
+    if returned.call.returns_lse(problem):
         form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
     return form
 

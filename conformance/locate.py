@@ -1,11 +1,12 @@
-"""Where an error lives: request, token of the request, head and column."""
+"""Where an error lives: request, query of the request, head and column."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.problem import Problem, segments
+from mla_conformance.judged_rows import JudgedRows
+from mla_conformance.problem import segments
 
 
 @dataclass(frozen=True)
@@ -13,26 +14,27 @@ class Place:
     """A position in an output [T, N, V] or an LSE [N, T].
 
     Attributes:
-        token: row of the batch.
+        row: row of the tensor.
         head: query head.
         column: column of the output, or None for a whole row.
-        request: request that the token belongs to.
-        position: the token's position among the request's new tokens.
+        request: request that the row belongs to.
+        position: the row's position among the request's new tokens.
     """
 
-    token: int
+    row: int
     head: int
     column: int | None
     request: int
     position: int
 
     @staticmethod
-    def of(problem: Problem, index: list[int]) -> "Place":
-        """The place of ``[token, head]`` or ``[token, head, column]``."""
-        token, head, *rest = index
-        request = bisect_right(problem.query_start_loc, token) - 1
-        position = token - problem.query_start_loc[request]
-        return Place(token, head, rest[0] if rest else None, request, position)
+    def of(rows: JudgedRows, index: list[int]) -> "Place":
+        """The place of ``[judged row, head]`` or ``[judged row, head, column]``."""
+        judged, head, *rest = index
+        token = rows.number(judged)
+        request = bisect_right(rows.query_start_loc, token) - 1
+        position = token - rows.query_start_loc[request]
+        return Place(judged, head, rest[0] if rest else None, request, position)
 
     def __str__(self) -> str:
         column = "" if self.column is None else f", column {self.column}"
@@ -44,11 +46,11 @@ class Place:
         return found if self.column is None else {**found, "column": self.column}
 
 
-def extent(problem: Problem, wrong: torch.Tensor) -> str:
+def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     """How far an error reaches: ``wrong`` is a mask [T, N] or [T, N, V] with at least one place."""
-    rows = wrong.flatten(1).any(dim=1)
-    requests = sum(bool(rows[part].any()) for part in segments(problem.query_start_loc))
-    counts = [(requests, len(problem.query_start_loc) - 1, "requests"), (int(rows.sum()), len(rows), "rows")]
+    affected = wrong.flatten(1).any(dim=1)
+    requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
+    counts = [(requests, len(rows.start_loc) - 1, "requests"), (int(affected.sum()), len(affected), "rows")]
     for dim, name in ((1, "heads"), (2, "columns")):
         if dim < wrong.dim():
             affected = wrong.movedim(dim, 0).flatten(1).any(dim=1)
@@ -56,11 +58,11 @@ def extent(problem: Problem, wrong: torch.Tensor) -> str:
     return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
 
 
-def worst_element(problem: Problem, share: torch.Tensor) -> Place:
+def worst_element(rows: JudgedRows, share: torch.Tensor) -> Place:
     """The place of the largest value of ``share`` [T, N, V]."""
-    return Place.of(problem, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
+    return Place.of(rows, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
 
 
-def worst_row(problem: Problem, share: torch.Tensor) -> Place:
+def worst_row(rows: JudgedRows, share: torch.Tensor) -> Place:
     """The place of the largest value of ``share`` [T, N]."""
-    return Place.of(problem, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
+    return Place.of(rows, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])

@@ -1,5 +1,6 @@
 """Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -81,6 +82,20 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process could still allocate."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:
+    """Wait, if others hold a GPU's memory, until ``need`` bytes are free; how many are free at last."""
+    end = time.monotonic() + seconds
+    while (free := free_memory(device)) < need and time.monotonic() < end:
+        time.sleep(1)
+    return free
 
 
 class Snapshot:

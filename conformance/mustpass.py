@@ -1,6 +1,7 @@
 """Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
 
-A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries. The profile
+A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
+determinism included. The profile
 ``core`` binds every backend. Any other one binds a backend unless it declares all of its cases unsupported.
 """
 
@@ -24,6 +25,7 @@ def profile_of(case: Case) -> str:
     if CAPABILITIES[case.capability].probes_refusals:
         return CORE
     asked = [
+        CAPABILITIES[case.capability].needs,
         f"dims_{case.dims}" if case.dims != "r1" else "",
         case.dtype if case.dtype != "bf16" else "",
         "quant_output" if case.quant != "none" else "",

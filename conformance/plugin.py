@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mla_conformance import limits
+from mla_conformance.devices import take_place, use_gpu, use_jit_cache
 from mla_conformance.journal import Journal
 from mla_conformance.record import EXPLORED
 from mla_conformance.recording import Recorder, attach, identity, record_of
 from mla_conformance.verdict import Nonconformance, Status
-from mla_conformance.watchdog import Watchdog
+from mla_conformance.watchdog import WORKERS_FOLDER, Watchdog
 
 if TYPE_CHECKING:
     from mla_conformance.explore import Exploration
@@ -35,6 +36,7 @@ _EXPLORATION = pytest.StashKey["Exploration"]()
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
+_MEMORY_PATIENCE = 120.0
 _DEVICE_LOST = 70
 _OUT_OF_MEMORY = 71
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
@@ -68,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="end a worker whose case takes longer; needs --mla-out and workers (-n)",
     )
+    group.addoption("--mla-gpus", default="", metavar="A,B", help="the GPUs that the workers divide among themselves")
+    group.addoption("--mla-jit", default="", metavar="DIR", help="folder of the workers' caches of compiled kernels")
     group.addoption("--mla-memory", type=int, default=None, metavar="BYTES", help="memory that a worker may allocate")
 
 
@@ -95,6 +99,10 @@ def _protect(config: pytest.Config) -> None:
         return
     limits.die_with_parent()
     if hasattr(config, "workerinput"):
+        if option.mla_gpus:
+            place = take_place(Path(option.mla_out) / WORKERS_FOLDER, int(config.workerinput["workercount"]))
+            use_gpu(place, option.mla_gpus.split(","))
+            use_jit_cache(Path(option.mla_jit) / str(place))
         if option.mla_memory:
             limits.limit_memory(option.mla_memory)
         if option.mla_timeout:
@@ -240,13 +248,17 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
     current = Trial(subject, case)
     request.config.stash[_RECORDER].start(request.node, identity(current))
     request.node.stash[_TRIAL] = (current, time.perf_counter())
-    if not find_capability(case.capability).probes_refusals:
-        try:
-            current.require_support()
-        except Nonconformance as unsupported:
-            if current.verdict.status is not Status.UNSUPPORTED:
-                raise
-            pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    probes_refusals = find_capability(case.capability).probes_refusals
+    try:
+        (current.require_role if probes_refusals else current.require_support)()
+    except Nonconformance as unsupported:
+        if current.verdict.status is not Status.UNSUPPORTED:
+            raise
+        pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    try:
+        current.require_memory(_MEMORY_PATIENCE)
+    except Nonconformance as lacking:
+        pytest.skip(f"{subject.name} unavailable: {lacking}")
     yield current
 
 

@@ -75,7 +75,7 @@ def _serve(connection: Connection, reference: str, device: str) -> None:
     die_with_parent()
     subject = Subject.of(reference, find_device(device))
     procedures()
-    _ = subject.backend_class
+    _ = subject.roles
     connection.send("ready")
     while True:
         try:

@@ -1,9 +1,7 @@
 """From a case to tensors: the inputs of every call, the metadata, and what the caller owns."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -12,48 +10,17 @@ from mla_conformance.backends.metadata import (
     chunked_context_metadata,
     prefill_metadata,
 )
-from mla_conformance.case import CASE_FORMAT, Call, Case, Layout
+from mla_conformance.calls import AttentionCall, PrefillCall, Question
+from mla_conformance.case import Call, Case
 from mla_conformance.context import LatentContext, latent_context
-from mla_conformance.hazards import REGIMES, Regime, Site
+from mla_conformance.decode_problem import DecodeBatch
+from mla_conformance.hazards import Site
 from mla_conformance.memory import poison
+from mla_conformance.operands import TORCH_DTYPES, Draw, ProblemError, edges, lay_out, segments, start_loc
 from mla_conformance.reference.chunking import ContextChunk
 
-TORCH_DTYPES: dict[str, torch.dtype | None] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "e4m3": getattr(torch, "float8_e4m3fn", None),
-}
-_SLICE_MARGIN = 16
-
-
-class ProblemError(ValueError):
-    """A case that no inputs can be built for."""
-
-
-@dataclass(frozen=True)
-class PrefillCall:
-    """One call of the interface.
-
-    Attributes:
-        chunk_idx: the context chunk, or None for the new tokens.
-        q: [T, N, P + R].
-        k: [S, N, P + R].
-        v: [S, N, V].
-        key_start_loc: first key of each request, and the end.
-    """
-
-    chunk_idx: int | None
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    key_start_loc: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
+__all__ = ["TORCH_DTYPES", "Problem", "ProblemError", "assemble_metadata", "build_problem", "segments", "start_loc"]
+_WORKSPACE = 2**28
 
 
 @dataclass(frozen=True)
@@ -67,8 +34,9 @@ class Problem:
         dtype: dtype of q, k and v.
         query_start_loc: first new token of each request, and the end.
         calls: the calls to make, in order.
-        metadata: prepared before the first call.
+        metadata: of a prefill, prepared before the first call; None where each call has its own.
         output_scale: scale of a quantised output.
+        whole: attention to the keys of all calls at once, where it was known before they were divided.
     """
 
     case: Case
@@ -76,17 +44,23 @@ class Problem:
     device: torch.device
     dtype: torch.dtype
     query_start_loc: tuple[int, ...]
-    calls: tuple[PrefillCall, ...]
-    metadata: MLACommonPrefillMetadata
+    calls: tuple[AttentionCall, ...]
+    metadata: MLACommonPrefillMetadata | None
     output_scale: torch.Tensor | None
+    whole: Question | None = None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the calls attend to parts of the keys, so that their results are merged."""
+        return self.case.call == Call.CHUNKED_CONTEXT or self.whole is not None
 
     @property
     def caller_owned(self) -> dict[str, torch.Tensor]:
         """Every tensor that a backend may read and must not write, by name."""
-        owned = {f"{name} of {call.name}": getattr(call, name) for call in self.calls for name in ("q", "k", "v")}
-        owned["query_start_loc"] = self.metadata.query_start_loc
-        owned["block_table"] = self.metadata.block_table
-        context = self.metadata.chunked_context
+        owned = {name: tensor for call in self.calls for name, tensor in call.owned().items()}
+        if self.metadata is not None:
+            owned |= {"query_start_loc": self.metadata.query_start_loc, "block_table": self.metadata.block_table}
+        context = self.metadata.chunked_context if self.metadata is not None else None
         if context is not None:
             owned |= {name: getattr(context, name) for name in ("cu_seq_lens", "starts", "seq_lens", "workspace")}
         if self.output_scale is not None:
@@ -94,14 +68,12 @@ class Problem:
         return owned
 
 
-def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Cumulative lengths, 0 first."""
-    return tuple(accumulate(lengths, initial=0))
-
-
-def segments(locations: Sequence[int]) -> Iterator[slice]:
-    """One slice per request."""
-    return (slice(a, b) for a, b in pairwise(locations))
+def memory_need(case: Case) -> int:
+    """Bytes that a case takes at least: q, k, v and output of its largest call, and some workspace."""
+    keys = sum(case.kv) if case.call == Call.CONTEXT_CHUNK else sum(case.q)
+    width = case.dimensions.qk_head_dim + case.dimensions.v_head_dim
+    dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+    return _WORKSPACE + dtype.itemsize * case.heads * (sum(case.q) + keys) * width
 
 
 def build_problem(case: Case, device: torch.device) -> Problem:
@@ -111,6 +83,11 @@ def build_problem(case: Case, device: torch.device) -> Problem:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
+    if case.call == Call.DECODE:
+        batch = DecodeBatch(case, device)
+        return Problem(
+            case, case.id, device, batch.dtype, batch.query_start_loc, batch.calls(), None, None, batch.whole
+        )
     builder = _Builder(case, device)
     calls, context = builder.calls()
     if context is None:
@@ -148,17 +125,7 @@ def assemble_metadata(
     return metadata
 
 
-class _Builder:
-    def __init__(self, case: Case, device: torch.device) -> None:
-        if case.data not in REGIMES:
-            raise ProblemError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
-        dtype = TORCH_DTYPES[case.dtype]
-        if dtype is None:
-            raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
-        self.case, self.device, self.dtype = case, device, dtype
-        self.regime: Regime = REGIMES[case.data]
-        self.generator = torch.Generator().manual_seed(_seed(case))
-
+class _Builder(Draw):
     def calls(self) -> tuple[tuple[PrefillCall, ...], LatentContext | None]:
         if self.case.call == Call.CHUNKED_CONTEXT:
             return self._chunked()
@@ -196,7 +163,7 @@ class _Builder:
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
         for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-            site = Site(q[rows], k, case.softmax_scale, _edges(k.shape[0], case))
+            site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case))
             q[rows] = self.regime.queries(site)
         return q.to(self.dtype)
 
@@ -204,40 +171,10 @@ class _Builder:
         self, chunk_idx: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: tuple[int, ...]
     ) -> PrefillCall:
         q, k, v = (self._padded(x.to(self.device)) for x in (q, k, v))
-        q, k, v = (_lay_out(name, x, k, self.case) for name, x in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (lay_out(name, x, k, self.case) for name, x in (("q", q), ("k", k), ("v", v)))
         return PrefillCall(chunk_idx, q, k, v, keys)
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if not self.case.pad:
             return x
         return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device, self.case.poison)])
-
-
-def _edges(keys: int, case: Case) -> list[int]:
-    """Key positions next to a boundary, most telling first."""
-    candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
-    candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
-    return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
-
-
-def _lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Tensor:
-    """``x`` [tokens, N, width] with the same values in another memory layout."""
-    layout = Layout(case.layout)
-    if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
-        before, after = (1, 2) if layout is Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
-        wide = poison((*x.shape[:2], before + x.shape[2] + after), x.dtype, x.device, case.poison)
-        view = wide[..., before : before + x.shape[2]]
-        return view.copy_(x)
-    if name == "v" and layout is not Layout.PACKED:
-        # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
-        wide = torch.cat([k[..., : case.dimensions.qk_nope_head_dim], x], dim=-1)
-        return wide[..., wide.shape[-1] - x.shape[-1] :]
-    if layout is Layout.HEADS_FIRST and name == "q":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    return x.contiguous()
-
-
-def _seed(case: Case) -> int:
-    """The same numbers for every memory layout, chunking and dtype of the same shapes."""
-    drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
-    return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")

@@ -17,6 +17,11 @@ def replay_line(case: str, reference: str) -> str:
     return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}"
 
 
+def detection(drawn: int, fraction: float) -> float:
+    """Least probability that a defect in this fraction of a case's rows touches one of ``drawn`` random ones."""
+    return float(1.0 - (1.0 - fraction) ** drawn)
+
+
 @dataclass(frozen=True)
 class Record:
     """A verdict with what it is about.
@@ -39,6 +44,7 @@ class Record:
         judged: status before an expectation was applied, or empty.
         expectation: the expectation that was applied, or empty.
         cases: how many cases it stands for; more than one for drawn cases of which none fails.
+        sampled: `rows` judged `of` all, of which `drawn` at random; empty where every row was judged.
     """
 
     backend: str
@@ -58,6 +64,7 @@ class Record:
     judged: str = ""
     expectation: str = ""
     cases: int = 1
+    sampled: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

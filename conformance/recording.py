@@ -82,12 +82,16 @@ def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
     """
     told = _explained.setdefault(trial.subject.name, set())
     long = seconds > _SHORT_SECONDS and bool(_explained.keys() - {trial.subject.name} or told)
-    if trial.case.capability in told or len(told) >= _MOST_EXPLAINED or long:
+    if trial.case.capability in told or len(told) >= _MOST_EXPLAINED or long or _device_lost(trial):
         return ""
     told.add(trial.case.capability)
     from mla_conformance.defects.explain import explain
 
     return explain(trial, verdict)
+
+
+def _device_lost(trial: "Trial") -> bool:
+    return trial.last is not None and trial.last.device_lost
 
 
 JOURNAL_LOST = 74

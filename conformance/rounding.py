@@ -60,7 +60,13 @@ class Merged:
         return max(1, self.merges) if self.stored else 1
 
 
-def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged: Merged | None = None) -> Roundoffs:
+def roundoffs(
+    model: torch.dtype,
+    declared: Rounding,
+    numbers: Tolerance,
+    merged: Merged | None = None,
+    dequantised: bool = False,
+) -> Roundoffs:
     """Unit roundoffs of a kernel.
 
     Args:
@@ -68,6 +74,7 @@ def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged
         declared: the classes that the adapter declares.
         numbers: the tolerance table.
         merged: how the result was merged, if it was.
+        dequantised: whether the keys were stored as codes.
     """
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
@@ -81,4 +88,5 @@ def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=numbers.float32_accumulation,
+        keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
     )

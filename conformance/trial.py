@@ -5,13 +5,15 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.roles import Role
 from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
-from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import Problem, build_problem
+from mla_conformance.memory import storage_bytes, wait_for_memory
+from mla_conformance.problem import Problem, build_problem, memory_need
 from mla_conformance.subject import Subject
 from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 
@@ -38,11 +40,17 @@ class Trial:
         """The inputs of the case."""
         return build_problem(self.case, self.subject.device)
 
+    @property
+    def declaration(self) -> Declaration:
+        """What the adapter declares that the case is for."""
+        return self.subject.declaration_of(self.case.role)
+
     @cached_property
-    def backend(self) -> MLAPrefillBackend:
+    def backend(self) -> KernelBackend:
         """The instance that all calls of the trial go to."""
         try:
-            return self.subject.create(self.case)
+            backend: KernelBackend = self.subject.create(self.case)
+            return backend
         except Exception as error:
             self._settle(failed(Check.CALL, f"the constructor raised {one_line(error)}"))
             raise
@@ -63,11 +71,28 @@ class Trial:
             self._settle(failed(Check.CALL, f"asked what it supports, it raised {one_line(error)}"))
             raise
 
+    def require_role(self) -> None:
+        """Settle the trial as unsupported if the backend has no class, here, that the case could call."""
+        reasons = self.subject.missing_role(self.case)
+        if reasons:
+            self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
     def require_support(self) -> None:
         """Settle the trial as unsupported if the backend does not declare what the case needs."""
+        self.require_role()
         reasons = self.unsupported()
         if reasons:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+    def require_memory(self, seconds: float) -> None:
+        """On a GPU that others use as well, wait for the case's memory; settle the trial as unavailable without it."""
+        if self.subject.device.type != "cuda":
+            return
+        need = memory_need(self.case)
+        free = wait_for_memory(self.subject.device, need, seconds)
+        if free < need:
+            found = f"needs at least {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {seconds:.0f} s"
+            self._settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.
@@ -78,25 +103,26 @@ class Trial:
         """
         problem = problem or self.problem
         expect(problem)  # before the call: a backend that changes its inputs must not change what is expected
-        return self._judged(problem, run_calls(self.backend, problem), step)
+        return self.judged(problem, run_calls(self.backend, problem), step)
 
     def interleaved(self, other: Problem) -> None:
         """Two instances: prepare both, then run both."""
         first, second = self.backend, self.subject.create(self.case)
         for problem in (self.problem, other):
             expect(problem)
-        first.prepare_metadata(self.problem.metadata)
-        second.prepare_metadata(other.metadata)
         for instance, problem in ((first, self.problem), (second, other)):
-            self._judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
+            problem.calls[0].prepare(instance, problem)
+        for instance, problem in ((first, self.problem), (second, other)):
+            self.judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
 
     def repeat(self, problem: Problem | None = None) -> Observation:
         """Run a problem again without judging it."""
         return run_calls(self.backend, problem or self.problem)
 
-    def _judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
+    def judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
+        """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last, self.last_problem = observation, problem
-        verdict = judge(problem, expect(problem), observation, self.subject.declaration)
+        verdict = judge(problem, expect(problem), observation, self.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
@@ -121,7 +147,7 @@ class Trial:
         if observation.error and not observation.error.out_of_memory:
             self._settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
             return
-        verdict = judge(self.problem, expect(self.problem), observation, self.subject.declaration)
+        verdict = judge(self.problem, expect(self.problem), observation, self.declaration)
         if verdict.status is Status.UNAVAILABLE:
             self._settle(verdict)
         check, result = (
@@ -132,12 +158,16 @@ class Trial:
         self._settle(failed(check, f"declared unsupported ({declared}), but it ran and returned {result}"))
 
     def other_problem(self) -> Problem:
-        """The same configuration with other lengths and values, for tests of state."""
-        kv = tuple(reversed(self.case.kv))
-        case = replace(
-            self.case, q=tuple(length + 3 for length in reversed(self.case.q)), kv=kv, seed=self.case.seed + 1
-        )
-        return build_problem(case, self.subject.device)
+        """The same configuration with other lengths and values, for tests of state.
+
+        A decode keeps its query lengths, since several tokens a request are another configuration.
+        """
+        q, kv = self.case.q, tuple(reversed(self.case.kv))
+        if self.case.role is Role.PREFILL:
+            q = tuple(length + 3 for length in reversed(q))
+        else:
+            kv = tuple(length + 3 for length in kv)
+        return build_problem(replace(self.case, q=q, kv=kv, seed=self.case.seed + 1), self.subject.device)
 
     def relaid_problem(self) -> Problem:
         """The same values in another memory layout."""

@@ -93,6 +93,7 @@ class Verdict:
         where: request, token, head and column of the worst element, where there is one.
         used: share of the error budget.
         detail: the traceback of a call that raised.
+        sampled: judged rows, rows of the batch, and how many were drawn, where not every row was judged.
     """
 
     status: Status
@@ -101,6 +102,7 @@ class Verdict:
     where: dict[str, int] = field(default_factory=dict)
     used: BudgetUse = BudgetUse()
     detail: str = ""
+    sampled: dict[str, int] = field(default_factory=dict)
 
     @property
     def clause(self) -> str:

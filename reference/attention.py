@@ -5,7 +5,7 @@ lse_t = ln Σ exp(scale · q_t·k_s). Everything is computed in float64 on the i
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -17,15 +17,19 @@ WORKSPACE_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class ErrorTerms:
-    """Sums over the visible keys that a first-order error bound is made of, float64.
+    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
 
     magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
     score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
     squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
     peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
-        is
-        tiny beside it rounds to a subnormal or to 0.
+        is tiny beside it rounds to a subnormal or to 0.
     lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
+
+    Where they are asked for, what rounding each key, and the value that it holds, once more does to the output:
+    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance that independent roundings of the keys'
+        elements cause by the scores.
+    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of a relative one that all elements share.
     """
 
     magnitude: Tensor
@@ -33,6 +37,12 @@ class ErrorTerms:
     squares: Tensor
     peak: Tensor
     lse_score: Tensor
+    key_spread: Tensor | None = None
+    key_shift: Tensor | None = None
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The terms that were asked for."""
+        return {name: term for name, term in vars(self).items() if term is not None}
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ def attention(
     scale: float,
     causal: bool,
     with_terms: bool = False,
+    with_key_terms: bool = False,
 ) -> AttentionState:
     """Attention of a batch of B requests laid end to end.
 
@@ -67,26 +78,41 @@ def attention(
     Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
     NaN included. Raises ValueError for shapes or start locations that do not fit together.
     """
-    _check_shapes(q, k, v)
-    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
+    check_operands(q, k, v, query_start_loc, key_start_loc)
     blocks: list[AttentionState] = []
-    for queries, keys in zip(_requests(query_start_loc), _requests(key_start_loc), strict=True):
+    for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
         request = [part.to(torch.float64) for part in (q[queries], k[keys], v[keys])]
         for rows, visible in _query_blocks(*request, causal=causal):
             seen = slice(visible.shape[1])
-            blocks.append(_attend(request[0][rows], request[1][seen], request[2][seen], visible, scale, with_terms))
+            operands = request[0][rows], request[1][seen], request[2][seen]
+            blocks.append(_attend(*operands, visible, scale, with_terms, with_key_terms))
     return _concatenate(blocks)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, with_terms: bool) -> AttentionState:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, with_terms: bool, with_key_terms: bool
+) -> AttentionState:
     """The definition, for q [T, N, D], k [S, N or 1, D], v [S, N or 1, V] in float64 and visible [T, S] bool."""
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     scores = (scale * (q @ k.mT)).masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
     p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms else None
+    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
+    if terms is not None and with_key_terms:
+        spread, shift = _key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale)
+        terms = replace(terms, key_spread=spread, key_shift=shift)
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
+
+
+def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """key_spread and key_shift for operands with the heads first, weights and scores [N, T, S]."""
+    output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
+    # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
+    spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
+    scored = p * scores
+    shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
+    return spread.clamp(min=0.0).transpose(0, 1), shift.transpose(0, 1)
 
 
 def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
@@ -125,19 +151,24 @@ def _concatenate(blocks: list[AttentionState]) -> AttentionState:
     terms = [block.terms for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
-    joined = ErrorTerms(
-        magnitude=torch.cat([term.magnitude for term in terms]),
-        score=torch.cat([term.score for term in terms]),
-        squares=torch.cat([term.squares for term in terms]),
-        peak=torch.cat([term.peak for term in terms]),
-        lse_score=torch.cat([term.lse_score for term in terms], dim=-1),
-    )
-    return AttentionState(output, lse, joined)
+    joined = {
+        name: torch.cat([getattr(term, name) for term in terms], dim=-1 if name == "lse_score" else 0)
+        for name in terms[0].by_name()
+    }
+    return AttentionState(output, lse, ErrorTerms(**joined))
 
 
-def _requests(start_loc: Sequence[int]) -> list[slice]:
-    """The rows of each request."""
+def segments(start_loc: Sequence[int]) -> list[slice]:
+    """The rows of each request, from its B + 1 start locations."""
     return [slice(start, stop) for start, stop in pairwise(start_loc)]
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Sequence[int], key_start_loc: Sequence[int]
+) -> None:
+    """Raise ValueError unless the arguments of :func:`attention` fit together."""
+    _check_shapes(q, k, v)
+    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -25,6 +25,7 @@ class Roundoffs:
         output_floor: half the smallest subnormal of the stored output, the absolute error of tiny values.
         row_sum: P before it is summed, which moves the LSE.
         exp: the exponential, in P and in the row sum alike.
+        keys: keys that were stored as codes, and the values that they hold, after dequantisation.
         accumulation: rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes.
     """
 
@@ -36,12 +37,20 @@ class Roundoffs:
     row_sum: float
     exp: float
     accumulation: float
+    keys: float = 0.0
 
 
 def _terms(state: AttentionState) -> ErrorTerms:
     if state.terms is None:
         raise ValueError("expected a state with error terms; compute it with with_terms=True")
     return state.terms
+
+
+def _key_terms(state: AttentionState) -> tuple[torch.Tensor, torch.Tensor]:
+    terms = _terms(state)
+    if terms.key_spread is None or terms.key_shift is None:
+        raise ValueError("expected a state with key terms; compute it with with_key_terms=True")
+    return terms.key_spread, terms.key_shift
 
 
 def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
@@ -51,7 +60,10 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
     floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
-    return weights + roundoffs.output * state.output.abs() + floors + float32
+    output = state.output.abs()
+    # A score off by d moves the output by p·d·(v - o): both parts count, since the roundings may have any signs.
+    keys = terms.score + terms.lse_score.mT.unsqueeze(-1) * output + terms.magnitude
+    return weights + roundoffs.output * output + floors + float32 + roundoffs.keys * keys
 
 
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
@@ -64,6 +76,11 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
     systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
+    if roundoffs.keys:
+        # Equal codes are rounded alike, so beside the independent part there may be one that all keys share.
+        spread, shift = _key_terms(state)
+        rounding = rounding + roundoffs.keys**2 * (terms.squares + spread)
+        systematic = systematic + roundoffs.keys * shift
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
 
 
@@ -79,6 +96,8 @@ def rms_limit(samples: int, deviations: float) -> float:
 
 def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
-    float32 = _terms(state).lse_score + state.lse.abs() + 1.0
+    score = _terms(state).lse_score
+    float32 = score + state.lse.abs() + 1.0
     budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
+    budget = budget + roundoffs.keys * score
     return budget.masked_fill(state.lse == -torch.inf, 0.0)

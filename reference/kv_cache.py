@@ -29,15 +29,23 @@ class PagedContext:
 def write_latents(cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
     """Write T tokens into their slots, in place, converted to the cache's dtype.
 
-    cache [num_blocks, page_size, L+R]; kv_c [T, L]; k_pe [T, R]; slot_mapping [T] integers, -1 writes nothing.
-    Raises ValueError when the shapes do not fit together or a slot lies outside the cache; then nothing is written.
+    kv_c [T, L]; k_pe [T, R]; otherwise as :func:`write_rows`.
+    """
+    write_rows(cache, torch.cat((kv_c, k_pe), dim=-1).to(cache.dtype), slot_mapping)
+
+
+def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
+    """Write the entries of T tokens into their slots, in place.
+
+    cache [num_blocks, page_size, width]; rows [T, width] of the cache's dtype; slot_mapping [T] integers, -1 writes
+    nothing. Raises ValueError when the shapes do not fit together or a slot lies outside the cache; then nothing is
+    written.
     """
     page_size, num_slots = cache.shape[1], cache.shape[0] * cache.shape[1]
-    latents = torch.cat((kv_c, k_pe), dim=-1).to(cache.dtype)
-    if slot_mapping.shape != latents.shape[:1] or latents.shape[1] != cache.shape[2]:
+    if slot_mapping.shape != rows.shape[:1] or rows.shape[1:] != cache.shape[2:] or rows.dtype != cache.dtype:
         raise ValueError(
-            f"expected one slot a token and rows of {cache.shape[2]} elements, got {tuple(slot_mapping.shape)} slots "
-            f"for latents {tuple(latents.shape)}"
+            f"expected one slot a token and rows of {cache.shape[2]} elements of {cache.dtype}, got "
+            f"{tuple(slot_mapping.shape)} slots for rows {tuple(rows.shape)} of {rows.dtype}"
         )
     if bool(((slot_mapping < -1) | (slot_mapping >= num_slots)).any()):
         raise ValueError(
@@ -46,27 +54,36 @@ def write_latents(cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tenso
         )
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
-    cache[slots // page_size, slots % page_size] = latents[stored]
+    # As bytes: float8 tensors cannot be indexed on every device.
+    cache.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)[stored]
 
 
 def gather_latents(
     cache: Tensor, block_table: Tensor, chunk: ContextChunk, *, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Collect one chunk of every request's context, requests one after another.
+    """Collect one chunk of every request's context; kv_lora_rank is L, otherwise as :func:`gather_rows`.
 
-    cache [num_blocks, page_size, L+R]; block_table [B, max_blocks] integers; kv_lora_rank is L.
-    Returns (kv_c [S, L], k_pe [S, R]) of the cache's dtype with S = chunk.num_tokens; no other slot is read.
+    Returns (kv_c [S, L], k_pe [S, R]) of the cache's dtype.
+    """
+    latents = gather_rows(cache, block_table, chunk)
+    return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
+
+
+def gather_rows(cache: Tensor, block_table: Tensor, chunk: ContextChunk) -> Tensor:
+    """Collect one chunk of every request's tokens, requests one after another.
+
+    cache [num_blocks, page_size, width]; block_table [B, max_blocks] integers.
+    Returns the entries [S, width] of the cache's dtype with S = chunk.num_tokens; no other slot is read.
     Raises ValueError when the table is too short for the chunk or names a block that the cache lacks.
     """
     if block_table.shape[0] != len(chunk.starts):
         raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
-    page_size = cache.shape[1]
+    page_size, data = cache.shape[1], cache.view(torch.uint8)
     rows = []
     for blocks, start, length in zip(block_table, chunk.starts, chunk.seq_lens, strict=True):
         tokens = torch.arange(start, start + length, device=cache.device)
-        rows.append(cache[_blocks_of(blocks, tokens // page_size, cache.shape[0]), tokens % page_size])
-    latents = torch.cat(rows)
-    return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
+        rows.append(data[_blocks_of(blocks, tokens // page_size, cache.shape[0]), tokens % page_size])
+    return torch.cat(rows).view(cache.dtype)
 
 
 def _blocks_of(blocks: Tensor, pages: Tensor, num_blocks: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.attention import attention
@@ -162,3 +163,98 @@ def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None) -> Any:
         plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
     table = torch.zeros(len(queries), 1, dtype=torch.int32)
     return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=device, chunked_context=plan)
+
+
+LATENT = 512
+
+
+def absorbed(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: Any,
+    query_lens: Any,
+    tables: Any,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a paged MLA kernel computes of q [T, N, L + R] and pages [blocks, page, L + R], in float64.
+
+    ``tables``: the pages of each request. Returns output [T, N, L] of q's dtype and natural LSE [N, T].
+    """
+    rows = [pages[list(table)].flatten(0, 1)[:length] for table, length in zip(tables, lengths, strict=True)]
+    keys = torch.cat(rows)[:, None, :]
+    starts = [torch.tensor([0, *x]).cumsum(0) for x in (query_lens, lengths)]
+    return exact(q, keys, keys[..., :LATENT], *starts, scale, True)
+
+
+@pytest.fixture
+def mla_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`absorbed`."""
+    return absorbed
+
+
+@pytest.fixture
+def decodes() -> Callable[..., MLADecodeBackend]:
+    """Drive a decode adapter through a batch with a request of padding, shuffled pages and poison around them."""
+
+    def check(
+        backend_class: type[MLADecodeBackend], page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> MLADecodeBackend:
+        backend = backend_class(
+            num_heads=HEADS,
+            scale=SCALE,
+            kv_lora_rank=LATENT,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=WIDTH,
+            kv_cache_dtype="auto",
+            vllm_config=None,
+        )
+        _decode(backend, page, query_lens, lengths)
+        _decode(backend, page, query_lens, lengths[::-1])
+        return backend
+
+    return check
+
+
+def _decode(backend: MLADecodeBackend, page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tables = _shuffled_tables(page, lengths, generator)
+    cache = torch.full((sum(map(len, tables)) + 1, page, LATENT + ROPE), torch.nan).bfloat16()
+    for table, length in zip(tables, lengths, strict=True):
+        for token in range(length):
+            cache[table[token // page], token % page] = torch.randn(LATENT + ROPE, generator=generator)
+    q = torch.randn(sum(query_lens) + 1, HEADS, LATENT + ROPE, generator=generator).bfloat16()
+    backend.prepare_metadata(_decode_metadata(query_lens, lengths, tables))
+    output, lse = backend.run_decode(q[..., :LATENT], q[..., LATENT:], cache, torch.tensor(1.0))
+    rows = sum(query_lens)
+    want, want_lse = absorbed(q[:rows], cache, lengths, query_lens, tables, SCALE)
+    assert output.shape == (rows + 1, HEADS, LATENT)
+    assert (lse.shape, lse.dtype) == ((HEADS, rows + 1), torch.float32)
+    torch.testing.assert_close(output[:rows], want, atol=1e-5, rtol=2.0**-8)
+    torch.testing.assert_close(lse[:, :rows], want_lse, atol=1e-5, rtol=1e-5)
+
+
+def _shuffled_tables(page: int, lengths: tuple[int, ...], generator: torch.Generator) -> list[list[int]]:
+    """The pages of each request, in no order, block 0 never among them."""
+    counts = [-(-length // page) for length in lengths]
+    blocks = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
+    return [part.tolist() for part in blocks]
+
+
+def _decode_metadata(
+    query_lens: tuple[int, ...], lengths: tuple[int, ...], tables: list[list[int]]
+) -> MLACommonDecodeMetadata:
+    """Tables end in what no adapter may read."""
+    width = max(map(len, tables)) + 2
+    table = torch.tensor([[*pages, *[-(2**30)] * (width - len(pages))] for pages in tables], dtype=torch.int32)
+    seq_lens, queries = (torch.tensor(x, dtype=torch.int32) for x in (lengths, query_lens))
+    start = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+    return MLACommonDecodeMetadata(
+        block_table=table,
+        seq_lens=seq_lens,
+        query_start_loc=start,
+        max_query_len=max(query_lens),
+        max_seq_len=max(lengths),
+        query_lens_cpu=queries,
+        seq_lens_cpu=seq_lens.clone(),
+    )

@@ -11,10 +11,13 @@ from mla_conformance.backends.loading import (
     BackendReferenceError,
     known_backends,
     load_backend,
+    load_role,
     parse_reference,
+    roles_of,
     unavailable_reasons,
 )
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.roles import Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
 
@@ -42,6 +45,39 @@ def test_a_name_is_a_member_of_the_enumeration() -> None:
     assert load_backend(parse_reference("EAGER")) is EagerPrefillBackend
     names = [backend.name for backend in known_backends()]
     assert {"EAGER", "TORCH_SDPA", "FLASH_ATTN"} <= set(names) and "CUSTOM" not in names
+
+
+def test_a_name_stands_for_a_class_in_each_role() -> None:
+    eager, ragged, latent = (BackendReference(name, name) for name in ("EAGER", "FLASH_ATTN[fa3]", "FLASHMLA"))
+    assert roles_of(eager) == (Role.PREFILL, Role.DECODE)
+    assert (roles_of(ragged), roles_of(latent)) == ((Role.PREFILL,), (Role.DECODE,))
+    assert load_role(eager, Role.PREFILL) is EagerPrefillBackend and load_role(ragged, Role.DECODE) is None
+    assert load_role(eager, Role.DECODE).get_name() == "EAGER"
+
+
+def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:
+    decode = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
+    alone = parse_reference(f"{written(tmp_path, decode + 'class Mine(EagerDecodeBackend): ...')}:Mine")
+    assert roles_of(alone) == (Role.DECODE,) and load_backend(alone) is load_role(alone, Role.DECODE)
+    (tmp_path / "both").mkdir()
+    source = IMPORT + decode + "class Mine(EagerDecodeBackend): prefill_backend = EagerPrefillBackend\n"
+    both = parse_reference(f"{written(tmp_path / 'both', source)}:Mine")
+    assert roles_of(both) == (Role.PREFILL, Role.DECODE)
+    assert load_role(both, Role.PREFILL) is EagerPrefillBackend and load_backend(both).__name__ == "Mine"
+
+
+def test_a_sibling_is_checked_like_a_backend(tmp_path: Path) -> None:
+    reference = parse_reference(
+        f"{written(tmp_path, IMPORT + 'class Mine(EagerPrefillBackend): decode_backend = 3')}:Mine"
+    )
+    with pytest.raises(BackendReferenceError, match="expected a class, got int"):
+        load_role(reference, Role.DECODE)
+
+
+def test_a_decode_class_without_its_methods_says_which(tmp_path: Path) -> None:
+    source = "class Mine:\n    def run_decode(self): ...\n"
+    with pytest.raises(BackendReferenceError, match=r"class Mine lacks get_name, is_available, prepare_metadata, supp"):
+        load_backend(parse_reference(f"{written(tmp_path, source)}:Mine"))
 
 
 def test_an_unknown_name_lists_names_and_forms() -> None:
@@ -137,7 +173,7 @@ def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, loaded: 
 
 def test_what_cannot_be_imported_or_run_here_is_unavailable_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
-    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0))
+    (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
     monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(ImportError("libcuda.so.1"))])
     assert unavailable_reasons(parse_reference("THEIRS"), None) == ["ImportError: libcuda.so.1"]

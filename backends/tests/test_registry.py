@@ -6,7 +6,9 @@ import pytest
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.registry import (
+    MLADecodeBackendEnum,
     MLAPrefillBackendEnum,
+    register_mla_decode_backend,
     register_mla_prefill_backend,
     resolve_obj_by_qualname,
 )
@@ -53,6 +55,19 @@ def test_clearing_twice_is_harmless(overridden: MLAPrefillBackendEnum) -> None:
     overridden.clear_override()
     overridden.clear_override()
     assert overridden.get_class() is EagerPrefillBackend
+
+
+def test_decode_backends_have_an_enumeration_of_their_own() -> None:
+    register_mla_decode_backend(MLADecodeBackendEnum.CUSTOM, PATH)
+    try:
+        assert MLADecodeBackendEnum.CUSTOM.is_overridden() and not MLAPrefillBackendEnum.CUSTOM.is_overridden()
+        assert MLADecodeBackendEnum.CUSTOM.get_path() == PATH
+    finally:
+        MLADecodeBackendEnum.CUSTOM.clear_override()
+    with pytest.raises(ValueError, match=r"MLA decode backend CUSTOM .*register_mla_decode_backend\(MLADecodeBackendE"):
+        MLADecodeBackendEnum.CUSTOM.get_class()
+    with pytest.raises(ValueError, match=r"Unknown MLA decode backend: 'FLASH_ATTN'.*EAGER, TORCH_SDPA"):
+        MLADecodeBackendEnum["FLASH_ATTN"]
 
 
 def test_custom_must_be_registered_first() -> None:

@@ -12,15 +12,15 @@ from mla_conformance.backends.loading import (
     unavailable_reasons,
 )
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.registry import VARIANTS, MLAPrefillBackendEnum, register_mla_prefill_backend
+from mla_conformance.backends.registry import ENUMS, VARIANTS, MLAPrefillBackendEnum, register_mla_prefill_backend
 
 
 def test_the_registry_lists_exactly_the_variants_that_the_adapters_define() -> None:
-    for name, variants in VARIANTS.items():
-        family: Any = MLAPrefillBackendEnum[name].get_class()
-        defined = family.variants
-        assert tuple(defined) == variants
-        assert all(variant == cls.variant for variant, cls in defined.items())
+    for enum in ENUMS:
+        for name, variants in VARIANTS[enum.role()].items():
+            family: Any = enum[name].get_class()
+            assert tuple(family.variants) == variants
+            assert all(variant == cls.variant for variant, cls in family.variants.items())
 
 
 @pytest.mark.parametrize("reference", known_variants(), ids=lambda reference: reference.name)

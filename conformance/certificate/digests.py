@@ -11,13 +11,19 @@ from mla_conformance import mustpass
 from mla_conformance.capabilities import CAPABILITIES
 
 _JUDGE = (
+    "calls.py",
+    "decode_problem.py",
     "driver.py",
     "execute.py",
     "golden.py",
+    "golden_cache.py",
     "hazards.py",
     "judge.py",
+    "judged_rows.py",
     "locate.py",
     "memory.py",
+    "operands.py",
+    "paging.py",
     "policies.py",
     "problem.py",
     "process_state.py",
@@ -38,10 +44,14 @@ def installed_digests() -> dict[str, str]:
 
 def suite_digest() -> str:
     """SHA-256 of the case list, the tolerance table and the sources of judge and suite."""
-    root = _folder("mla_conformance")
-    sources = [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
     cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
-    return _sha256([cases.encode(), *_contents(sources)])
+    return _sha256([cases.encode(), *_contents(judging_sources())])
+
+
+def judging_sources() -> list[Path]:
+    """The files that decide a verdict, beside the cases and the reference."""
+    root = _folder("mla_conformance")
+    return [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
 
 
 def reference_digest() -> str:

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
 
 
 def _declares(rounding: Rounding) -> Declaration:

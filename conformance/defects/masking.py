@@ -2,7 +2,8 @@
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.known import known_defect
 
 

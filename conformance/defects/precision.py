@@ -5,7 +5,8 @@ import math
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.known import known_defect
 
 _VALUES = (

@@ -5,15 +5,17 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.certificate.digests import judging_sources
 from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
-_DECISIVE = ("tolerance.toml", "judge.py", "hazards.py", "rounding.py", "caselists.py", "policies.py")
-"""Files of the suite that decide a verdict; a table that was made with others is stale."""
+_EMULATION = ("eager", "eager_decode", "online_softmax")
+"""The kernels that the known defects are made from."""
 
 
 @dataclass(frozen=True)
@@ -80,28 +82,29 @@ def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
 
 
 def deciding_digest() -> str:
-    """Digest of the cases, the judge, the data and the defects."""
+    """Digest of the cases, the judge, the suite's procedures, the data and the defects."""
     digest = hashlib.sha256()
     for capability in CAPABILITIES.values():
         digest.update("\n".join(case.id for case in capability.cases).encode())
-    folder = files("mla_conformance")
-    sources = [folder / name for name in _DECISIVE]
-    sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest")]
-    sources += [files("mla_conformance.backends") / "eager.py", files("mla_conformance.reference") / "error_budget.py"]
+    folder = Path(str(files("mla_conformance")))
+    sources = [*judging_sources(), *(folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest"))]
+    backends = Path(str(files("mla_conformance.backends")))
+    sources += [backends / f"{name}.py" for name in _EMULATION]
+    sources.append(Path(str(files("mla_conformance.reference"))) / "error_budget.py")
     for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def summarise(outcomes: Iterable[Outcome], tier: str) -> DefectReport:
-    """Count what a run over all kernels showed."""
+def summarise(outcomes: Iterable[Outcome], tier: str, digest: str) -> DefectReport:
+    """Count what a run over all kernels showed; ``digest`` is of when it began."""
     rows = list(outcomes)
     honest = {kernel.name for kernel in kernels() if kernel.honest}
     killed = {(row.kernel, row.capability) for row in rows if row.killed}
     kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known_defects()}
     alarms = [f"{row.kernel} on {row.case}: {row.message}" for row in rows if row.killed and row.kernel in honest]
     pairs = sum(row.kernel in honest for row in rows)
-    return DefectReport(deciding_digest(), tier, kills, alarms, pairs, list(_rates(rows, honest)))
+    return DefectReport(digest, tier, kills, alarms, pairs, list(_rates(rows, honest)))
 
 
 def _rates(rows: Sequence[Outcome], honest: set[str]) -> Iterator[Rate]:

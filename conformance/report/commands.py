@@ -8,6 +8,7 @@ from mla_conformance.report.diff import DRIFT_FACTOR, compare
 from mla_conformance.report.files import write_output
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
@@ -26,6 +27,7 @@ FORMATS: dict[str, Callable[[RunSummary], str]] = {
     "html": html,
     "markdown": markdown,
     "annotations": annotations,
+    "junit": junit,
     "text": _text,
 }
 

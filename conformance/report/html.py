@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.record import EXPLORED, Record
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line
+from mla_conformance.verdict import Status
 
 _CLOSEST = 8
 
@@ -14,7 +16,7 @@ _CLOSEST = 8
 class Cell:
     """One capability of one backend in the matrix: its outcome, in words and figures, and where its failures stand."""
 
-    outcome: Outcome
+    style: str
     sign: str
     counts: str
     note: str
@@ -36,6 +38,7 @@ def html(run: RunSummary) -> str:
         outcome=_outcome(run),
         closing=closing_line(run),
         judged_backends=run_backends,
+        waived=_waived(run),
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, _definition(name), [_cell(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],
@@ -48,7 +51,18 @@ def _outcome(run: RunSummary) -> str:
     return {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
 
 
+def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
+    """Expected failures by the backend and the expectation that they rest on."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in run.records:
+        if record.status is Status.EXPECTED_FAILURE:
+            found.setdefault((record.backend, record.expectation), []).append(record)
+    return [(reason, records) for (_, reason), records in found.items()]
+
+
 def _definition(name: str) -> str:
+    if name == EXPLORED:
+        return "Cases drawn beyond the list, until one fails."
     return CAPABILITIES[name].definition if name in CAPABILITIES else ""
 
 
@@ -65,6 +79,8 @@ def _cell(backend: BackendSummary, name: str) -> Cell | None:
         return Cell(outcome, SIGN[outcome], "", "unsupported", "")
     counts = f"{capability.passed}/{capability.judged}"
     anchor = _anchor(backend.name, name) if capability.failures else ""
+    if outcome is Outcome.PASS and capability.waived:
+        return Cell("waived", "!", counts, _note(capability), anchor)
     return Cell(outcome, SIGN[outcome], counts, _note(capability), anchor)
 
 

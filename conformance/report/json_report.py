@@ -73,6 +73,8 @@ def _record(record: Record, evidence: list[dict[str, str]]) -> dict[str, Any]:
     data: dict[str, Any] = {"case": record.case, "status": record.status, "seconds": record.seconds}
     if record.key != record.case:
         data |= {"capability": record.capability, "cases": record.cases}
+    if record.sampled:
+        data["sampled"] = record.sampled
     if record.evidence:
         data["evidence"] = evidence.index(record.evidence)
     if not record.failed:

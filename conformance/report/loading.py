@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mla_conformance.case import Case
 from mla_conformance.inputs import InputError, read_json_object
@@ -12,6 +12,9 @@ from mla_conformance.report.json_report import FAILURE_FIELDS, SCHEMA_NAME, SCHE
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.sharding import Shard
 from mla_conformance.verdict import Status
+
+_T = TypeVar("_T")
+_TEXTS = ("check", "clause", "message", "explanation", "detail", "judged", "expectation")
 
 
 def load_report(path: Path) -> RunSummary:
@@ -56,15 +59,24 @@ def _run(data: dict[str, Any], source: str) -> RunSummary:
 
 
 def _shard(data: Any) -> Shard | None:
-    return None if data is None else Shard(**{**data, "cases": tuple(data["cases"])})
+    if data is None:
+        return None
+    shard = Shard(_typed(data["index"], int), _typed(data["count"], int), tuple(data["cases"]))
+    if not 1 <= shard.index <= shard.count:
+        raise ValueError(f"there is no shard {shard}")
+    return shard
+
+
+def _typed(value: Any, kind: type[_T]) -> _T:
+    """The value, if it is of this type."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"expected a value of type {kind.__name__}, got {value!r}")
+    return value
 
 
 def _texts(data: dict[str, Any]) -> dict[str, str]:
     """An object whose values are all text."""
-    odd = [name for name, value in data.items() if not isinstance(value, str)]
-    if odd:
-        raise TypeError(f"expected text as {odd[0]}, got {data[odd[0]]!r}")
-    return data
+    return {name: _typed(value, str) for name, value in data.items()}
 
 
 def _backend(name: str, part: dict[str, Any], cases: Sequence[str]) -> BackendSummary:
@@ -75,18 +87,14 @@ def _backend(name: str, part: dict[str, Any], cases: Sequence[str]) -> BackendSu
     listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part["capabilities"] else {})
     return BackendSummary(
         name=name,
-        reasons=tuple(map(_text, part["reasons"])),
+        reasons=tuple(_typed(reason, str) for reason in _typed(part["reasons"], list)),
         versions=_texts(part["versions"]),
-        emulated=part["emulated"],
-        deviations=tuple((deviation["library"], deviation["adapter"]) for deviation in part["deviations"]),
+        emulated=_typed(part["emulated"], bool),
+        deviations=tuple((d["library"], d["adapter"]) for d in map(_texts, part["deviations"])),
         rounding=_texts(part["rounding"]),
         capabilities=() if part["reasons"] else summarise(records, listed),
-        reference=_text(part["reference"]),
+        reference=_typed(part["reference"], str),
     )
-
-
-def _text(value: Any) -> str:
-    return _texts({"text": value})["text"]
 
 
 def _records(name: str, part: dict[str, Any]) -> Iterator[Record]:
@@ -103,11 +111,17 @@ def _records(name: str, part: dict[str, Any]) -> Iterator[Record]:
 
 
 def _record(known: dict[str, Any], part: dict[str, Any]) -> Record:
+    _texts({name: known[name] for name in _TEXTS if name in known})
     if known.get("judged"):
         Status(known["judged"])
-    used = {rule: float(share) for rule, share in known.get("used", {}).items()}
-    evidence = part["evidence"][known["evidence"]] if "evidence" in known else {}
-    return Record.from_json({**known, "used": used, "evidence": evidence})
+    found = {
+        "seconds": float(known["seconds"]),
+        "cases": _typed(known.get("cases", 1), int),
+        "used": {rule: float(share) for rule, share in known.get("used", {}).items()},
+        "where": {name: _typed(value, int) for name, value in known.get("where", {}).items()},
+        "evidence": _texts(part["evidence"][_typed(known["evidence"], int)]) if "evidence" in known else {},
+    }
+    return Record.from_json({**known, **found})
 
 
 def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:

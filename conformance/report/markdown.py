@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.record import Record
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import closing_line
 
 SIGN = {
@@ -45,10 +45,9 @@ def _row(backend: BackendSummary) -> list[str]:
         cases = sum(getattr(c, count) for c in capabilities)
         notes += [f"{cases} {what}"] if cases else []
     notes += ["emulated: never certified"] if backend.emulated else []
-    used = max((c.error_budget_used for c in capabilities if c.outcome is Outcome.PASS), default=0.0)
     counts = [f"{sum(c.passed for c in capabilities)} / {sum(c.judged for c in capabilities)}"]
     counts += [str(sum(len(c.failures) for c in capabilities)), str(sum(c.unsupported for c in capabilities))]
-    counts += [str(sum(c.not_run for c in capabilities)), f"{used:.2f}"]
+    counts += [str(sum(c.not_run for c in capabilities)), f"{worst_of_passes(backend.records):.2f}"]
     return [_inline(backend.name), sign, *counts, _inline("; ".join(notes))]
 
 

@@ -62,7 +62,7 @@ def _require_each_once(shards: Sequence[_Named]) -> None:
     (count,) = counts
     missing = [f"{index}/{count}" for index in range(1, count + 1) if index not in holder]
     if missing:
-        raise InputError(f"missing shard {', '.join(missing)}")
+        raise InputError(f"{', '.join(holder.values())}: missing shard {', '.join(missing)}")
 
 
 def _require_partition(shards: Sequence[_Named], cases: Sequence[str]) -> None:

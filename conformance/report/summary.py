@@ -196,6 +196,11 @@ def worst(shares: Iterable[float]) -> float:
     return max(shares, key=lambda share: (math.isnan(share), share), default=0.0)
 
 
+def worst_of_passes(records: Iterable[Record]) -> float:
+    """The largest share of its error budget that a passed case used."""
+    return worst(share for record in records if record.status is Status.PASS for share in record.used.values())
+
+
 def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
     """Cases of each capability, in order of appearance."""
     return dict(Counter(case.partition(":")[0] for case in cases))

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.record import Record
+from mla_conformance.record import Record, detection
 from mla_conformance.recording import describe_failure
 from mla_conformance.report.summary import (
     BackendSummary,
@@ -12,6 +12,7 @@ from mla_conformance.report.summary import (
     RunSummary,
     by_backend,
     summarise,
+    worst_of_passes,
 )
 
 
@@ -23,6 +24,7 @@ def say(line: str, error: bool = False) -> None:
 SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
 _NAME_WIDTH = 14
 _LINE_WIDTH = 118
+_TOUCHED = 0.01
 
 
 def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
@@ -61,6 +63,7 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
     yield line.rstrip()
     if backend.rounding:
         yield " " * len(name) + declared(backend)
+    yield from (" " * len(name) + line for line in sampled(backend))
     if backend.emulated:
         yield " " * len(name) + "an emulated kernel: judged, never certified"
 
@@ -69,6 +72,18 @@ def declared(backend: BackendSummary) -> str:
     """The rounding classes that the backend declares, all verified by the cases, and how many deviations."""
     classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in backend.rounding.items())
     return f"declares {classes}; {len(backend.deviations)} deviations, listed in the report"
+
+
+def sampled(backend: BackendSummary) -> Iterator[str]:
+    """How much of the cases was judged of which not every row was."""
+    chosen = [record.sampled for record in backend.records if record.sampled]
+    if chosen:
+        least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
+        seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
+        yield (
+            f"{len(chosen)} cases judged by chosen rows, at least {least['rows']} of {least['of']} with every head; "
+            f"a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
+        )
 
 
 def capability_lines(records: Sequence[Record]) -> Iterator[str]:
@@ -80,13 +95,11 @@ def capability_lines(records: Sequence[Record]) -> Iterator[str]:
 def closing_line(run: RunSummary) -> str:
     """The worst use of the error budget and the counts."""
     capabilities = [capability for backend in run.backends for capability in backend.capabilities]
-    passed = [c for c in capabilities if c.outcome is Outcome.PASS]
-    worst = max((c.error_budget_used for c in passed), default=0.0)
     failed = sum(len(c.failures) for c in capabilities)
     unsupported = sum(c.unsupported for c in capabilities)
     not_run = sum(c.not_run for b in run.backends if not b.reasons for c in b.capabilities)
     judged = sum(record.cases for record in run.records)
-    line = f"worst error {worst:.2f} of budget · {judged} run · {failed} failed"
+    line = f"worst error {worst_of_passes(run.records):.2f} of budget · {judged} run · {failed} failed"
     return f"{line} · {unsupported} unsupported (declared)" + (f" · {not_run} NOT RUN" if not_run else "")
 
 

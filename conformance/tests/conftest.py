@@ -1,8 +1,10 @@
 """Threads of the tests that run side by side, a run whose report several tests read, and reports without a run."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,23 @@ def write_report(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def settled() -> Callable[[Path], dict[str, Any]]:
+    """Reads a report without what differs from run to run: durations, and which failures a process explained."""
+
+    def read(path: Path) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for backend in data["backends"].values():
+            for record in backend["records"]:
+                del record["seconds"]
+            for capability in backend["capabilities"].values():
+                for failure in capability["failures"]:
+                    del failure["explanation"]
+        return data
+
+    return read
 
 
 BROKEN = """

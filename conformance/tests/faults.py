@@ -1,11 +1,13 @@
 """Backends that misbehave on purpose, on one case each; everything else they do as EAGER does."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,13 @@ class MutatesInputs(Faulty):
         return result
 
 
+class ReturnsViewOfInput(Faulty):
+    """A right result, in memory of the caller."""
+
+    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return v.copy_(result[0]), result[1]
+
+
 class WritesPastOutput(Faulty):
     def after(self, result: Any, *_: Any) -> Any:
         out = result[0]
@@ -209,3 +218,57 @@ class WrongDevice(Faulty):
 class OnlyNaN(Faulty):
     def after(self, result: Any, *_: Any) -> Any:
         return result[0].fill_(torch.nan), result[1]
+
+
+_KERNELS = r"""
+extern "C" __global__ void illegal_address(char *p) { *(volatile int *)(p + (1ll << 46)) = 1; }
+extern "C" __global__ void misaligned(char *p) { *(volatile int *)(p + 1) = 1; }
+extern "C" __global__ void trap(char *p) { asm volatile("trap;"); }
+extern "C" __global__ void clear(char *p) { p[threadIdx.x] = 0; }
+"""
+
+
+@cache
+def kernel(name: str) -> Any:
+    """A CUDA kernel of the source above, compiled at run time."""
+    return torch.cuda._compile_kernel(_KERNELS, name)
+
+
+class IllegalAddress(Faulty):
+    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        kernel("illegal_address")(args=[q])
+        torch.cuda.synchronize()
+
+
+class Misaligned(Faulty):
+    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        kernel("misaligned")(args=[q])
+        torch.cuda.synchronize()
+
+
+class DeviceAssert(Faulty):
+    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        torch.zeros(4, device=q.device)[torch.tensor([9], device=q.device)]
+        torch.cuda.synchronize()
+
+
+class FailsAfterItReturned(Faulty):
+    """The launch is in flight when the result is returned: no exception reaches this backend."""
+
+    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        kernel("trap")(args=[q])
+        return result
+
+
+class NeverLaunches(Faulty):
+    """The driver refuses a launch with too many threads, nobody looks at the error, and out stays as it was."""
+
+    def run_prefill_new_tokens(
+        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
+    ) -> Any:
+        if self._prefill_metadata.query_start_loc.tolist() != START_LOC:
+            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        _, lse = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, None, output_scale)
+        with contextlib.suppress(RuntimeError):
+            kernel("clear")(block=(4096, 1, 1), args=[out])
+        return out, lse

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
-from mla_conformance.case import DTYPES, Call, Case, CaseError, Layout
+from mla_conformance.case import CACHES, DTYPES, TAILS, Call, Case, CaseError, Layout
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
@@ -21,7 +22,7 @@ def cases(draw: st.DrawFn) -> Case:
     numbers = st.integers(1, 5000)
     return Case(
         capability=draw(st.sampled_from(list(CAPABILITIES))),
-        call=draw(st.sampled_from(list(Call))),
+        call=draw(st.sampled_from([call for call in Call if call.role is Role.PREFILL])),
         dtype=draw(st.sampled_from(DTYPES)),
         dims=draw(st.sampled_from(["r1", "glm", "small", "16-8-40-32", "128-0-128-512"])),
         heads=draw(numbers),
@@ -40,8 +41,28 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@st.composite
+def decodes(draw: st.DrawFn) -> Case:
+    requests = draw(st.integers(1, 5))
+    lengths = [draw(st.integers(1, 8)) for _ in range(requests)]
+    return Case(
+        capability=draw(st.sampled_from(list(CAPABILITIES))),
+        call=Call.DECODE,
+        q=tuple(lengths),
+        kv=tuple(draw(st.integers(0, 300)) for _ in lengths),
+        page=draw(st.sampled_from([1, 16, 64])),
+        cache=draw(st.sampled_from(CACHES)),
+        kscale=draw(st.integers(1, 10**6)),
+        tails=draw(st.sampled_from(TAILS)),
+        layers=draw(st.integers(1, 3)),
+        spare=draw(st.integers(0, 50)),
+        ranks=draw(st.integers(1, 4)),
+        interleave=draw(st.integers(1, 64)),
+    )
+
+
 @plain
-@given(case=cases())
+@given(case=cases() | decodes())
 def test_a_case_reads_back_from_its_id(case: Case) -> None:
     assert Case.parse(case.id) == case
     assert Case.parse(f"  {case.id}; ".replace(";", " ; ")).id == case.id
@@ -49,7 +70,7 @@ def test_a_case_reads_back_from_its_id(case: Case) -> None:
 
 
 @plain
-@given(case=cases())
+@given(case=cases() | decodes())
 def test_a_case_reads_back_from_json(case: Case) -> None:
     assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
 
@@ -93,7 +114,7 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("lse:q=[1];pad=-1", "field pad: expected a non-negative number, got -1"),
         ("lse:q=[1];lse=yes", "field lse: expected 0 or 1, got 'yes'"),
         ("lse:q=[1];dtype=int8", "field dtype: expected one of bf16, fp16, fp32, fp64, e4m3, got 'int8'"),
-        ("lse:q=[1];call=decode", "field call: expected one of new_tokens, context_chunk, chunked_context"),
+        ("lse:q=[1];call=verify", "field call: expected one of new_tokens, context_chunk, chunked_context"),
         ("lse:q=[1];layout=x", "field layout: expected one of kv_b_proj"),
         ("lse:q=[1];quant=int4", "field quant: expected one of none, fp8"),
         ("lse:q=[1];dims=gpt", "unknown dims 'gpt'; expected one of v2, v3, r1, glm, small, or P-R-V-L"),
@@ -101,6 +122,13 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("lse:q=[1];dims=16-7-16-32", "qk_rope_head_dim must be an even int"),
         ("lse:q=[1];dims=16-8-16-0", "expected a positive latent dim L, got 0"),
         ("context_chunk:q=[1,2];kv=[5]", "expects one context length per request, got q=[1, 2] kv=[5]"),
+        ("decode:q=[1,0];kv=[5,5]", "at least one query token a request, got q=[1, 0]"),
+        ("decode:q=[1]", "decode expects one context length per request"),
+        ("decode:q=[1];kv=[5];out=1", "decode has no output tensor"),
+        ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
+        ("decode:q=[1];kv=[5];cache=fp8_ds_mla;dtype=fp32", "fp8_ds_mla holds 512 + 64 values of a 16-bit model"),
+        ("decode:q=[1];kv=[5];ranks=0", "field ranks: expected a positive number, got 0"),
+        ("decode:q=[1];kv=[5];spare=-1", "field spare: expected a non-negative number, got -1"),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
     ],
 )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
+from mla_conformance.report.loading import load_report
+from mla_conformance.verdict import Status
 
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 CERTIFY = ["certify", "--device", "cpu"]
@@ -118,3 +120,21 @@ def test_capabilities_are_listed_with_their_clauses(capsys: pytest.CaptureFixtur
 def test_help_needs_no_torch() -> None:
     code = "import sys, mla_conformance.cli as c; c._parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_undeclared_determinism_is_unsupported_and_not_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from mla_conformance.backends.declaration import Declaration\n"
+        "from mla_conformance.backends.eager import EagerPrefillBackend\n"
+        "class Mine(EagerPrefillBackend):\n"
+        "    declaration = Declaration(deterministic=False)\n"
+    )
+    arguments = ["--capability", "determinism", "--device", "cpu", "--tier", "smoke", "-n", "1", "--out", str(tmp_path)]
+    assert main(["certify", "--backend", f"{tmp_path / 'mine.py'}:Mine", *arguments]) == 3
+    assert "determinism – unsupported" in capsys.readouterr().out
+    (mine,) = load_report(tmp_path).backends
+    assert {(record.status, record.message) for record in mine.records} == {
+        (Status.UNSUPPORTED, "not declared deterministic")
+    }

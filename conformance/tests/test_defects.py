@@ -164,7 +164,7 @@ def outcomes(killed: dict[str, set[str]]) -> list[Outcome]:
 
 def test_survivors_false_alarms_and_rates_are_counted() -> None:
     (entry, *_) = DEFECTS.values()
-    report = summarise(outcomes({entry.id: {entry.killed_by, "refusals"}}), "smoke")
+    report = summarise(outcomes({entry.id: {entry.killed_by, "refusals"}}), "smoke", "0")
     assert entry.id not in report.survivors and report.kills[entry.id] == [entry.killed_by, "refusals"]
     assert report.false_alarms == [] and report.honest_pairs == len(CAPABILITIES)
     counts = [(rate.killed, rate.wrong, rate.false_alarms, rate.honest) for rate in report.rates]
@@ -177,7 +177,7 @@ def test_an_unrelated_kill_makes_a_survivor_and_a_false_alarm_makes_no_kill() ->
     unrelated = next(name for name in CAPABILITIES if name not in (entry.killed_by, *entry.related))
     assert list(CAPABILITIES).index(unrelated) < list(CAPABILITIES).index(entry.killed_by)
     both = {entry.id: {unrelated, entry.killed_by}, "EagerPrefillBackend": {unrelated, entry.killed_by}}
-    report = summarise(outcomes(both), "smoke")
+    report = summarise(outcomes(both), "smoke", "0")
     assert entry.id in report.survivors and len(report.false_alarms) == 2
     assert report.rates[0].killed == 0, "a rule that rejects the honest kernel on a case says nothing there"
     assert any(line.startswith("FALSE ALARM EagerPrefillBackend on new_tokens") for line in terminal_lines(report))

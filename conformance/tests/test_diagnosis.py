@@ -15,8 +15,8 @@ from mla_conformance.defects.explain import explain, explanations
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.execute import execute, failing
+from mla_conformance.judged_rows import JudgedRows
 from mla_conformance.locate import extent
-from mla_conformance.problem import build_problem
 from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Check, Verdict
@@ -115,11 +115,11 @@ def test_a_failing_run_prints_what_it_looks_like(
 
 
 def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
-    problem = build_problem(Case.parse("new_tokens:dims=small;heads=3;q=[4,0,5]"), CPU)
+    rows = JudgedRows((0, 4, 4, 9))
     wrong = torch.zeros(9, 3, 16, dtype=torch.bool)
     wrong[5:7, 1, 3:6] = True
-    assert extent(problem, wrong) == "wrong in 1 of 3 requests, 2 of 9 rows, 1 of 3 heads, 3 of 16 columns"
-    assert extent(problem, wrong[..., 0] | True) == "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads"
+    assert extent(rows, wrong) == "wrong in 1 of 3 requests, 2 of 9 rows, 1 of 3 heads, 3 of 16 columns"
+    assert extent(rows, wrong[..., 0] | True) == "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads"
 
 
 class HalvesItsQueries(EagerPrefillBackend):

@@ -37,6 +37,7 @@ FAULTS: dict[str, tuple[Status, str]] = {
     "ChangesDirectory": (Status.FAIL, Check.PROCESS_STATE),
     "Leaks": (Status.UNAVAILABLE, ""),
     "MutatesInputs": (Status.FAIL, Check.MUTATED_INPUT),
+    "ReturnsViewOfInput": (Status.FAIL, Check.OUT_TENSOR),
     "WritesPastOutput": (Status.FAIL, Check.OUT_OF_BOUNDS_WRITE),
     "ReturnsInput": (Status.FAIL, Check.OUTPUT),
     "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT),
@@ -100,6 +101,6 @@ def test_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record], name
 
 def test_nothing_is_left_but_bounded_files(run: Run) -> None:
     assert {path.name for path in run.directory.iterdir()} - {"faults.py", "__pycache__"} == {
-        "journal.jsonl", "pytest.log", "report.json",
+        "journal.jsonl", "pytest.log", "report.json", "report.html",
     }  # fmt: skip
     assert (run.directory / LOG_NAME).stat().st_size <= KEPT_BYTES

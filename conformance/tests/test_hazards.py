@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.calls import AttentionCall
 from mla_conformance.capabilities import CAPABILITIES
 from mla_conformance.case import Case, Layout
 from mla_conformance.golden import expect
 from mla_conformance.hazards import REGIMES
 from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import PrefillCall, Problem, build_problem, segments
+from mla_conformance.problem import Problem, build_problem, segments
 from mla_conformance.reference.attention import attention
 from mla_conformance.transform import overwrite, regroup, scale_values
 
@@ -228,7 +229,7 @@ def test_overwritten_tensors_keep_their_addresses_and_take_the_other_golden_resu
     assert same_as_fresh(written) and not torch.equal(expect(written).calls[0].output, before)
 
 
-def operands(call: PrefillCall) -> tuple[torch.Tensor, ...]:
+def operands(call: AttentionCall) -> tuple[torch.Tensor, ...]:
     return call.q, call.k, call.v
 
 

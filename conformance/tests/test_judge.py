@@ -345,7 +345,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
     context = st.lists(st.integers(0, 150), min_size=len(lengths), max_size=len(lengths))
     return Case(
         capability="new_tokens",
-        call=draw(st.sampled_from(list(Call))),
+        call=draw(st.sampled_from([Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT])),
         dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
         dims=draw(st.sampled_from(["small", "16-8-40-32", "64-0-32-32"])),
         heads=draw(st.integers(1, 4)),

@@ -2,8 +2,10 @@
 
 import re
 import shlex
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,6 +13,7 @@ from mla_conformance.cli import main
 from mla_conformance.record import Record
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.html import html
+from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
@@ -148,9 +151,51 @@ def test_the_step_summary_is_appended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "| EAGER | ✅ pass | 3 / 3 | 0 | 0 | 0 |" in summary.read_text(encoding="utf-8")
 
 
+def test_junit_counts_and_says_how_to_see_it_again(real_run: Path) -> None:
+    run = load_report(real_run / "report.json")
+    root = ElementTree.fromstring(junit(run))
+    suites = {suite.attrib["name"]: suite for suite in root}
+    assert suites.keys() == {backend.name for backend in run.backends}
+    for backend in run.backends:
+        failed = sum(record.failed for record in backend.records)
+        tests = max(1, len(backend.records))
+        assert (suites[backend.name].get("failures"), suites[backend.name].get("tests")) == (str(failed), str(tests))
+    (skipped,) = suites["FLASH_ATTN"].findall("testcase/skipped")
+    assert "flash-attn not installed" in skipped.attrib["message"]
+    told = [failure.text or "" for failure in suites["Broken"].findall("testcase/failure")]
+    assert told and all("replay: mla-conformance replay" in text for text in told)
+
+
+def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None:
+    run = nasty_run()
+    (record,) = run.records
+    records = [replace(record, message="\0\x1b[31m<&", detail=NASTY), replace(record, status=Status.TIMEOUT)]
+    backend = replace(run.backends[0], capabilities=summarise(records, {}))
+    (suite,) = ElementTree.fromstring(junit(replace(run, backends=(backend,))))
+    (failure,), (error,) = suite.findall("testcase/failure"), suite.findall("testcase/error")
+    assert failure.attrib["message"] == "��[31m<&" and NASTY in (failure.text or "")
+    assert error.attrib["message"].split() == NASTY.split() and suite.get("errors") == "1"
+
+
+def test_the_page_shows_expected_failures_with_their_reason() -> None:
+    run = nasty_run()
+    waived = replace(
+        run.records[0],
+        status=Status.EXPECTED_FAILURE,
+        judged="fail",
+        expectation="mine: known & filed",
+        used={"lse": 9.0},
+    )
+    backend = replace(run.backends[0], capabilities=summarise([waived], {"lse": 1}))
+    words = " ".join(" ".join(Page(html(replace(run, backends=(backend,)))).words).split())
+    assert "Expected failures" in words and "mine: known & filed" in words and "1 expected to fail" in words
+    assert waived.replay in words and "! 0/1" in words and "worst error 0.00 of budget" in words
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        ("junit", '<testsuite name="Broken"'),
         ("text", "FAIL Broken lse · case lse:"),
         ("markdown", "| Broken |"),
         ("annotations", "::error title=Broken lse::"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class Slow(EagerPrefillBackend):
         output, lse = super()._finish(state)
         return output, lse + (lse.shape[1] == 3)
 """
+
+
+Settled = Callable[[Path], dict[str, Any]]
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -81,14 +85,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )  # fmt: skip
 @given(data=st.data())
 @example(data=None)
-def test_a_journal_cut_at_any_byte_can_be_resumed(undisturbed: Path, tmp_path: Path, data: Any) -> None:
+def test_a_journal_cut_at_any_byte_can_be_resumed(
+    undisturbed: Path, tmp_path: Path, settled: Settled, data: Any
+) -> None:
     whole = (undisturbed / "journal.jsonl").read_bytes()
     plan = whole.index(b"\n") + 1
     cut = data.draw(st.integers(plan, len(whole))) if data else plan
     (tmp_path / "journal.jsonl").write_bytes(whole[:cut])
     (tmp_path / "report.json").unlink(missing_ok=True)
     assert main(["certify", "--resume", str(tmp_path)]) == 0
-    assert report_of(tmp_path) == report_of(undisturbed)
+    assert settled(tmp_path / "report.json") == settled(undisturbed / "report.json")
     assert verdicts(tmp_path) == 3
 
 
@@ -143,7 +149,7 @@ def test_a_backend_that_was_changed_meanwhile_is_refused(tmp_path: Path, capsys:
     assert f"backends: {source}:Mine was file " in capsys.readouterr().err
 
 
-def test_ctrl_c_then_a_killed_controller_then_the_end(tmp_path: Path) -> None:
+def test_ctrl_c_then_a_killed_controller_then_the_end(tmp_path: Path, settled: Settled) -> None:
     source = tmp_path / "slow.py"
     source.write_text(SLOW)
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -168,11 +174,67 @@ def test_ctrl_c_then_a_killed_controller_then_the_end(tmp_path: Path) -> None:
 
     assert main(["certify", "--resume", str(out)]) == 1
     assert main(["certify", *begin, "--out", str(whole)]) == 1
-    assert report_of(out) == report_of(whole)
+    assert settled(out / "report.json") == settled(whole / "report.json")
     assert verdicts(out) == len(LISTED)
 
 
-def test_a_full_disk_costs_nothing_that_was_judged(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Arguments of a run that takes its time and has failures, and the folder of an undisturbed one."""
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "slow.py").write_text(SLOW)
+    begin = [*LSE, "--backend", f"{folder / 'slow.py'}:Slow", "-n", "1"]
+    assert main(["certify", *begin, "--out", str(folder / "whole")]) == 1
+    return begin, folder / "whole"
+
+
+def children_of(process: int) -> list[int]:
+    """The process that runs pytest for a controller, if it has not ended."""
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def kill(process: "subprocess.Popen[bytes]", victim: str) -> None:
+    if victim == "controller":
+        process.kill()
+    elif victim == "pytest":
+        for child in children_of(process.pid):
+            os.kill(child, signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT)
+    process.wait()
+
+
+KILLS = st.lists(
+    st.tuples(st.integers(0, len(LISTED) - 1), st.floats(0, 0.6), st.sampled_from(["controller", "pytest", "Ctrl-C"])),
+    min_size=1,
+    max_size=2,
+)
+
+
+@settings(
+    max_examples=5, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(kills=KILLS)
+def test_a_run_killed_at_any_moment_and_resumed_gives_the_undisturbed_report(
+    slow: tuple[list[str], Path], settled: Settled, tmp_path_factory: pytest.TempPathFactory, kills: Any
+) -> None:
+    begin, whole = slow
+    out = tmp_path_factory.mktemp("killed")
+    command = ["certify", *begin, "--out", str(out)]
+    for after, seconds, victim in sorted(kills):
+        process = subprocess.Popen([COMMAND, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda: verdicts(out) >= after and Journal.inside(out).path.exists())  # noqa: B023 - waited for here
+        time.sleep(seconds)
+        kill(process, victim)
+        wait_for(lambda: not alive(out), 10)
+        command = ["certify", "--resume", str(out)]
+    assert main(command) == 1
+    assert settled(out / "report.json") == settled(whole / "report.json")
+    assert verdicts(out) == len(LISTED)
+
+
+def test_a_full_disk_costs_nothing_that_was_judged(tmp_path: Path, settled: Settled) -> None:
     """On a file system of a few pages, which an unprivileged user may mount in a namespace of his own."""
     small, kept, whole = tmp_path / "small", tmp_path / "kept", tmp_path / "whole"
     for folder in (small, kept):
@@ -191,4 +253,4 @@ def test_a_full_disk_costs_nothing_that_was_judged(tmp_path: Path) -> None:
     assert 0 < verdicts(kept) < len(LISTED)
     assert main(["certify", "--resume", str(kept)]) == 0
     assert main(["certify", *LSE, "--backend", "EAGER", "-n", "1", "--out", str(whole)]) == 0
-    assert report_of(kept) == report_of(whole)
+    assert settled(kept / "report.json") == settled(whole / "report.json")

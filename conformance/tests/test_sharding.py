@@ -47,18 +47,6 @@ def test_a_shard_that_does_not_exist(text: str) -> None:
         Shard.of(text, CASES)
 
 
-def settled(path: Path) -> Json:
-    """A report without what differs from run to run: durations, and which failures a process explained."""
-    data: Json = json.loads(path.read_text(encoding="utf-8"))
-    for backend in data["backends"].values():
-        for record in backend["records"]:
-            del record["seconds"]
-        for capability in backend["capabilities"].values():
-            for failure in capability["failures"]:
-                del failure["explanation"]
-    return data
-
-
 def certify(real_run: Path, out: Path, *more: str) -> int:
     """The run of ``real_run`` once more, in part."""
     broken = real_run.parent / "broken.py"
@@ -68,7 +56,7 @@ def certify(real_run: Path, out: Path, *more: str) -> int:
 
 
 def test_the_merge_of_all_shards_is_the_unsharded_report(
-    real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settled: Callable[[Path], Json]
 ) -> None:
     whole = real_run / "report.json"
     for index in (1, 2):

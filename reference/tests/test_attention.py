@@ -34,7 +34,7 @@ def test_block_size_does_not_show(
     blocks = attention(*qkv, **BATCH, causal=causal, with_terms=True)
     assert_same(blocks, whole, 1e-14)
     assert blocks.terms is not None and whole.terms is not None
-    for name, term in vars(whole.terms).items():
+    for name, term in whole.terms.by_name().items():
         torch.testing.assert_close(getattr(blocks.terms, name), term, rtol=1e-14, atol=1e-14)
 
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,13 @@ def digest(*tensors: Tensor) -> str:
 
 
 def of_state(state: AttentionState) -> str:
-    terms = vars(state.terms).values() if state.terms else ()
+    terms = state.terms.by_name().values() if state.terms else ()
     return digest(state.output, state.lse, *terms)
 
 
 def varlen_attention(causal: bool, kv_heads: int) -> str:
     q, k, v = integers(1, 12, 4, 24), integers(2, 40, kv_heads, 24), integers(3, 40, kv_heads, 16)
-    starts = {"query_start_loc": (0, 5, 6, 12), "key_start_loc": (0, 31, 31, 34)}
+    starts: dict[str, Any] = {"query_start_loc": (0, 5, 6, 12), "key_start_loc": (0, 31, 31, 34)}
     return of_state(attention(q, k, v, **starts, scale=0.2, causal=causal, with_terms=True))
 
 

@@ -1,0 +1,98 @@
+"""EAGER, decode: an honest online softmax over the pages of the latent cache in plain PyTorch, for CPU and GPU.
+
+One request after the other, tile by tile of its block table. Codes are dequantised to float32, P is rounded to the
+model's dtype, the output once. Like its prefill twin it is the base of the known defects and never counts as certified.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.checks import check_decode_operands
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+
+
+class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
+    """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
+    supported_query_len: ClassVar[int | None] = None
+    supports_nonuniform_queries: ClassVar[bool] = True
+    supports_causal_dcp: ClassVar[bool] = True
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "EAGER"
+
+    def run_decode(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`MLADecodeBackend`."""
+        metadata = self._decode_metadata
+        check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
+        self._model_dtype = ql_nope.dtype
+        q = torch.cat((ql_nope, q_pe), dim=-1)
+        output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        starts = metadata.query_start_loc.tolist()
+        for request, seq_len in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[request], starts[request + 1])
+            state = self._attend(q[rows], request, seq_len, kv_cache, k_scale)
+            output[rows], lse[:, rows] = self._finish(state)
+        return output.to(ql_nope.dtype), lse
+
+    def _attend(
+        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> SoftmaxState:
+        """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
+        state = self._initial(q, q[..., : self.kv_lora_rank])
+        for tile in self._tiles(seq_len):
+            keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
+            scores = self._scores(q, keys)
+            scores = scores.masked_fill(~self._visible(q.shape[0], request, seq_len, tile), -torch.inf)
+            state = self._accumulate(state, scores, self._values(keys))
+        return state
+
+    def _values(self, keys: torch.Tensor) -> torch.Tensor:
+        """[tile, 1, L]: the latent part of the keys is the value."""
+        return keys[..., : self.kv_lora_rank]
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """To the model's dtype, whatever the dtype of the dequantised values is."""
+        return p.to(self._model_dtype).float()
+
+    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+        """[tile, width] entries of the tokens ``tile`` of a request."""
+        tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
+        blocks = self._blocks(request, tokens // kv_cache.shape[1])
+        # As bytes, since float8 cannot be indexed everywhere.
+        rows = kv_cache.view(torch.uint8)[blocks, tokens % kv_cache.shape[1]]
+        return rows.view(kv_cache.dtype)
+
+    def _blocks(self, request: int, pages: torch.Tensor) -> torch.Tensor:
+        """Blocks that hold these pages of a request."""
+        return self._decode_metadata.block_table[request][pages].long()
+
+    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        """[tile, L + R] keys in float32."""
+        return dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
+
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""
+        metadata = self._decode_metadata
+        total = seq_len if metadata.dcp_tot_seq_lens is None else int(metadata.dcp_tot_seq_lens[request])
+        last = torch.arange(total - queries, total, device=metadata.seq_lens.device).unsqueeze(1)
+        return self._positions(metadata, tile) <= last
+
+    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> torch.Tensor:
+        """[tile] positions in the whole sequence of tokens that this rank holds."""
+        local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
+        interleave = metadata.cp_kv_cache_interleave_size
+        shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
+        return shares * interleave + local % interleave

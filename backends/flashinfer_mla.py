@@ -1,0 +1,224 @@
+"""FLASHINFER_MLA: FlashInfer's paged MLA wrapper, with the backend of FlashInfer that the variant names.
+
+Written for 0.6.13, which is planned with flat tensors, and for 0.7.2, which is planned with a metadata object and reads
+an e4m3 cache on Hopper.
+"""
+
+import inspect
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import DeviceCapability
+
+_LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
+_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
+_WORKSPACE_BYTES = 128 << 20
+_DISTRIBUTIONS = ("flashinfer-python", "apache-tvm-ffi")
+_DEVIATIONS = (
+    Deviation("LSE to base 2, [T, N]", "the natural one is asked for and transposed"),
+    Deviation("wants the latent and the rope part of the cache apart", "two views of the one cache, not copied"),
+    Deviation("wants a list of pages without gaps", "taken from the block table, its tails never read"),
+    Deviation("plan() before run(), on the host", "plans in prepare_metadata, or at the first call of a new shape"),
+    Deviation("a captured graph needs fixed addresses", "one wrapper with its own buffers for each shape of a batch"),
+    Deviation("faults on rows that do not start at multiples of 16 bytes", "such operands are copied"),
+    Deviation(
+        "0.7.2: the scale of an e4m3 cache is a number on the host", "read at each call; a captured graph keeps it"
+    ),
+    Deviation("outputs of split keys are stored in the model's dtype", "declared partial outputs: model"),
+)
+
+
+class _Form(NamedTuple):
+    """What a plan depends on besides the lengths."""
+
+    page: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+
+class FlashInferMLADecodeBackend(PagedDecodeBackend):
+    """The family: fa3 on Hopper, fa2 elsewhere."""
+
+    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, _TVM_FFI)
+    needed_capability: ClassVar[str] = "8.0 or newer"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supported_query_len: ClassVar[int | None] = None
+    supports_nonuniform_queries: ClassVar[bool] = True
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    declaration: ClassVar[Declaration] = Declaration(distributions=_DISTRIBUTIONS, deviations=_DEVIATIONS)
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "FLASHINFER_MLA"
+
+    @classmethod
+    def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
+        """The kernel written for Hopper there."""
+        return ("fa3", "fa2") if device_capability is not None and device_capability.major == 9 else ("fa2",)
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Ampere or newer."""
+        return device_capability is not None and device_capability >= (8, 0)
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLADecodeSelectorConfig
+    ) -> list[str]:
+        """As everywhere; an e4m3 cache only where the installed version reads one."""
+        reasons = super().validate_configuration(device_capability, selector_config)
+        if selector_config.kv_cache_dtype == "fp8" and not reasons:
+            if selector_config.dtype != torch.bfloat16:
+                reasons.append(f"kv_cache_dtype fp8 with queries of {selector_config.dtype} not supported")
+            if device_capability is None or device_capability.major != 9:
+                reasons.append(f"kv_cache_dtype fp8 needs compute capability 9.0, this device has {device_capability}")
+            if not _reads_e4m3():
+                reasons.append(f"kv_cache_dtype fp8 needs flashinfer-python 0.7 or newer, not {_LIBRARY.version()}")
+        return reasons
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Never dropped: a captured graph reads the buffers of the wrapper that it was captured with.
+        self._wrappers: dict[tuple[torch.Size, _Form], Any] = {}
+        self._planned: tuple[_Form, Any] | None = None
+        self._host_scale = 1.0
+
+    def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
+        """Take the metadata and plan for it, as the last call's operands were; a replayed graph reads that plan."""
+        super().prepare_metadata(decode_metadata)
+        if self._planned is not None:
+            form, _ = self._planned
+            self._planned = form, self._plan(form)
+
+    def attend(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`PagedDecodeBackend`."""
+        form = _Form(kv_cache.shape[1], ql_nope.dtype, kv_cache.dtype)
+        if self._planned is None or self._planned[0] != form:
+            self._planned = form, self._plan(form)
+        query = (aligned(ql_nope), aligned(q_pe))
+        cache = aligned(kv_cache).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        options: dict[str, Any] = {"return_lse": True, "return_lse_base_on_e": True}
+        if self.kv_cache_dtype == "fp8":
+            if not (k_scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._host_scale = float(k_scale)
+            options |= {"ckv_scale": self._host_scale, "kpe_scale": self._host_scale}
+        wrapper = self._planned[1]
+        if _has_metadata_object():
+            output, lse = wrapper.run(query=query, kv_cache=cache, **options)
+        else:
+            output, lse = wrapper.run(*query, *cache, **options)
+        return output, lse.mT
+
+    def _plan(self, form: _Form) -> Any:
+        """The wrapper of this shape of batch, planned for the lengths of the metadata."""
+        metadata = self._decode_metadata
+        key = (metadata.block_table.shape, form)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._wrapper(metadata.block_table)
+        wrapper, library = self._wrappers[key], _LIBRARY.load()
+        batch: dict[str, Any] = _csr(metadata, form.page)
+        if _has_metadata_object():
+            batch = {
+                "metadata": library.MLAPlanMetadata.csr(**batch),
+                "query_layout": "split",
+                "kv_cache_layout": "split",
+                "lse_mode": "basee",
+            }
+            if form.cache_dtype == torch.float8_e4m3fn:
+                batch["scale_mode"] = "kv-per-tensor"
+        wrapper.plan(
+            **batch,
+            num_heads=self.num_heads,
+            head_dim_ckv=self.kv_lora_rank,
+            head_dim_kpe=self.qk_rope_head_dim,
+            page_size=form.page,
+            causal=int(metadata.query_lens_cpu.max()) > 1,
+            sm_scale=self.scale,
+            q_data_type=form.dtype,
+            kv_data_type=form.cache_dtype,
+        )
+        self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
+        return wrapper
+
+    def _wrapper(self, block_table: torch.Tensor) -> Any:
+        """A wrapper with buffers for as many requests and pages as the table can name."""
+        device, requests = block_table.device, block_table.shape[0]
+        if not hasattr(self, "_workspace"):
+            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        sizes = {
+            "qo_indptr": requests + 1,
+            "kv_indptr": requests + 1,
+            "kv_indices": max(1, block_table.numel()),
+            "kv_len_arr": requests,
+        }
+        buffers = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+        return _LIBRARY.load().BatchMLAPagedAttentionWrapper(
+            self._workspace, use_cuda_graph=True, **buffers, backend=self.variant
+        )
+
+
+def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, torch.Tensor]:
+    """Offsets and lengths on the host, the pages of all requests one after the other on the device."""
+    table, lengths = metadata.block_table, metadata.seq_lens_cpu
+    pages = (lengths + (page - 1)) // page
+    if int(pages.max()) > table.shape[1]:
+        raise ValueError(f"block_table: expected at least {int(pages.max())} pages a request, got {table.shape[1]}")
+    used = torch.arange(table.shape[1]) < pages[:, None]
+    return {
+        "qo_indptr": _starts(metadata.query_lens_cpu),
+        "kv_indptr": _starts(pages),
+        "kv_indices": table[used.to(table.device)],
+        "kv_len_arr": lengths,
+    }
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """[B + 1] int32: where each request starts, and the end."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _has_metadata_object() -> bool:
+    return hasattr(_LIBRARY.load(), "MLAPlanMetadata")
+
+
+def _reads_e4m3() -> bool:
+    wrapper = _LIBRARY.load().BatchMLAPagedAttentionWrapper
+    return "ckv_scale" in inspect.signature(wrapper.run).parameters
+
+
+class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
+    """FlashInfer's FA2 kernel."""
+
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=_DISTRIBUTIONS,
+        rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
+        deviations=(
+            *_DEVIATIONS,
+            Deviation("the row sum adds P as rounded: the LSE is off by up to 2^-9", "declared rounded-p"),
+        ),
+    )
+
+
+class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
+    """FlashInfer's Hopper kernel."""
+
+    needed_capability: ClassVar[str] = "9.0"
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=_DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
+    )
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Hopper."""
+        return device_capability is not None and device_capability.major == 9

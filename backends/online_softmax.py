@@ -1,0 +1,72 @@
+"""The steps of an online softmax over tiles of keys, which the emulated kernels of both roles consist of.
+
+They round where a real kernel rounds: operands as they are given, float32 accumulation, P rounded before the second
+product. A known defect overrides one step.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+
+
+class SoftmaxState(NamedTuple):
+    """Running state of one request: [N, T, 1] maximum and sum, [N, T, V] unnormalised output; float32."""
+
+    maximum: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor
+
+
+class OnlineSoftmax:
+    """What a kernel does with the queries and keys of one request.
+
+    Attributes:
+        key_tile: keys of one step.
+        num_heads: heads of the queries.
+        scale: softmax scale.
+    """
+
+    key_tile: ClassVar[int] = 128
+    num_heads: int
+    scale: float
+
+    def _initial(self, q: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        shape = (self.num_heads, q.shape[0])
+        return SoftmaxState(
+            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
+            total=q.new_zeros(*shape, 1, dtype=torch.float32),
+            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
+        )
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        for start in range(0, keys, self.key_tile):
+            yield slice(start, min(start + self.key_tile, keys))
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """[N, T, tile] float32; products of 16-bit values are exact in float32."""
+        return torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+
+    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P as the second product reads it."""
+        return p.to(dtype).float()
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay = (state.maximum - shift).exp()
+        p = self._exp(scores - shift)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(
+            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
+        )
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
+        output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
+        lse = state.maximum + state.total.log()
+        return output.transpose(0, 1), lse.squeeze(-1)

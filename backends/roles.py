@@ -1,0 +1,38 @@
+"""Roles of a backend: what of an MLA layer it computes. One name may stand for a class in each role."""
+
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """Kinds of classes that calls go to."""
+
+    PREFILL = "prefill"
+    """A ``MLAPrefillBackend``."""
+    DECODE = "decode"
+    """A ``MLADecodeBackend``."""
+
+
+_EVERY = (
+    "get_name",
+    "validate_configuration",
+    "is_available",
+    "supports_compute_capability",
+    "supports_dtype",
+    "prepare_metadata",
+)
+REQUIRED = {
+    Role.PREFILL: (*_EVERY, "supports_quant_output", "run_prefill_new_tokens", "run_prefill_context_chunk"),
+    Role.DECODE: (*_EVERY, "run_decode"),
+}
+"""Methods that a class of a role must have, whether or not it inherits from ours."""
+
+
+def role_of(loaded: type) -> Role:
+    """The role of a class, by what it can be called for."""
+    return Role.DECODE if callable(getattr(loaded, "run_decode", None)) else Role.PREFILL
+
+
+def sibling(loaded: type, role: Role) -> Any:
+    """The class that ``loaded`` names for another role, by the attribute ``prefill_backend`` or ``decode_backend``."""
+    return getattr(loaded, f"{role}_backend", None)

@@ -1,0 +1,305 @@
+"""Metadata by both routes: fields, agreement, another block table, and refusals of contradictory batches."""
+
+import random
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.layer_config import MLAAttentionSpec
+from mla_conformance.backends.mla_requests import LayerRequest
+from mla_conformance.backends.mla_workspace import plan_context, workspace_tokens
+from mla_conformance.reference.chunking import plan_context_chunks
+
+CPU = torch.device("cpu")
+
+
+def assert_equal(a: Any, b: Any, but: tuple[str, ...] = ()) -> None:
+    """Two metadata agree in every field, their views included."""
+    for name in [
+        f.name for f in fields(a) if f.name not in (*but, "_cached_prefill_metadata", "_cached_decode_metadata")
+    ]:
+        same(name, getattr(a, name), getattr(b, name))
+    for view in {"decode_metadata", "prefill_metadata"} - set(but):
+        mine, other = getattr(a, view), getattr(b, view)
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            for f in fields(mine):
+                same(f"{view}.{f.name}", getattr(mine, f.name), getattr(other, f.name))
+
+
+def same(name: str, a: Any, b: Any) -> None:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        assert a.dtype == b.dtype, name
+        assert a is b or a.equal(b), name
+    elif isinstance(a, tuple):
+        for part, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(f"{name}[{part}]", x, y)
+    elif hasattr(a, "cu_seq_lens"):
+        assert a.cu_seq_lens.equal(b.cu_seq_lens) and a.starts.equal(b.starts), name
+    else:
+        assert a == b, (name, a, b)
+
+
+def common(queries: list[int], seqs: list[int], **changes: Any) -> CommonAttentionMetadata:
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    lengths = torch.tensor(seqs, dtype=torch.int32)
+    fields: dict[str, Any] = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": lengths,
+        "num_reqs": len(queries),
+        "num_actual_tokens": sum(queries),
+        "max_query_len": max(queries, default=0),
+        "max_seq_len": max(seqs, default=0),
+        "block_table_tensor": torch.zeros(len(queries), 8, dtype=torch.int32),
+        "slot_mapping": torch.zeros(max(sum(queries), 0), dtype=torch.int64),
+    }
+    return CommonAttentionMetadata(**(fields | changes))
+
+
+def test_the_fields_of_a_mixed_batch(world: Any) -> None:
+    requests = [
+        LayerRequest(5, 6, [3, 9, 1], True),
+        LayerRequest(2, 0, [0], True),
+        LayerRequest(1, 9, [7, 2, 5, 8], False),
+        LayerRequest(3, 2, [4, 6], False),
+    ]
+    metadata = world().builder().build_from_requests(requests)
+    assert (metadata.num_prefills, metadata.num_decodes) == (2, 2)
+    assert (metadata.num_prefill_tokens, metadata.num_decode_tokens) == (7, 4)
+    assert metadata.slot_mapping.tolist() == [38, 39, 4, 5, 6, 0, 1, 21, 18, 19, 24]
+    assert metadata.seq_lens == [11, 2, 10, 5] == metadata.seq_lens_tensor.tolist()
+    assert metadata.context_lens_tensor.tolist() == [6, 0, 9, 2]
+    assert metadata.query_start_loc.tolist() == [0, 5, 7, 8, 11]
+    assert metadata.seq_start_loc.tolist() == [0, 11, 13, 23, 28]
+    assert metadata.block_tables.tolist() == [[3, 9, 1, 0], [0, 0, 0, 0], [7, 2, 5, 8], [4, 6, 0, 0]]
+    assert (metadata.max_query_len, metadata.max_decode_query_len) == (5, 3)
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (11, 10)
+    assert metadata.slot_mapping.dtype == torch.int64
+    assert {getattr(metadata, n).dtype for n in ("seq_lens_tensor", "query_start_loc", "block_tables")} == {torch.int32}
+
+
+def test_the_views_are_of_their_part_and_kept(world: Any) -> None:
+    requests = [
+        LayerRequest(5, 0, [3, 9], True),
+        LayerRequest(1, 9, [7, 2, 5], False),
+        LayerRequest(3, 2, [4, 6], False),
+    ]
+    metadata = world().builder().build_from_requests(requests)
+    prefill, decode = metadata.prefill_metadata, metadata.decode_metadata
+    assert prefill is metadata.prefill_metadata and decode is metadata.decode_metadata
+    assert prefill.query_start_loc.tolist() == [0, 5] and prefill.max_query_len == 5
+    assert prefill.q_data_type == prefill.output_dtype == torch.float32
+    assert decode.query_start_loc.tolist() == [0, 1, 4] and decode.block_table.tolist() == [[7, 2, 5], [4, 6, 0]]
+    assert decode.seq_lens.tolist() == decode.seq_lens_cpu.tolist() == [10, 5]
+    assert decode.query_lens_cpu.tolist() == [1, 3] and (decode.max_query_len, decode.max_seq_len) == (3, 10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_routes_agree(seed: int, world: Any, batch: Any) -> None:
+    """A batch of one kind has no order; a mixed one agrees in its views."""
+    rng = random.Random(seed)
+    w = world(max_model_len=16)
+    prefills = [(rng.randint(9, 12), rng.randint(0, 20), True) for _ in range(rng.randint(0, 3))]
+    decodes = [(rng.randint(1, 8), rng.randint(0, 20), False) for _ in range(rng.randint(0 if prefills else 1, 3))]
+    one = batch(w, prefills + decodes)
+    first, common_first = w.builder().build_from_requests(one.requests), one.common()
+    if first.context_plan is not None:
+        first.bind_workspace(w.builder().workspace)
+    if not (prefills and decodes):
+        assert_equal(first, w.builder().build(0, common_first), but=("prefills_first", "context_chunk_workspace"))
+        return
+    one.requests = one.requests[len(prefills) :] + one.requests[: len(prefills)]
+    second = w.builder().build(0, one.common())
+    assert second.decode_tokens.start == second.prefill_requests.stop - len(one.requests) == 0
+    for view in ("prefill_metadata", "decode_metadata"):
+        mine, other = getattr(first, view), getattr(second, view)
+        for f in fields(mine):
+            same(f.name, getattr(mine, f.name), getattr(other, f.name))
+    tokens = first.num_prefill_tokens
+    assert first.slot_mapping[:tokens].equal(second.slot_mapping[second.prefill_tokens])
+    assert first.slot_mapping[tokens:].equal(second.slot_mapping[second.decode_tokens])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_plan_is_the_reference_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    contexts = [rng.choice((0, rng.randint(1, 300))) for _ in range(rng.randint(1, 9))] + [17]
+    page, tokens = rng.choice((1, 16, 64)), rng.randint(640, 2000)
+    plan = plan_context(torch.tensor(contexts), workspace_tokens=tokens, page_size=page, device=CPU)
+    chunks = plan_context_chunks(contexts, workspace_tokens=tokens, page_size=page)
+    assert plan is not None
+    assert plan.seq_lens.tolist() == [list(c.seq_lens) for c in chunks]
+    assert plan.starts.tolist() == [list(c.starts) for c in chunks]
+    assert plan.cu_seq_lens.tolist() == [list(c.key_start_loc) for c in chunks]
+    assert plan.seq_tot == [c.num_tokens for c in chunks] and plan.max_seq_lens == [max(c.seq_lens) for c in chunks]
+
+
+def test_no_context_no_plan() -> None:
+    assert plan_context(torch.tensor([0, 0]), workspace_tokens=1, page_size=64, device=CPU) is None
+
+
+def test_another_block_table_is_another_build(world: Any, batch: Any) -> None:
+    one = batch(world(), [(1, 9, False), (3, 2, False), (9, 6, True)])
+    builder = one.world.builder()
+    assert builder.supports_update_block_table
+    metadata, other = builder.build(0, one.common()), one.common()
+    assert metadata.prefill_metadata is not None and metadata.decode_metadata is not None
+    other.block_table_tensor, other.slot_mapping = other.block_table_tensor.flip(1), other.slot_mapping + 1
+    updated = builder.update_block_table(metadata, other.block_table_tensor, other.slot_mapping)
+    assert_equal(updated, builder.build(0, other))
+    assert metadata.decode_metadata.block_table.equal(one.common().block_table_tensor[:2])
+
+
+def test_padding_behind_the_tokens_is_left_alone(world: Any) -> None:
+    batch = common([1, 1], [4, 5], num_actual_tokens=4, slot_mapping=torch.tensor([1, 2, -1, -1, 9]))
+    metadata = world().builder().build(0, batch)
+    assert metadata.slot_mapping.tolist() == [1, 2, -1, -1] and metadata.num_decode_tokens == 2
+
+
+def test_the_threshold_counts_drafts_where_the_kernel_takes_several(world: Any) -> None:
+    exact = world().decode
+    single = type("Single", (exact,), {"supported_query_len": 1})
+    assert world().builder().reorder_batch_threshold == 8
+    assert world(speculative=None).builder().reorder_batch_threshold == 1
+    assert world(decode=single).builder().reorder_batch_threshold == 1
+    assert world(ranks=2).builder().reorder_batch_threshold == 1
+    causal = type("Causal", (exact,), {"supports_causal_dcp": True})
+    assert world(ranks=2, decode=causal).builder().reorder_batch_threshold == 8
+    assert world(decode=None).builder().reorder_batch_threshold is None
+
+
+def test_queries_of_another_length_prefill_where_decodes_must_be_uniform(world: Any) -> None:
+    uniform = type("Uniform", (world().decode,), {"supports_nonuniform_queries": False})
+    metadata = world(decode=uniform).builder().build(0, common([3, 3, 2, 3, 9], [9, 9, 9, 9, 9]))
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens) == (2, 3, 6)
+
+
+def test_without_a_decode_backend_everything_prefills(world: Any) -> None:
+    metadata = world(decode=None).builder().build(0, common([1, 9, 1], [1, 9, 1]))
+    assert (metadata.num_decodes, metadata.num_prefills) == (0, 3)
+
+
+def test_graph_support_is_the_decode_backends_without_prefills(world: Any) -> None:
+    exact = world().decode
+    for level in AttentionCGSupport:
+        decode = type("Level", (exact,), {"cudagraph_support": level})
+        support = world(decode=decode).backend.get_builder_cls().get_cudagraph_support(None, None)
+        assert support == (AttentionCGSupport.UNIFORM_BATCH if level == AttentionCGSupport.ALWAYS else level)
+    assert world(decode=None).backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
+
+
+def test_capture_and_drafting_and_cascade(world: Any) -> None:
+    builder = world().builder()
+    decodes = common([1, 1], [4, 5])
+    assert builder.build_for_cudagraph_capture(decodes).use_cuda_graph
+    assert_equal(builder.build_for_drafting(decodes, 0), builder.build(0, decodes))
+    assert not builder.use_cascade_attention(9, [1], 8, 1, False, False, False, 132, 1)
+    with pytest.raises(ValueError, match="captured with decodes only, of up to 8 tokens, got 1 prefills of up to 9"):
+        builder.build_for_cudagraph_capture(common([9], [9]))
+
+
+def test_the_workspace_rule(world: Any) -> None:
+    def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
+        return workspace_tokens(
+            SimpleNamespace(
+                model_config=SimpleNamespace(max_model_len=max_model_len),
+                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
+                cache_config=SimpleNamespace(block_size=page),
+            )
+        )
+
+    assert (tokens(1000, 4, 16), tokens(10, 4, 16), tokens(163840, 256, 64)) == (8000, 256, 131072)
+    assert tokens(163840, 2048, 64) == 131072
+    with pytest.raises(ValueError, match=r"a page for each request, 2049 requests x 64 tokens, got 131072 tokens"):
+        tokens(163840, 2049, 64)
+
+
+CONTRADICTIONS = {
+    "query longer": (common([1, 5], [4, 4]), "request 1: expected a query of no more tokens than its sequence"),
+    "negative query": (common([2, -1], [4, 4]), "request 1: expected a query of 0 or more tokens, got query_len -1"),
+    "negative sequence": (common([1, 0], [4, -2]), "request 1: expected a sequence of 0 or more tokens, .* seq_len -2"),
+    "out of order": (common([1, 9, 2], [9, 9, 9]), "got a query of 2 as request 2 behind one of 9; reorder the batch"),
+    "short table": (common([1, 1], [4, 33]), "table is too short: expected 2 rows for up to 33 tokens in blocks of 4"),
+    "few rows": (common([1, 1], [4, 3], block_table_tensor=torch.zeros(1, 8)), "got 1 rows of 8 blocks"),
+    "few slots": (common([1, 1], [4, 4], slot_mapping=torch.zeros(1)), "expected 2 tokens .* and 1 slots"),
+    "few tokens": (common([1, 1], [4, 4], num_actual_tokens=1), "expected 2 tokens .* got num_actual_tokens 1"),
+    "empty": (common([], []), "at least one request, with a query and a sequence, got num_reqs 0"),
+    "too few lengths": (common([1, 1], [4]), "got num_reqs 2, 2 queries and 1 sequences"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_batch_that_contradicts_itself_is_refused(name: str, world: Any) -> None:
+    batch, message = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match=message):
+        world().builder().build(0, batch)
+
+
+REQUESTS = {
+    "decode first": ([(1, 4, [0, 1], False), (4, 0, [2], True)], "got a prefill as request 1 of 2, behind a decode"),
+    "short table": ([(4, 1, [7], True)], "request 0: the block table is too short: 5 tokens need 2 blocks of 4, got 1"),
+    "negative query": ([(-1, 4, [0], False)], "request 0: expected a query of 0 or more tokens, got query_len -1"),
+    "negative context": (
+        [(2, 0, [0], True), (1, -1, [0], False)],
+        "request 1: expected a context of 0 or more .* got -1",
+    ),
+    "negative block": ([(4, 4, [3, -1], True)], "request 0: expected blocks >= 0, got -1"),
+    "empty": ([], "at least one request and no negative padding, got 0 and 0"),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_that_contradict_themselves_are_refused(name: str, world: Any) -> None:
+    requests, message = REQUESTS[name]
+    with pytest.raises(ValueError, match=message):
+        world().builder().build_from_requests([LayerRequest(*request) for request in requests])
+
+
+def test_blocks_beyond_the_needed_ones_may_be_anything(world: Any) -> None:
+    metadata = world().builder().build_from_requests([LayerRequest(1, 3, [5, -1, -1], False)])
+    assert metadata.slot_mapping.tolist() == [23]
+
+
+def test_non_causal_attention_is_refused(world: Any) -> None:
+    with pytest.raises(UnsupportedConfiguration, match="attends causally, got causal=False"):
+        world().builder().build(0, common([1], [4], causal=False))
+
+
+def test_context_needs_a_workspace(world: Any, batch: Any) -> None:
+    one = batch(world(), [(4, 5, True)])
+    with pytest.raises(ValueError, match=r"need a workspace, got none; call MLACommonState.begin_forward first"):
+        _ = one.world.builder().build_from_requests(one.requests).prefill_metadata
+    config = one.world.config
+    one.world.config = replace(config, scheduler_config=replace(config.scheduler_config, chunked_prefill_enabled=False))
+    with pytest.raises(
+        ValueError, match="up to 5 tokens of context need chunked prefill or prefix caching, got neither"
+    ):
+        one.world.builder().build_from_requests(one.requests)
+
+
+def test_a_workspace_below_a_page_for_each_context_is_refused(world: Any, batch: Any) -> None:
+    one = batch(world(max_seqs=1, max_model_len=1), [(1, 2, True)] * 5)
+    with pytest.raises(ValueError, match="at least 20 tokens, a page of 4 for each of 5 contexts, got 16; enlarge it"):
+        one.world.builder().build_from_requests(one.requests)
+
+
+def test_sizes_that_the_kernel_lacks_are_refused(world: Any) -> None:
+    sized = type("Sized", (world().decode,), {"supported_latent_dims": [(512, 64)]})
+    with pytest.raises(ValueError, match=r"expected a head size of \[576\], got 40; it is L \+ R"):
+        world(decode=sized).builder()
+    paged = type(
+        "Paged", (world().decode,), {"get_supported_kernel_block_sizes": staticmethod(lambda: [MultipleOf(32)])}
+    )
+    with pytest.raises(ValueError, match=r"expected a block size of \[MultipleOf\(32\)\], got 4 tokens"):
+        world(decode=paged).builder()
+    w = world()
+    with pytest.raises(ValueError, match=r"expected a block size of .* got 0 tokens"):
+        w.backend.get_builder_cls()(MLAAttentionSpec(block_size=0, head_size=40), [], w.config, CPU)

@@ -1,0 +1,134 @@
+"""The device capabilities' procedures, as far as a CPU shows them; a GPU's own part runs where there is one."""
+
+import inspect
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.case import Case, CaseError
+from mla_conformance.execute import execute
+from mla_conformance.far import far_problem
+from mla_conformance.reach import Reach, needed_bytes
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Check, Status, Verdict
+
+CPU = torch.device("cpu")
+GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Capturable(EagerPrefillBackend):
+    """EAGER, said to be capturable; without a GPU a replay is a call."""
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+
+class LengthsOfTheCapture(Capturable):
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        requests = len(prefill_metadata.query_start_loc)
+        kept = self.__dict__.setdefault("kept", {}).setdefault(requests, prefill_metadata.query_start_loc.clone())
+        prefill_metadata.query_start_loc = kept
+        super().prepare_metadata(prefill_metadata)
+
+
+class LongestOfTheCapture(Capturable):
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **options: Any) -> Any:
+        output, lse = super().run_prefill_new_tokens(q, k, v, True, **options)
+        lengths = self._prefill_metadata.query_start_loc.diff()
+        grid = self.__dict__.setdefault("grid", int(lengths.max()))
+        for start, length in zip(self._prefill_metadata.query_start_loc, lengths, strict=False):
+            output[start + grid : start + length] = 0.0
+        return output, lse
+
+
+def verdict(backend: type, case: str, device: torch.device = CPU) -> Verdict:
+    location = f"{inspect.getfile(backend)}:{backend.__name__}"
+    return execute(Trial(Subject.of(location, device), Case.parse(case)))
+
+
+def test_a_capturable_backend_passes() -> None:
+    assert verdict(Capturable, GRAPH).status is Status.PASS
+
+
+@pytest.mark.parametrize("backend", [LengthsOfTheCapture, LongestOfTheCapture])
+def test_what_a_capture_froze_is_found(backend: type) -> None:
+    found = verdict(backend, GRAPH)
+    assert found.status is Status.FAIL
+    assert "replayed" in found.message
+
+
+def test_graphs_are_asked_for_only_where_they_are_declared() -> None:
+    found = verdict(EagerPrefillBackend, GRAPH)
+    assert found.status is Status.UNSUPPORTED
+    assert "CUDA graphs of such a batch not declared (cudagraph_support NEVER, needed ALWAYS)" in found.message
+
+
+@pytest.mark.parametrize("name", ["streams", "large_offsets", "many_rows"])
+def test_a_device_without_cuda_is_told_so(name: str) -> None:
+    found = verdict(EagerPrefillBackend, CAPABILITIES[name].cases[0].id)
+    assert (found.status, found.message) == (Status.UNSUPPORTED, "needs a CUDA device")
+
+
+@pytest.mark.parametrize("far", ["q31", "k31", "v31"])
+def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[0], 2**14)))
+    case = Case(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
+    run, judged = far_problem(case, CPU)
+    spread, near = getattr(run.calls[0], far[0]), getattr(judged.calls[0], far[0])
+    assert torch.equal(spread, near)
+    offsets = [spread[row].storage_offset() for row in range(40)]
+    assert (offsets[20] > 2**14 - 40 * 64, offsets[-1] > 2**14) == (True, True)
+    assert offsets[19] < 2**14
+
+
+def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
+    monkeypatch.setattr("mla_conformance.device_needs._NEEDS_CUDA", ())
+    monkeypatch.setattr("mla_conformance.device_needs._memory_reasons", lambda case, device: [])
+    case = "large_offsets:call=context_chunk;dims=small;heads=2;q=[9];kv=[40];far=rows31"
+    assert verdict(EagerPrefillBackend, case).status is Status.PASS
+    found = verdict(WrapsAround, case)
+    assert (found.status, found.check) == (Status.FAIL, Check.MASK)
+
+
+class WrapsAround(EagerPrefillBackend):
+    """Writes what lies beyond 2^12 elements to where it is modulo that."""
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Any, k: Any, v: Any) -> Any:
+        output, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        wrapped = torch.full_like(output, torch.nan)
+        wrapped.view(-1)[torch.arange(output.numel()) % 2**12] = output.reshape(-1)
+        return wrapped, lse
+
+
+def test_the_memory_that_a_case_needs_is_stated() -> None:
+    near = Case(capability="large_offsets", call="context_chunk", q=(40,), kv=(40,), heads=128, far="rows31")
+    assert 15 * 2**30 < needed_bytes(near) < 24 * 2**30
+    assert needed_bytes(Case.parse(near.id.replace("31", "32"))) < 139 * 2**30
+    with pytest.raises(CaseError, match="field far"):
+        Case(capability="large_offsets", q=(1,), far="k30")
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", CAPABILITIES["streams"].cases, ids=lambda case: case.id)
+def test_what_leaves_the_stream_is_found(case: Case) -> None:
+    device = torch.device("cuda", 0)
+    assert verdict(EagerPrefillBackend, case.id, device).status is Status.PASS
+    assert verdict(OnTheDefaultStream, case.id, device).status is Status.FAIL
+
+
+class OnTheDefaultStream(EagerPrefillBackend):
+    def _elsewhere(self, call: Any, *args: Any, **options: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return call(*args, **options)
+
+    def run_prefill_new_tokens(self, *args: Any, **options: Any) -> Any:
+        return self._elsewhere(super().run_prefill_new_tokens, *args, **options)
+
+    def run_prefill_context_chunk(self, *args: Any, **options: Any) -> Any:
+        return self._elsewhere(super().run_prefill_context_chunk, *args, **options)

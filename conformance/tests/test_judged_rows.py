@@ -1,0 +1,148 @@
+"""Chosen rows: which they are, what they find, and what is said of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance import judged_rows
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.loading import BackendReference
+from mla_conformance.case import Case
+from mla_conformance.execute import execute
+from mla_conformance.golden import expect
+from mla_conformance.judged_rows import JudgedRows, choose_rows, useful_operations
+from mla_conformance.locate import Place
+from mla_conformance.problem import build_problem
+from mla_conformance.record import detection
+from mla_conformance.reference.attention import attention
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Status, Verdict
+
+CPU = torch.device("cpu")
+CASES = [
+    "new_tokens:dims=small;heads=2;q=[400,0,300]",
+    "context_chunk:dims=small;heads=2;q=[400,300];kv=[65,9]",
+    "chunked_context:dims=small;heads=2;q=[400,300];kv=[65,0]",
+]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem is too large to be judged whole."""
+    monkeypatch.setattr(judged_rows, "FULL_OPERATIONS", {"cpu": 0.0})
+    monkeypatch.setattr(judged_rows, "TELLING_ROWS", 40)
+    monkeypatch.setattr(judged_rows, "DRAWN_ROWS", 60)
+
+
+def trial(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Trial:
+    return Trial(
+        Subject(BackendReference(backend.__name__, f"{backend.__module__}:{backend.__qualname__}"), CPU),
+        Case.parse(case),
+    )
+
+
+def verdict(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Verdict:
+    return execute(trial(case, backend))
+
+
+def test_every_row_is_judged_where_it_fits() -> None:
+    problem = build_problem(Case.parse(CASES[0]), CPU)
+    assert choose_rows(problem) == JudgedRows((0, 400, 400, 700))
+    assert choose_rows(problem).to_json() == {}
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", CASES)
+def test_ends_and_edges_are_judged_and_the_choice_is_the_same_every_time(case: str) -> None:
+    rows = choose_rows(build_problem(Case.parse(case), CPU))
+    assert rows == choose_rows(build_problem(Case.parse(case), CPU))
+    assert rows.numbers and len(rows.numbers) == 96 and list(rows.numbers) == sorted(set(rows.numbers))
+    last = rows.total - 1
+    assert {0, 399, 400, last, 15, 16, 31, 32, 400 + 15, 400 + 16} <= set(rows.numbers)
+    assert rows.to_json() == {"rows": 96, "of": 700, "drawn": 60}
+
+
+@pytest.mark.usefixtures("few")
+def test_other_cases_draw_other_rows() -> None:
+    first, second = (choose_rows(build_problem(Case.parse(f"{CASES[0]};seed={seed}"), CPU)) for seed in (1, 2))
+    assert first.numbers != second.numbers
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", CASES)
+def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
+    problem = build_problem(Case.parse(f"{case};seed=3"), CPU)
+    found = expect(problem)
+    call = problem.calls[0]
+    whole = attention(
+        call.q,
+        call.k,
+        call.v,
+        query_start_loc=problem.query_start_loc,
+        key_start_loc=call.key_start_loc,
+        scale=problem.case.softmax_scale,
+        causal=call.chunk_idx is None,
+    )
+    torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", CASES)
+def test_an_honest_kernel_passes_and_the_verdict_says_what_was_judged(case: str) -> None:
+    found = verdict(case)
+    assert found.status is Status.PASS and found.sampled == {"rows": 96, "of": 700, "drawn": 60}
+
+
+class WrongRow(EagerPrefillBackend):
+    """One judged row of the second request is wrong."""
+
+    row = 415
+    value = 1.0
+
+    def run_prefill_context_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output, lse = super().run_prefill_context_chunk(*args, **kwargs)
+        output[self.row] += self.value
+        return output, lse
+
+
+class NanRow(WrongRow):
+    """A row that is not judged holds NaN."""
+
+    row = 200
+    value = torch.nan
+
+
+@pytest.mark.usefixtures("few")
+def test_a_wrong_row_is_named_by_its_place_in_the_batch() -> None:
+    found = verdict(CASES[1], WrongRow)
+    assert found.status is Status.FAIL and "request 1, query 15" in found.message
+    assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
+
+
+@pytest.mark.usefixtures("few")
+def test_no_row_may_hold_nan() -> None:
+    assert choose_rows(trial(CASES[1]).problem).numbers
+    found = verdict(CASES[1], NanRow)
+    assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
+
+
+def test_detection_counts_drawn_rows_only() -> None:
+    assert detection(384, 0.01) == pytest.approx(0.979, abs=1e-3)
+    assert detection(0, 0.5) == 0.0 and detection(10, 1.0) == 1.0
+
+
+def test_useful_operations_count_visible_pairs() -> None:
+    dims = 2 * (16 + 8 + 16) * 2
+    new, chunk, chunked = (useful_operations(build_problem(Case.parse(case), CPU)) for case in CASES)
+    assert new == dims * (400 * 401 + 300 * 301) / 2
+    assert chunk == dims * (400 * 65 + 300 * 9)
+    assert chunked == 2 * dims * ((400 * 401 + 300 * 301) / 2 + 400 * 65)
+
+
+def test_places_count_from_the_request() -> None:
+    rows = JudgedRows((0, 400, 400, 700), (3, 399, 401), 1)
+    assert rows.start_loc == (0, 2, 2, 3)
+    assert str(Place.of(rows, [2, 1, 5])) == "request 2, query 1, head 1, column 5"

@@ -1,0 +1,209 @@
+"""Golden attention in blocks: the values of `attention`, within a bounded workspace and near the machine's speed.
+
+The keys that a row sees are the first so many of its request, so causal, unmasked and sampled rows are one algorithm:
+row i sees keys 0 … n_i - 1, a block past n_i is skipped, and only a block that n_i cuts is masked.
+
+A sum of e^(s - c) needs no running maximum: float64 holds any c within 600 of it. Error terms are sums of positive
+products, for which two digits do; they are made of low-precision copies on the matrix units, whose exponents reach
+e^±87. c comes from |s| <= |scale|·|q|·|k|; where the sums show that this was too far off, all is done again with the
+exact maximum. Operands that are not finite, and batches of small requests, are left to the definition.
+
+The floor, for each pair of a query and a visible key, of D = P + R and V columns:
+  float64   2D + 2V operations (640 for R1's dims) and one exponential;
+  terms     2D + 6V operations in low precision (1152);
+  memory    on a GPU 8 bytes for the scores, 24 for the exponential and its products, 16 for reading them again.
+On an H200 (59.7 TFLOP/s in float64, 4.8 TB/s) that is 10.7 + 1.5 ps of arithmetic and 10 ps of memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
+from mla_conformance.reference.blocks import Blocks, cuts, lanes, plan_blocks
+from mla_conformance.reference.row_sums import RowSums
+from mla_conformance.reference.span import Block, Span
+from mla_conformance.reference.visible import Request, requests_of
+from mla_conformance.reference.weights import weigh
+
+_LARGEST_EXPONENT = 32.0
+"""Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""
+_LEAST_SUM = math.exp(-30.0)
+"""Sums below it may have lost low-precision products to underflow."""
+_LOW_PRECISION_PAIRS = 2**28
+"""Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
+_BLOCK_PAIRS = 2**16
+"""Pairs of a request from which blocks pay; smaller requests are one block of the definition."""
+
+
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    query_start_loc: Sequence[int],
+    key_start_loc: Sequence[int],
+    scale: float,
+    causal: bool,
+    with_terms: bool = False,
+    with_key_terms: bool = False,
+    rows: Sequence[int] | None = None,
+) -> AttentionState:
+    """What `attention` returns for the same arguments, or of it the rows ``rows`` (ascending query numbers).
+
+    Output and LSE agree with it to float64 rounding. Error terms are float32; of large problems on a GPU they are
+    made in bfloat16 and up to 3 % larger. Key terms are left to the definition. Raises ValueError as
+    `attention` does, and for rows that are not ascending query numbers of the batch.
+    """
+    check_operands(q, k, v, query_start_loc, key_start_loc)
+    _check_rows(rows, query_start_loc[-1])
+    requests = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
+    pairs = sum(request.pairs for request in requests)
+    low = _low_precision(pairs, q.device) if with_terms else None
+    sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
+    pays = pairs >= _BLOCK_PAIRS * len(requests) > 0 and not with_key_terms
+    state = sweep.state() if pays else None
+    if state is None:
+        starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+        wanted = {"with_terms": with_terms, "with_key_terms": with_key_terms}
+        state = attention(q, k, v, **starts, scale=scale, causal=causal, **wanted)
+        return state if rows is None else _chosen(state, rows)
+    return state
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Passes over all blocks of all requests.
+
+    Attributes:
+        requests: the rows and their keys.
+        shape: heads N and width V of the output.
+        scale: factor of the logits.
+        low: precision of the error terms' products; None without error terms.
+        device: where the operands are.
+    """
+
+    requests: list[Request]
+    shape: tuple[int, int]
+    scale: float
+    low: torch.dtype | None
+    device: torch.device
+
+    def state(self) -> AttentionState | None:
+        """The state of all rows; None where operands are not finite."""
+        bounds = self.bounds()
+        if not bool(bounds.isfinite().all() & self._finite_values()):
+            return None
+        beyond = (bounds - _LARGEST_EXPONENT).clamp(min=0.0)
+        sums = self.run(beyond if bool(beyond.any()) else None)
+        if not self.in_range(sums):
+            sums = self.run(self.maxima())
+        # A margin, since terms must not be too small for the rounding of their products.
+        return sums.state(1.0 if self.low is None else 1.0 + 2 * torch.finfo(self.low).eps)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all requests."""
+        return sum(len(request.positions) for request in self.requests)
+
+    def bounds(self) -> Tensor:
+        """[N, T, 1] float64, bounds of the scores: |scale|·|q|·(the largest |k| of the request)."""
+        bounds = torch.zeros(self.shape[0], self.rows, 1, dtype=torch.float64, device=self.device)
+        for request in self.requests:
+            if request.k.shape[0]:
+                product = abs(self.scale) * _norms(request.q) * _norms(request.k).amax(dim=0)
+                bounds[:, request.rows] = product.mT.unsqueeze(-1)
+        return bounds
+
+    def run(self, shift: Tensor | None) -> RowSums:
+        """The sums over all visible keys, relative to e^shift, [N, T, 1] or None for 0."""
+        sums = RowSums.zeros(self.shape[0], self.rows, self.shape[1], shift, self.low is not None, self.device)
+
+        def add(block: Block) -> None:
+            part = sums.part(block.heads, block.rows)
+            for keys, magnitudes, scores in block.scores():
+                part.add(weigh(scores, part.shift, magnitudes), block.span.values(keys))
+            if part.terms is not None:
+                part.terms.absolute.add_(block.absolute_sums())
+
+        self._visit(add)
+        return sums
+
+    def maxima(self) -> Tensor:
+        """[N, T, 1] float64, the largest visible score of each row; 0 where there is none."""
+        largest = torch.full((self.shape[0], self.rows, 1), -torch.inf, dtype=torch.float64, device=self.device)
+
+        def compare(block: Block) -> None:
+            part = largest[block.heads, block.rows]
+            for _, _, scores in block.scores():
+                part.copy_(torch.maximum(part, scores.amax(dim=-1, keepdim=True)))
+
+        self._visit(compare)
+        return largest.masked_fill_(largest == -torch.inf, 0.0)
+
+    def in_range(self, sums: RowSums) -> bool:
+        """Whether every row that sees a key has a sum that its low-precision products did not fall short of."""
+        counts = torch.cat([request.counts for request in self.requests])
+        held = ((sums.total.squeeze(-1) >= _LEAST_SUM) | (counts == 0)).all()
+        return bool(held if sums.terms is None else held & sums.terms.squares.isfinite().all())
+
+    def _finite_values(self) -> Tensor:
+        return torch.stack([_norms(request.v).isfinite().all() for request in self.requests]).all()
+
+    def _visit(self, visit: Callable[[Block], None]) -> None:
+        """Call ``visit`` with every block of rows and keys that has a visible pair."""
+        for request in self.requests:
+            plan = self._plan(request)
+            for heads in cuts(self.shape[0], plan.heads):
+                for keys in cuts(request.visible(-1), plan.span):
+                    span = Span.widened(request, heads, keys, self.low)
+                    blocks = [
+                        Block(request, span, rows, plan.keys, self.scale)
+                        for rows in cuts(len(request.positions), plan.queries)
+                        if request.visible(rows.stop - 1) > keys.start
+                    ]
+                    with lanes(self.device, len(blocks)) as lane:
+                        for block in blocks:
+                            with next(lane):
+                                visit(block)
+
+    def _plan(self, request: Request) -> Blocks:
+        return plan_blocks(
+            self.device,
+            heads=self.shape[0],
+            queries=len(request.positions),
+            keys=request.k.shape[0],
+            key_bytes=Span.bytes_of_key(request.k.shape[2], self.shape[1], self.low),
+        )
+
+
+def _norms(x: Tensor) -> Tensor:
+    """[tokens, N] float32 lengths of rows of any float dtype; float64 of float64."""
+    if x.dtype.itemsize == 1:
+        x = x.to(torch.bfloat16)  # exact, and the norm knows no float8
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _low_precision(pairs: int, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" and pairs >= _LOW_PRECISION_PAIRS else torch.float32
+
+
+def _chosen(state: AttentionState, rows: Sequence[int]) -> AttentionState:
+    """The rows ``rows`` of a state."""
+    index = torch.tensor(rows, dtype=torch.long, device=state.output.device)
+    terms = state.terms and ErrorTerms(
+        **{
+            name: x[index] if x.dim() == state.output.dim() else x[:, index]
+            for name, x in state.terms.by_name().items()
+        }
+    )
+    return AttentionState(state.output[index], state.lse[:, index], terms)
+
+
+def _check_rows(rows: Sequence[int] | None, stop: int) -> None:
+    if rows is not None and not all(-1 < a < b for a, b in pairwise([*rows, stop])):
+        raise ValueError(f"expected ascending query numbers from 0 to below {stop}, got {list(rows)}")

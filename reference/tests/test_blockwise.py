@@ -1,0 +1,149 @@
+"""`blockwise_attention` against the definition: values, masks, extreme logits, bad numbers, chosen rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_conformance.reference.blockwise as module
+from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.blocks import Blocks, cuts, plan_blocks
+from mla_conformance.reference.blockwise import blockwise_attention
+
+Normal = Callable[..., Tensor]
+BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 40, 41), "key_start_loc": (0, 7, 9, 72, 72), "scale": 0.4}
+SIZES = [Blocks(1, 9, 5, 10), Blocks(2, 5, 8, 16), Blocks(3, 16, 7, 14), Blocks(4, 64, 128, 128)]
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of this size for every request."""
+    monkeypatch.setattr(module, "plan_blocks", lambda *_, **__: request.param)
+    monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
+
+
+@pytest.fixture
+def qkv(normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(1, 41, 4, 6), normal(2, 72, 4, 6), normal(3, 72, 4, 5)
+
+
+def assert_same(fast: AttentionState, plain: AttentionState, terms: float = 2e-5) -> None:
+    torch.testing.assert_close(fast.output, plain.output, rtol=1e-11, atol=1e-13, equal_nan=True)
+    torch.testing.assert_close(fast.lse, plain.lse, rtol=1e-13, atol=1e-13, equal_nan=True)
+    assert (fast.terms is None) == (plain.terms is None)
+    for name, term in plain.terms.by_name().items() if plain.terms else ():
+        torch.testing.assert_close(getattr(fast.terms, name).double(), term, rtol=terms, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("with_terms", [True, False])
+def test_agrees_with_the_definition(qkv: tuple[Tensor, ...], causal: bool, with_terms: bool) -> None:
+    options = {**BATCH, "causal": causal, "with_terms": with_terms}
+    assert_same(blockwise_attention(*qkv, **options), attention(*qkv, **options))
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("factor", [0.0, 30.0, 3e3, 1e6])
+@pytest.mark.parametrize("scale", [0.4, -0.4])
+def test_any_range_of_logits(qkv: tuple[Tensor, ...], factor: float, scale: float) -> None:
+    q, k, v = qkv
+    options = {**BATCH, "scale": scale, "causal": True, "with_terms": True}
+    fast, plain = (form(q * factor, k, v, **options) for form in (blockwise_attention, attention))
+    # A logit of size x is known to x·2^-53, so weights are to as much, relatively.
+    size = max(1.0, float((q * factor).norm(dim=-1).max() * k.norm(dim=-1).max()) * 0.4)
+    torch.testing.assert_close(fast.output, plain.output, rtol=0, atol=1e-14 * size)
+    torch.testing.assert_close(fast.lse, plain.lse, rtol=1e-13, atol=1e-13)
+    assert fast.terms is not None and plain.terms is not None
+    torch.testing.assert_close(fast.terms.score.double(), plain.terms.score, rtol=2e-5 + 1e-13 * size, atol=1e-25)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("offset", [-2e3, 2e3])
+def test_a_constant_on_all_logits(qkv: tuple[Tensor, ...], offset: float) -> None:
+    q, k, v = qkv
+    q, k = torch.cat([q, torch.full_like(q[..., :1], offset)], -1), torch.cat([k, torch.ones_like(k[..., :1])], -1)
+    options = {**BATCH, "causal": True, "with_terms": True}
+    plain = attention(q, k, v, **options)
+    fast = blockwise_attention(q, k, v, **options)
+    torch.testing.assert_close(fast.output, plain.output, rtol=0, atol=1e-11)
+    torch.testing.assert_close(fast.lse, plain.lse, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_bad_numbers_as_the_definition_has_them(qkv: tuple[Tensor, ...], poison: float, where: str) -> None:
+    operands = {name: x.clone() for name, x in zip("qkv", qkv, strict=True)}
+    operands[where][6] = poison
+    options = {**BATCH, "causal": True, "with_terms": True}
+    assert_same(blockwise_attention(**operands, **options), attention(**operands, **options))
+
+
+@pytest.mark.usefixtures("blocks")
+def test_rows_past_the_requests(qkv: tuple[Tensor, ...]) -> None:
+    padded = [torch.cat((x, torch.full_like(x[:3], torch.nan))) for x in qkv]
+    options = {**BATCH, "causal": True, "with_terms": True}
+    assert_same(blockwise_attention(*padded, **options), attention(*qkv, **options))
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [(), (0,), (40,), (3, 4, 17, 39, 40), range(41)])
+def test_chosen_rows_are_rows_of_the_whole(qkv: tuple[Tensor, ...], causal: bool, rows: tuple[int, ...]) -> None:
+    options = {**BATCH, "causal": causal, "with_terms": True}
+    whole = attention(*qkv, **options)
+    some = blockwise_attention(*qkv, **options, rows=list(rows))
+    index = torch.tensor(rows, dtype=torch.long)
+    assert some.terms is not None and whole.terms is not None
+    torch.testing.assert_close(some.output, whole.output[index], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(some.lse, whole.lse[:, index], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(some.terms.score.double(), whole.terms.score[index], rtol=2e-5, atol=1e-30)
+    torch.testing.assert_close(some.terms.lse_score.double(), whole.terms.lse_score[:, index], rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("rows", [(2, 1), (1, 1), (-1, 2), (0, 41)])
+def test_rows_are_checked(qkv: tuple[Tensor, ...], rows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ascending query numbers from 0 to below 41"):
+        blockwise_attention(*qkv, **BATCH, causal=True, rows=rows)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_inputs_of_any_dtype_and_one_shared_head(qkv: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    q, k, v = qkv[0].to(dtype), qkv[1][:, :1].to(dtype), qkv[2][:, :1].to(dtype)
+    options = {**BATCH, "causal": True, "with_terms": True}
+    assert_same(blockwise_attention(q, k, v, **options), attention(q, k, v, **options))
+
+
+def test_small_requests_are_the_definition_itself(qkv: tuple[Tensor, ...]) -> None:
+    options = {**BATCH, "causal": True, "with_terms": True}
+    fast, plain = blockwise_attention(*qkv, **options), attention(*qkv, **options)
+    assert torch.equal(fast.output, plain.output) and torch.equal(fast.lse, plain.lse)
+
+
+def test_low_precision_terms_are_close_and_not_too_small(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_low_precision", lambda *_: torch.bfloat16)
+    q, k, v = normal(1, 130, 2, 48), normal(2, 400, 2, 48), normal(3, 400, 2, 16)
+    options: dict[str, Any] = {"query_start_loc": (0, 130), "key_start_loc": (0, 400), "scale": 0.2, "causal": True}
+    fast = blockwise_attention(q, k, v, **options, with_terms=True)
+    plain = attention(q, k, v, **options, with_terms=True)
+    assert fast.terms is not None and plain.terms is not None
+    for name, term in plain.terms.by_name().items():
+        ratio = getattr(fast.terms, name) / term
+        assert float(ratio.min()) > 0.99 and float(ratio.max()) < 1.03, name
+    torch.testing.assert_close(fast.output, plain.output, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 100), (512, 2**20), (2**15, 2**15)])
+def test_blocks_fit_the_workspace_and_the_problem(queries: int, keys: int) -> None:
+    plan = plan_blocks(torch.device("cpu"), heads=16, queries=queries, keys=keys, key_bytes=4000)
+    assert plan.queries <= queries and plan.span <= keys
+    assert plan.heads * (plan.queries * plan.keys * 20 + plan.span * 4000) <= 48_000_000
+
+
+def test_cuts_cover_everything_once() -> None:
+    assert [(part.start, part.stop) for part in cuts(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert not list(cuts(0, 4))

@@ -1,0 +1,122 @@
+"""Entries of the cache: values derived by hand, the consumer's formula, and blocks that move."""
+
+import pytest
+import torch
+
+from mla_conformance.reference.cache_layout import (
+    CACHE_LAYOUTS,
+    cache_dtype,
+    copy_blocks,
+    decode_rows,
+    encode,
+    entry_width,
+    gather_tokens,
+    swap_blocks,
+    write_tokens,
+)
+from mla_conformance.reference.chunking import ContextChunk
+
+BF16 = torch.bfloat16
+
+
+def latents(tokens: int, seed: int = 0, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(tokens, 512, generator=generator).to(dtype),
+        torch.randn(tokens, 64, generator=generator).to(dtype),
+    )
+
+
+@pytest.mark.parametrize(("layout", "width", "dtype"), [("auto", 576, BF16), ("fp8", 576, torch.float8_e4m3fn)])
+def test_widths_and_dtypes(layout: str, width: int, dtype: torch.dtype) -> None:
+    assert (entry_width(layout, 512, 64), cache_dtype(layout, BF16)) == (width, dtype)
+    assert entry_width(layout, 32, 8) == 40
+
+
+def test_the_mixed_entry_has_656_bytes() -> None:
+    assert (entry_width("fp8_ds_mla", 512, 64), cache_dtype("fp8_ds_mla", BF16)) == (656, torch.uint8)
+    rows = encode(*latents(3), "fp8_ds_mla", 1.0)
+    assert rows.shape == (3, 656) and rows.dtype == torch.uint8
+
+
+def test_auto_keeps_the_bits() -> None:
+    kv_c, k_pe = latents(5)
+    rows = encode(kv_c, k_pe, "auto", 3.0)
+    assert torch.equal(rows, torch.cat((kv_c, k_pe), dim=-1))
+    decoded = decode_rows(rows, "auto", 7.0, 512, 64)
+    assert torch.equal(decoded[0], kv_c.double()) and torch.equal(decoded[1], k_pe.double())
+
+
+def test_fp8_divides_both_parts_by_the_scale() -> None:
+    kv_c, k_pe = torch.tensor([[0.25, 1000.0]], dtype=BF16), torch.tensor([[-0.5, 1e-6]], dtype=BF16)
+    rows = encode(kv_c, k_pe, "fp8", 0.5)
+    assert rows.float().tolist() == [[0.5, 448.0, -1.0, 0.0]]
+    decoded = decode_rows(rows, "fp8", 0.5, 2, 2)
+    assert decoded[0].tolist() == [[0.25, 224.0]] and decoded[1].tolist() == [[-0.5, 0.0]]
+
+
+def test_a_tile_of_the_mixed_entry_by_hand() -> None:
+    kv_c, k_pe = torch.zeros(1, 512, dtype=BF16), torch.arange(64, dtype=BF16).unsqueeze(0)
+    kv_c[0, 0], kv_c[0, 1], kv_c[0, 128], kv_c[0, 511] = 448.0, -3.5, 896.0, 1.0
+    row = encode(kv_c, k_pe, "fp8_ds_mla", 5.0)[0]
+    scales = row[512:528].view(torch.float32).tolist()
+    assert scales[:3] == [1.0, 2.0, 1.0] and scales[3] == pytest.approx(1 / 448)
+    codes = row[:512].view(torch.float8_e4m3fn).float()
+    assert codes[[0, 1, 2, 128, 511]].tolist() == [448.0, -3.5, 0.0, 448.0, 448.0]
+    assert row[528:].view(BF16).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mixed_entry_loses_a_rounding_of_e4m3_and_no_rope(dtype: torch.dtype) -> None:
+    kv_c, k_pe = latents(9, dtype=dtype)
+    decoded = decode_rows(encode(kv_c, k_pe, "fp8_ds_mla", 1.0), "fp8_ds_mla", 1.0, 512, 64, dtype)
+    assert torch.equal(decoded[1], k_pe.double())
+    largest = kv_c.double().unflatten(-1, (4, 128)).abs().amax(-1, keepdim=True)
+    error = (decoded[0] - kv_c.double()).unflatten(-1, (4, 128)).abs()
+    allowed = torch.maximum(2**-4 * kv_c.double().unflatten(-1, (4, 128)).abs(), 2**-10 * largest / 448)
+    assert bool((error <= allowed * 1.001).all())
+
+
+def test_tiles_of_zeros_and_of_dust_stay_finite() -> None:
+    kv_c, k_pe = torch.zeros(1, 512, dtype=BF16), torch.zeros(1, 64, dtype=BF16)
+    kv_c[0, 200] = 2.0**-133
+    decoded, _ = decode_rows(encode(kv_c, k_pe, "fp8_ds_mla", 1.0), "fp8_ds_mla", 1.0, 512, 64)
+    assert bool(decoded.isfinite().all()) and bool((decoded.abs() <= 2.0**-132).all())
+
+
+@pytest.mark.parametrize("layout", CACHE_LAYOUTS)
+def test_tokens_come_back_from_pages_at_any_start(layout: str) -> None:
+    kv_c, k_pe = latents(7)
+    pool = torch.full((9, 5, entry_width(layout, 512, 64)), 7.0).to(cache_dtype(layout, BF16))
+    cache = pool[:, :4]  # the stride between blocks exceeds a packed block
+    slots = torch.tensor([20, 21, 22, 23, 8, -1, 10])
+    write_tokens(cache, kv_c, k_pe, slots, layout, 0.3)
+    got = gather_tokens(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)), layout, 0.3, 512, 64)
+    want = decode_rows(encode(kv_c, k_pe, layout, 0.3)[[2, 3, 4]], layout, 0.3, 512, 64)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    untouched = pool.view(torch.uint8)[[0, 1, 3, 4, 6, 7, 8]]
+    assert torch.equal(untouched, untouched[:1].expand_as(untouched)) and bool((pool[:, 4].float() == 7).all())
+
+
+def test_blocks_are_copied_within_every_cache_and_between_two() -> None:
+    caches = [torch.arange(5.0).view(5, 1, 1).repeat(1, 2, 3).to(dtype) for dtype in (BF16, torch.float8_e4m3fn)]
+    copy_blocks(caches, torch.tensor([[1, 2], [2, 0]]))
+    assert [cache[:, 0, 0].tolist() for cache in map(torch.Tensor.float, caches)] == [[2.0, 1.0, 1.0, 3.0, 4.0]] * 2
+    other = torch.zeros(3, 2, 3, dtype=BF16)
+    swap_blocks(caches[0], other, torch.tensor([[4, 1]]))
+    assert other[:, 1, 2].tolist() == [0.0, 4.0, 0.0] and caches[0][4, 0, 0] == 4
+
+
+def test_misfits_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown cache layout 'int8'; expected one of auto, fp8, fp8_ds_mla"):
+        entry_width("int8", 512, 64)
+    with pytest.raises(ValueError, match="latents of 512 and rope keys of 64, got 256 and 64"):
+        entry_width("fp8_ds_mla", 256, 64)
+    with pytest.raises(ValueError, match="bfloat16 or float16, got"):
+        cache_dtype("fp8_ds_mla", torch.float32)
+    with pytest.raises(ValueError, match=r"expected fp8 entries \[S, 576\], got \[2, 40\]"):
+        decode_rows(torch.zeros(2, 40), "fp8", 1.0, 512, 64)
+    with pytest.raises(ValueError, match=r"rope keys \[T, R\], got \[2, 512\] and \[3, 64\]"):
+        encode(torch.zeros(2, 512), torch.zeros(3, 64), "auto", 1.0)
+    with pytest.raises(ValueError, match=r"blocks in 0\.\.2, got 3\.\.3"):
+        copy_blocks([torch.zeros(3, 1, 1)], torch.tensor([[3, 0]]))
