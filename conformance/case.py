@@ -65,7 +65,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 QUANT = ("none", "fp8")
 MERGE = ("golden", "own")
 POISON = ("nan", "inf", "large")
-FAR = ("none", "q31", "k31", "v31", "rows31", "q32", "k32", "v32", "rows32")
+FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k", "v", "rows", "cache")))
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")
 
@@ -97,7 +97,8 @@ class Case:
         inflate: factor of the maxima in the metadata over the true ones.
         merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
         seed: another draw of the same case.
-        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, or the rows before the judged ones.
+        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, the rows before the
+            judged ones, or the blocks of the cache.
         cache: layout of the latent cache.
         kscale: scale of an fp8 cache in millionths; handed over with every layout.
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.

@@ -11,6 +11,7 @@ import torch
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.calls import AttentionCall
 from mla_conformance.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
+from mla_conformance.phases import phase
 from mla_conformance.problem import Problem
 from mla_conformance.process_state import ProcessState
 from mla_conformance.reference.merge import merge
@@ -97,7 +98,8 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
     process = os.getpid()
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare))
+        with phase("calls"):
+            returned.append(_guarded_call(backend, problem, call, prepare))
         if os.getpid() != process:
             os._exit(0)  # the backend forked, and its child came back into a run that is not its own
         if returned[-1].error:

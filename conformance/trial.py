@@ -13,6 +13,7 @@ from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
 from mla_conformance.memory import storage_bytes, wait_for_memory
+from mla_conformance.phases import phase
 from mla_conformance.problem import Problem, build_problem, memory_need
 from mla_conformance.subject import Subject
 from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
@@ -122,7 +123,9 @@ class Trial:
     def judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last, self.last_problem = observation, problem
-        verdict = judge(problem, expect(problem), observation, self.declaration)
+        expectation = expect(problem)
+        with phase("judge"):
+            verdict = judge(problem, expectation, observation, self.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
