@@ -27,7 +27,7 @@ FOLDER_VARIABLE = "MLA_CONFORMANCE_GOLDEN_CACHE"
 KEPT_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden states may keep, by type of device; the last one is kept in any case."""
 
-_SOURCES = ("case", "context", "golden", "hazards", "judged_rows", "memory", "problem", "transform")
+_SOURCES = ("case", "context", "counter_normal", "golden", "hazards", "judged_rows", "memory", "problem", "transform")
 """What the inputs of a problem and its judged rows come from, beside the reference."""
 
 States = tuple[tuple[AttentionState, ...], AttentionState | None]

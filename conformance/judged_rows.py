@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_conformance.case import Call
+from mla_conformance.case import Call, Case
 from mla_conformance.problem import Problem, segments
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
@@ -72,8 +72,8 @@ class JudgedRows:
 def choose_rows(problem: Problem) -> JudgedRows:
     """The rows of a problem that are judged."""
     starts = problem.query_start_loc
-    limit = FULL_OPERATIONS[problem.device.type]
-    if useful_operations(problem) <= limit or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
+    whole = useful_operations(problem.case, *_lengths(problem)) <= FULL_OPERATIONS[problem.device.type]
+    if whole or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
         return JudgedRows(starts)
     telling = set(islice(dict.fromkeys(_telling(problem)), TELLING_ROWS))
     rest = [row for row in range(starts[-1]) if row not in telling]
@@ -82,17 +82,25 @@ def choose_rows(problem: Problem) -> JudgedRows:
     return JudgedRows(starts, tuple(sorted([*telling, *drawn])), DRAWN_ROWS)
 
 
-def useful_operations(problem: Problem) -> float:
-    """Operations of q·k and p·v over the visible pairs of all calls, and of the merged result where there is one."""
-    dims = problem.case.dimensions
-    merged = problem.case.call == Call.CHUNKED_CONTEXT
-    pairs = 0.0
-    for call in problem.calls:
-        lengths = zip(segments(problem.query_start_loc), segments(call.key_start_loc), strict=True)
-        for queries, keys in lengths:
-            q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
-            pairs += q_len * (q_len + 1) / 2 if call.chunk_idx is None else q_len * kv_len
-    return 2.0 * (dims.qk_head_dim + dims.v_head_dim) * problem.case.heads * pairs * (2 if merged else 1)
+def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) -> float:
+    """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
+
+    Args:
+        case: gives heads, head dims and the entry that is driven.
+        new: new tokens of each request.
+        context: context tokens of each request.
+    """
+    causal = 0.0 if case.call == Call.CONTEXT_CHUNK else sum(length * (length + 1) / 2 for length in new)
+    pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
+    dims, times = case.dimensions, 2 if case.call == Call.CHUNKED_CONTEXT else 1
+    return 2.0 * (dims.qk_head_dim + dims.v_head_dim) * case.heads * pairs * times
+
+
+def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
+    """New tokens and context tokens of each request."""
+    new = [rows.stop - rows.start for rows in segments(problem.query_start_loc)]
+    chunks = [call.key_start_loc for call in problem.calls if call.chunk_idx is not None]
+    return new, [sum(chunk[r + 1] - chunk[r] for chunk in chunks) for r in range(len(new))]
 
 
 def _telling(problem: Problem) -> Iterator[int]:

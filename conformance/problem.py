@@ -1,6 +1,7 @@
 """From a case to tensors: the inputs of every call, the metadata, and what the caller owns."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,6 +15,7 @@ from mla_conformance.backends.metadata import (
 )
 from mla_conformance.case import CASE_FORMAT, Call, Case, Layout
 from mla_conformance.context import LatentContext, latent_context
+from mla_conformance.counter_normal import fill_normal
 from mla_conformance.hazards import REGIMES, Regime, Site
 from mla_conformance.memory import poison
 from mla_conformance.reference.chunking import ContextChunk
@@ -26,7 +28,8 @@ TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "e4m3": getattr(torch, "float8_e4m3fn", None),
 }
 _SLICE_MARGIN = 16
-_COPIES, _WORKSPACE = 16, 2**28
+_COUNTED_ELEMENTS = 2**30
+"""Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
 class ProblemError(ValueError):
@@ -105,14 +108,6 @@ def segments(locations: Sequence[int]) -> Iterator[slice]:
     return (slice(a, b) for a, b in pairwise(locations))
 
 
-def memory_need(case: Case) -> int:
-    """Bytes that judging a case takes at most, generously: its tensors in float64 several times, and workspaces."""
-    dims = case.dimensions
-    rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
-    elements = rows * (dims.qk_head_dim + dims.v_head_dim) + keys * (dims.qk_head_dim + dims.v_head_dim)
-    return _WORKSPACE + _COPIES * 8 * case.heads * elements
-
-
 def build_problem(case: Case, device: torch.device) -> Problem:
     """The inputs that a case stands for; the same bytes on every device.
 
@@ -174,7 +169,7 @@ class _Builder:
         chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
         keys = start_loc(lengths)
         k, v = self._random_keys(keys[-1])
-        q = self._queries([k[keys_of].float() for keys_of in segments(keys)])
+        q = self._queries([k[keys_of] for keys_of in segments(keys)])
         return (self._call(chunk_idx, q, k, v, keys),), None
 
     def _chunked(self) -> tuple[tuple[PrefillCall, ...], LatentContext]:
@@ -186,7 +181,7 @@ class _Builder:
             torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
             for r, rows in enumerate(segments(queries))
         ]
-        q = self._queries([k.float().cpu() for k in per_request])
+        q = self._queries(per_request)
         calls = [self._call(None, q, *new, queries)]
         calls += [
             self._call(index, q, k, v, tuple(loc))
@@ -196,9 +191,15 @@ class _Builder:
 
     def _random_keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         dims = self.case.dimensions
-        k = torch.randn(tokens, self.case.heads, dims.qk_head_dim, generator=self.generator)
-        v = torch.randn(tokens, self.case.heads, dims.v_head_dim, generator=self.generator)
+        k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
+        v = self._normal(tokens, self.case.heads, dims.v_head_dim)
         return self.regime.keys(k).to(self.dtype), self.regime.values(v).to(self.dtype)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        if math.prod(shape) < _COUNTED_ELEMENTS:
+            return torch.randn(*shape, generator=self.generator)
+        seed = int(torch.randint(2**20, (), generator=self.generator))
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     def _queries(self, keys: list[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype on the CPU."""

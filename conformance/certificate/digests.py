@@ -11,6 +11,7 @@ from mla_conformance import mustpass
 from mla_conformance.capabilities import CAPABILITIES
 
 _JUDGE = (
+    "counter_normal.py",
     "driver.py",
     "execute.py",
     "golden.py",
