@@ -5,20 +5,27 @@ special, so that the first failed capability names a fault best. No torch: the p
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import chain
 
 from mla_conformance import caselists, decode_caselists, device_caselists, layer_caselists
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
+from mla_conformance.combinations import PAIRS, TRIPLES, further_cases, telling_cases
+from mla_conformance.long_contexts import LONG_CONTEXTS
 
 
 class Tier(StrEnum):
     """How many of the cases are run."""
 
     SMOKE = "smoke"
+    """The most telling cases of each capability, and every value in `combinations` at least once."""
     FULL = "full"
+    """All cases; they hold every pair of the values in `combinations`."""
+    NIGHTLY = "nightly"
+    """Those and every triple, and long contexts."""
 
 
 _SMOKE_CASES = 3
@@ -37,6 +44,7 @@ class Capability:
         clause: clause of SPEC.md that the definition rests on.
         definition: one sentence.
         cases: the cases that decide it, the most telling first.
+        smoke: those of them that the smoke tier takes.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
     """
@@ -45,12 +53,15 @@ class Capability:
     clause: str
     definition: str
     cases: tuple[Case, ...]
+    smoke: tuple[Case, ...]
     probes_refusals: bool = False
     needs: str = ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
-        """The cases of a tier; smoke takes the first few."""
-        return self.cases[:_SMOKE_CASES] if tier is Tier.SMOKE else self.cases
+        """The cases of a tier."""
+        if tier is Tier.SMOKE:
+            return self.smoke
+        return self.cases if tier is Tier.FULL else (*self.cases, *nightly_cases(self.name))
 
 
 def _entry(
@@ -62,7 +73,7 @@ def _entry(
     needs: str = "",
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, probes_refusals, needs)
+    return Capability(name, clause, definition, built, built[:_SMOKE_CASES], probes_refusals, needs)
 
 
 _VOCABULARY = (
@@ -254,7 +265,26 @@ _VOCABULARY = (
     _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
 )
 
-CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _VOCABULARY}
+_PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)
+_VALUES = telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke])
+
+
+def _with_pairs(entry: Capability) -> Capability:
+    pairs, values = ([case for case in further if case.capability == entry.name] for further in (_PAIRS, _VALUES))
+    return replace(entry, cases=(*entry.cases, *pairs), smoke=(*entry.smoke, *values))
+
+
+CAPABILITIES: dict[str, Capability] = {entry.name: _with_pairs(entry) for entry in _VOCABULARY}
+
+
+def nightly_cases(capability: str) -> tuple[Case, ...]:
+    """What the nightly tier adds to a capability's cases."""
+    return tuple(case for case in (*_triples(), *LONG_CONTEXTS) if case.capability == capability)
+
+
+@cache
+def _triples() -> tuple[Case, ...]:
+    return further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
 
 
 def find_capability(name: str) -> Capability:
