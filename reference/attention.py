@@ -17,14 +17,17 @@ WORKSPACE_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class KeyTerms:
-    """What rounding each key, and the value that it holds, once more does to the output; float64, [T, N, V].
+    """What rounding each key, and the value that it holds, once more does to the output by the scores; float64.
 
-    spread: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance that independent roundings of the keys' elements cause by
-        the scores.
-    shift: |Σ p·s·(v - o)| + |o| with s the score, the error of a relative one that all elements have in common.
+    spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
+    shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have
+        in common, element by element; estimated from random combinations of the columns, since the sum itself has as
+        many products for each row as a layer has for all.
+    shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
     """
 
     spread: Tensor
+    shared: Tensor
     shift: Tensor
 
 
@@ -117,7 +120,20 @@ def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
     shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    return KeyTerms(spread.clamp(min=0.0).transpose(0, 1), shift.transpose(0, 1))
+    shared = _shared_variance(q, k, v, p, output, scale)
+    return KeyTerms(spread.clamp(min=0.0).transpose(0, 1), shared.mT, shift.transpose(0, 1))
+
+
+_COMBINATIONS = 4
+
+
+def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
+    """[N, T] estimate of KeyTerms.shared; a sum of squares over columns is the mean over random signs of them."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
+    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
+    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
 
 
 def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
@@ -170,7 +186,7 @@ def _concatenate(blocks: list[AttentionState]) -> AttentionState:
 def _concatenate_keys(terms: list[KeyTerms]) -> KeyTerms | None:
     if not terms:
         return None
-    return KeyTerms(torch.cat([term.spread for term in terms]), torch.cat([term.shift for term in terms]))
+    return KeyTerms(*(torch.cat([getattr(term, name) for term in terms]) for name in ("spread", "shared", "shift")))
 
 
 def _requests(start_loc: Sequence[int]) -> list[slice]:

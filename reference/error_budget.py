@@ -77,9 +77,10 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     if roundoffs.keys:
-        # Equal codes are rounded alike, so beside the independent part there may be one that all keys share.
-        rounding = rounding + roundoffs.keys**2 * (terms.squares + _key_terms(state).spread)
-        systematic = systematic + roundoffs.keys * _key_terms(state).shift
+        # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
+        keys = _key_terms(state)
+        rounding = rounding + roundoffs.keys**2 * (terms.squares + keys.spread + keys.shared.unsqueeze(-1))
+        systematic = systematic + roundoffs.keys * keys.shift
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
 
 

@@ -97,7 +97,7 @@ def deciding_digest() -> str:
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = files("mla_conformance")
     sources = [folder / name for name in _DECISIVE]
-    sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest")]
+    sources += [folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest", "honest_decode")]
     sources += [files("mla_conformance.backends") / f"{name}.py" for name in _EMULATION]
     sources += [files("mla_conformance.reference") / "error_budget.py"]
     for source in sorted(sources, key=lambda source: source.name):

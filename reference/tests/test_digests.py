@@ -8,9 +8,9 @@ program (`python reference/tests/test_digests.py`); it rewrites fixtures/golden/
 import hashlib
 import json
 import math
-from typing import Any
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def digest(*tensors: Tensor) -> str:
 
 def of_state(state: AttentionState) -> str:
     terms = vars(state.terms).values() if state.terms else ()
-    return digest(state.output, state.lse, *terms)
+    return digest(state.output, state.lse, *(term for term in terms if term is not None))
 
 
 def varlen_attention(causal: bool, kv_heads: int) -> str:
