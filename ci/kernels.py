@@ -1,6 +1,7 @@
 """Which CUDA kernels a backend launches: ``python ci/kernels.py OUTPUT.json NAME ...``, on a machine with a GPU.
 
-One call of new tokens or of a decode under PyTorch's profiler; the names show whether the library's kernel served it.
+One call of new tokens, or of a decode, under PyTorch's profiler; the names show whether the library's own kernel
+served it.
 """
 
 import json

@@ -30,6 +30,7 @@ class Returned:
         error: one line for an exception, and the traceback behind it.
         out: the output tensor that was handed in.
         out_of_memory: the exception says that memory ran out.
+        miswritten: what the call should have written otherwise, beside its result.
     """
 
     call: AttentionCall
@@ -38,6 +39,7 @@ class Returned:
     traceback: str = ""
     out: Guarded | None = None
     out_of_memory: bool = False
+    miswritten: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall,
             torch.cuda.synchronize(problem.device)
     except (Exception, SystemExit) as error:
         return Returned(call, None, one_line(error), traceback.format_exc(), out, out_of_memory(error))
-    return Returned(call, value, out=out)
+    return Returned(call, value, out=out, miswritten=call.wrong_writes())
 
 
 def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:

@@ -35,7 +35,7 @@ class Graph:
         expect(first)
         loaded = _load(static, first)
         prepare(trial.backend, loaded)
-        self._replay, self._value = _captured(static.device, lambda: invoke(trial.backend, loaded))
+        self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests, shorter than those of the buffers, and padding up to the captured number."""
@@ -105,7 +105,7 @@ def _with_host_lengths(metadata: Any, other: Any) -> Any:
     return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
 
 
-def _captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
     """(replay, what the captured call returned); the replay returns it again."""
     if device.type != "cuda":
         return call, call()

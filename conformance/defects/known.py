@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.capabilities import CAPABILITIES
 
 FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _KNOWN: dict[str, "KnownDefect"] = {}
-Kernel = TypeVar("Kernel", bound=type[EagerPrefillBackend])
+Kernel = TypeVar("Kernel", bound=type[KernelBackend])
 
 
 class DefectError(ValueError):
@@ -23,14 +23,14 @@ class KnownDefect:
 
     Attributes:
         id: its id in the catalogue of reported bugs.
-        kernel: the emulation.
+        kernel: the emulation, of a prefill or of a decode backend.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
         sources: public threads that report it.
     """
 
     id: str
-    kernel: type[EagerPrefillBackend]
+    kernel: type[KernelBackend]
     killed_by: str
     related: tuple[str, ...]
     sources: tuple[str, ...]

@@ -1,0 +1,138 @@
+"""Honest decode kernels that differ legitimately from EAGER's: the judge must accept every one of them."""
+
+from collections.abc import Iterator
+from functools import reduce
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
+
+
+def _declares(rounding: Rounding) -> Declaration:
+    return Declaration(rounding=rounding, emulated=True)
+
+
+class PageTiles(EagerDecodeBackend):
+    """Tiles of 16 tokens, below every page but the smallest."""
+
+    key_tile = 16
+
+
+class WideTiles(EagerDecodeBackend):
+    """Tiles of 1024 tokens."""
+
+    key_tile = 1024
+
+
+class LastTileFirst(EagerDecodeBackend):
+    """Tiles from the last to the first."""
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        return iter(list(super()._tiles(keys))[::-1])
+
+
+class SplitTokens(EagerDecodeBackend):
+    """Five splits of a request's tokens, combined by their LSEs."""
+
+    splits = 5
+    key_tile = 32
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        tiles = list(self._tiles(seq_len))
+        parts = [
+            self._over(tiles[i :: self.splits], q, request, seq_len, kv_cache, k_scale) for i in range(self.splits)
+        ]
+        return reduce(self._join, map(self._stored, parts))
+
+    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+        """A split's state as it waits for the others."""
+        return state
+
+    def _join(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
+        maximum = torch.maximum(a.maximum, b.maximum)
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        wa, wb = (a.maximum - shift).exp(), (b.maximum - shift).exp()
+        return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
+
+
+class StoredSplits(SplitTokens):
+    """Splits whose outputs wait in the model's dtype."""
+
+    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+
+    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+        total = state.total.masked_fill(state.total == 0, 1.0)
+        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
+
+
+class KeysOfTheModel(EagerDecodeBackend):
+    """Codes are dequantised to the model's dtype, and declared so."""
+
+    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
+
+
+class ScaledScores(EagerDecodeBackend):
+    """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
+
+    def _dequantise(self, rows, k_scale):
+        self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
+        return super()._dequantise(rows, torch.ones_like(k_scale))
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) * self._k_scale
+
+    def _values(self, keys):
+        return super()._values(keys) * self._k_scale
+
+
+class RoughExponential(EagerDecodeBackend):
+    """An exponential with relative errors up to 1e-4, for 16-bit models."""
+
+    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+
+    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        exact = x.exp()
+        if self._model_dtype is torch.float32:
+            return exact
+        return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
+
+
+class UnroundedWeights(EagerDecodeBackend):
+    """P is not rounded at all."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p
+
+
+class TinyWeights(EagerDecodeBackend):
+    """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
+
+    declaration = _declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
+
+
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (
+    EagerDecodeBackend,
+    PageTiles,
+    WideTiles,
+    LastTileFirst,
+    SplitTokens,
+    StoredSplits,
+    KeysOfTheModel,
+    ScaledScores,
+    RoughExponential,
+    UnroundedWeights,
+    TinyWeights,
+)
+"""Every honest emulation of a decode kernel."""
