@@ -60,7 +60,9 @@ class Merged:
         return max(1, self.merges) if self.stored else 1
 
 
-def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged: Merged | None = None) -> Roundoffs:
+def roundoffs(
+    model: torch.dtype, declared: Rounding, numbers: Tolerance, merged: Merged | None = None, keys: int = 0
+) -> Roundoffs:
     """Unit roundoffs of a kernel.
 
     Args:
@@ -68,6 +70,7 @@ def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged
         declared: the classes that the adapter declares.
         numbers: the tolerance table.
         merged: how the result was merged, if it was.
+        keys: the most keys that a row sums over.
     """
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
@@ -80,5 +83,5 @@ def roundoffs(model: torch.dtype, declared: Rounding, numbers: Tolerance, merged
         output_floor=_floor(model),
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
-        accumulation=numbers.float32_accumulation,
+        accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
     )
