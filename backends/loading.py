@@ -129,8 +129,9 @@ def _members(backend: BackendReference) -> list[BackendEnum]:
 
 def _load_named(backend: BackendReference) -> Any:
     """What a reference or an entry point names; a class, if it is a backend."""
-    plugins = _plugins()
-    return _load_plugin(plugins[backend.name]) if backend.name in plugins else _load_class(backend.reference)
+    if ":" in backend.reference:
+        return _load_class(backend.reference)
+    return _load_plugin(_plugins()[backend.name])
 
 
 def _in_role(named: Any, role: Role) -> Any:

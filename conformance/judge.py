@@ -91,7 +91,8 @@ class _Judge:
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
         output, lse = _unpack(returned.value)
-        return _Part(returned.call.name, golden, output[: self.rows], None if lse is None else lse[:, : self.rows])
+        judged = lse[:, : self.rows] if lse is not None and returned.call.judges_lse(self.problem) else None
+        return _Part(returned.call.name, golden, output[: self.rows], judged)
 
     def _form(self, returned: Returned) -> Verdict | None:
         """Number of tensors, shapes, dtypes and device of what a call returned."""
