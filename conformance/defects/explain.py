@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driver import Observation
@@ -43,10 +44,10 @@ class Explanation:
         return f"looks like {self.name} ({self.sentence}): explains {100 * self.fit:.0f} % of the error"
 
 
-def _candidates() -> Iterator[tuple[str, str, type[EagerPrefillBackend]]]:
-    """Name, family and kernel."""
-    yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items())
-    yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values())
+def _candidates(role: Role) -> Iterator[tuple[str, str, type[KernelBackend]]]:
+    """Name, family and kernel of everything that serves cases of a role."""
+    yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items() if role_of(cls) is role)
+    yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values() if entry.role is role)
 
 
 def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
@@ -57,7 +58,7 @@ def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
         verdict: its verdict.
     """
     found = []
-    for name, family, cls in _candidates():
+    for name, family, cls in _candidates(trial.case.role):
         subject = Subject(BackendReference(name, f"{cls.__module__}:{cls.__name__}"), trial.subject.device)
         other = Trial(subject, trial.case)
         outcome = execute(other)

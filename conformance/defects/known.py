@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.capabilities import CAPABILITIES
 
-FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
+_DECODE_LATER = ("decode_ranks", "decode_state", "decode_support")
+FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_LATER)
 _KNOWN: dict[str, "KnownDefect"] = {}
-Kernel = TypeVar("Kernel", bound=type[EagerPrefillBackend])
+Kernel = TypeVar("Kernel", bound=type[KernelBackend])
 
 
 class DefectError(ValueError):
@@ -30,10 +34,15 @@ class KnownDefect:
     """
 
     id: str
-    kernel: type[EagerPrefillBackend]
+    kernel: type[KernelBackend]
     killed_by: str
     related: tuple[str, ...]
     sources: tuple[str, ...]
+
+    @property
+    def role(self) -> Role:
+        """What of a layer the emulation computes."""
+        return role_of(self.kernel)
 
     @property
     def family(self) -> str:
