@@ -43,7 +43,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
                 "dialect": dialect,
                 "get_name": staticmethod(wrapped.get_name),
                 "supported_dtypes": wrapped.supported_dtypes,
-                "declaration": cls.declared(getattr(wrapped, "declaration", None) or Declaration()),
+                "declaration": cls.declared(getattr(wrapped, "declaration", None) or dialect.declaration),
                 "needed_capability": getattr(wrapped, "needed_capability", ""),
                 "variant": getattr(wrapped, "variant", ""),
                 **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),

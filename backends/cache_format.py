@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-E4M3_MAX = 448.0
+from mla_conformance.reference.quantization import E4M3_MAX
+
 _LATENT, _ROPE, _TILE = 512, 64, 128
 _TILES = _LATENT // _TILE
 _ENTRY_BYTES = _LATENT + 4 * _TILES + 2 * _ROPE

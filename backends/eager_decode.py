@@ -4,6 +4,7 @@ One request after the other, tile by tile of its block table. Codes are dequanti
 model's dtype, the output once. Like its prefill twin it is the base of the known defects and never counts as certified.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -51,8 +52,20 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
         self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> SoftmaxState:
         """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
+        return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
+
+    def _over(
+        self,
+        tiles: Iterable[slice],
+        q: torch.Tensor,
+        request: int,
+        seq_len: int,
+        kv_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> SoftmaxState:
+        """State over some tiles of a request's tokens."""
         state = self._initial(q, q[..., : self.kv_lora_rank])
-        for tile in self._tiles(seq_len):
+        for tile in tiles:
             keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
             scores = self._scores(q, keys)
             scores = scores.masked_fill(~self._visible(q.shape[0], request, seq_len, tile), -torch.inf)

@@ -9,7 +9,6 @@ from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 
@@ -63,11 +62,6 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())
-        if requests * queries != ql_nope.shape[0] or kv_cache.shape[1] != _PAGE:
-            raise UnsupportedConfiguration(
-                f"FLASHMLA: expected equally many queries a request and pages of {_PAGE} tokens, "
-                f"got {metadata.query_lens_cpu.tolist()} and {kv_cache.shape[1]}"
-            )
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (requests, queries))
         schedule, _ = library.get_mla_metadata()
         output, lse = library.flash_mla_with_kvcache(

@@ -236,7 +236,7 @@ def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> li
         reasons.append(
             f"needs compute capability {needed}: {got}" if needed else f"compute capability not supported: {got}"
         )
-    if not loaded.is_available():
+    if not getattr(loaded, "is_available", lambda: True)():
         missing: list[str] = getattr(loaded, "missing_dependencies", list)()
         reasons += missing or ["required dependencies not available"]
     broken: list[str] = [] if reasons else getattr(loaded, "broken_dependencies", list)()

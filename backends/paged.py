@@ -8,8 +8,8 @@ from abc import abstractmethod
 
 import torch
 
+from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.library import LibraryKernel
 
 
@@ -22,7 +22,7 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
         """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         rows = int(metadata.query_lens_cpu.sum())
-        self._check(ql_nope, q_pe, kv_cache, rows)
+        check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         if not rows:
             return self._nothing(ql_nope)
         output, lse = self.attend(ql_nope[:rows], q_pe[:rows], kv_cache, k_scale)
@@ -56,30 +56,6 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
         """The result of attention to no key."""
         lse = ql_nope.new_full((self.num_heads, ql_nope.shape[0]), -torch.inf, dtype=torch.float32)
         return ql_nope.new_zeros(ql_nope.shape), lse
-
-    def _check(self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, rows: int) -> None:
-        """Refuse operands that are not declared, or that contradict the metadata (SPEC 3.8)."""
-        name, dims = self.get_name(), (self.kv_lora_rank, self.qk_rope_head_dim)
-        if not self.supports_dtype(ql_nope.dtype) or q_pe.dtype != ql_nope.dtype:
-            raise UnsupportedConfiguration(
-                f"{name}: dtypes {ql_nope.dtype} and {q_pe.dtype} of the query not supported"
-            )
-        if self.kv_cache_dtype not in self.supported_kv_cache_dtypes:
-            raise UnsupportedConfiguration(f"{name}: kv_cache_dtype {self.kv_cache_dtype} not supported")
-        if self.supported_latent_dims and dims not in self.supported_latent_dims:
-            raise UnsupportedConfiguration(f"{name}: latent dims (L, R) = {dims} not supported")
-        cache_dtype = torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else ql_nope.dtype
-        if kv_cache.dtype != cache_dtype or kv_cache.dim() != 3 or kv_cache.shape[2] != sum(dims):
-            raise ValueError(
-                f"kv_cache: expected [blocks, page, {sum(dims)}] of {cache_dtype}, "
-                f"got {list(kv_cache.shape)} of {kv_cache.dtype}"
-            )
-        for what, tensor, width in (("ql_nope", ql_nope, dims[0]), ("q_pe", q_pe, dims[1])):
-            if tensor.shape[1:] != (self.num_heads, width) or tensor.shape[0] < rows:
-                raise ValueError(
-                    f"{what}: expected at least {rows} tokens of [{self.num_heads}, {width}] by the metadata, "
-                    f"got shape {list(tensor.shape)}"
-                )
 
 
 def _rows_without_keys(metadata: MLACommonDecodeMetadata, rows: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Drives a class of the present generation as vLLM's metadata builder and layer do."""
+"""Drives a class of the present generation as vLLM's metadata builder and layer do.
+
+That layer hands over the rows that the metadata count and no others, so any further rows of a call stay behind here.
+"""
 
 from typing import Any
 
@@ -27,6 +30,7 @@ class PresentAdapter(AdaptedPrefillBackend):
         context = translated.chunked_context
         self._only_chunk = context is not None and len(context.chunks) == 1 and not context.empty_token_slices
         self._output_dtype = translated.output_dtype
+        self._query_rows = int(translated.query_start_loc[-1])
         super().prepare_metadata(translated)
 
     def run_prefill_new_tokens(
@@ -39,6 +43,12 @@ class PresentAdapter(AdaptedPrefillBackend):
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
+        rows = self._query_rows
+        if rows < q.shape[0]:
+            q_rows, k_rows, v_rows = (x[:rows] for x in (q, k, v))
+            counted = None if out is None else out[:rows]
+            result = self.run_prefill_new_tokens(q_rows, k_rows, v_rows, return_softmax_lse, counted, output_scale)
+            return _lengthened(result, q.shape[0], out)
         supports_out = self._target.supports_out()
         if supports_out or output_scale is not None:
             return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
@@ -74,6 +84,20 @@ class PresentAdapter(AdaptedPrefillBackend):
         given = {} if out is None else {"out": out}
         result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
         return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
+
+
+def _lengthened(result: Any, rows: int, out: torch.Tensor | None) -> Any:
+    """A call's result with rows of 0 and LSE -inf behind it; in ``out`` if that is where the result is."""
+    output, *lse = result if isinstance(result, tuple) else (result,)
+    counted = output.shape[0]
+    if out is not None and output.data_ptr() == out.data_ptr():
+        out[counted:].zero_()
+        whole = out
+    else:
+        whole = torch.cat([output, output.new_zeros(rows - counted, *output.shape[1:])])
+    if not lse:
+        return whole
+    return whole, torch.cat([lse[0], lse[0].new_full((lse[0].shape[0], rows - counted), -torch.inf)], dim=1)
 
 
 def _place(name: str, part: torch.Tensor, rows: torch.Tensor) -> None:

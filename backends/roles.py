@@ -11,6 +11,8 @@ class Role(StrEnum):
     """A ``MLAPrefillBackend``."""
     DECODE = "decode"
     """A ``MLADecodeBackend``."""
+    LAYER = "layer"
+    """An ``AttentionBackend``: a whole layer with its metadata and its cache."""
 
 
 _EVERY = (
@@ -24,12 +26,15 @@ _EVERY = (
 REQUIRED = {
     Role.PREFILL: (*_EVERY, "supports_quant_output", "run_prefill_new_tokens", "run_prefill_context_chunk"),
     Role.DECODE: (*_EVERY, "run_decode"),
+    Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape"),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
 
 
 def role_of(loaded: type) -> Role:
     """The role of a class, by what it can be called for."""
+    if callable(getattr(loaded, "get_impl_cls", None)):
+        return Role.LAYER
     return Role.DECODE if callable(getattr(loaded, "run_decode", None)) else Role.PREFILL
 
 

@@ -7,10 +7,11 @@ the engine's configuration. Nothing here needs vLLM unless such a class is given
 from dataclasses import asdict
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -24,7 +25,13 @@ def is_from_vllm(cls: type) -> bool:
 
 
 class Dialect:
-    """How a class's package spells the values that the interface hands it: as this project does."""
+    """How a class's package spells the values that the interface hands it: as this project does.
+
+    Attributes:
+        declaration: of a class that declares nothing.
+    """
+
+    declaration: ClassVar[Declaration] = Declaration()
 
     def dimensions(self, dimensions: MLADimensions) -> Any:
         """Head dims."""
@@ -37,6 +44,8 @@ class Dialect:
 
 class VllmDialect(Dialect):
     """vLLM's own classes, from the package that is installed."""
+
+    declaration: ClassVar[Declaration] = Declaration(distributions=("vllm", "torch"))
 
     def dimensions(self, dimensions: MLADimensions) -> Any:
         """vLLM's ``MLADimensions``; versions that have none do not compare them."""

@@ -27,7 +27,7 @@ def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str,
             **{key: value for key, value in part.items() if key != "records"},
             "kernels": [kernel for kernel in kernels.get(name, []) if _of_the_library(kernel)],
             "error_budget_used": _worst([record for record in records if record["backend"] == name]),
-            "seconds": round(sum(record["seconds"] for record in records if record["backend"] == name), 1),
+            "seconds": _seconds([record for record in records if record["backend"] == name]),
         }
         for name, part in report["backends"].items()
         if part["status"] in ("pass", "fail")
@@ -41,6 +41,18 @@ def _of_the_library(kernel: str) -> bool:
 def _records(journal: Path) -> list[dict[str, Any]]:
     events = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
     return [event["record"] for event in events if event["event"] == "verdict"]
+
+
+def _seconds(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Wall time of all trials, by phase, and the longest calls of one: the first ones plan and compile."""
+    phases = sorted({name for record in records for name in record["phases"]})
+    total = {name: round(sum(record["phases"].get(name, 0.0) for record in records), 1) for name in phases}
+    longest = max(records, key=lambda record: record["phases"].get("calls", 0.0))
+    return {
+        "all": round(sum(record["seconds"] for record in records), 1),
+        **total,
+        "longest_calls": {"seconds": longest["phases"].get("calls", 0.0), "case": longest["case"]},
+    }
 
 
 def _worst(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

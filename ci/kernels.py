@@ -1,6 +1,7 @@
 """Which CUDA kernels a backend launches: ``python ci/kernels.py OUTPUT.json NAME ...``, on a machine with a GPU.
 
-One call of new tokens under PyTorch's profiler; the names show whether the library's own kernel served it.
+One call of new tokens, or of a decode, under PyTorch's profiler; the names show whether the library's own kernel
+served it.
 """
 
 import json
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.case import Case
 from mla_conformance.driver import run_calls
 from mla_conformance.problem import build_problem
 from mla_conformance.subject import Subject
+
+_CASES = {
+    Role.PREFILL: Case(capability="lse", q=(5, 130)),
+    Role.DECODE: Case(capability="streams", call="decode", q=(1, 1), kv=(2000, 130), page=64, heads=16),
+}
 
 
 def kernels(name: str, device: torch.device) -> list[str]:
@@ -20,11 +27,11 @@ def kernels(name: str, device: torch.device) -> list[str]:
     subject = Subject.of(name, device)
     if subject.unavailable:
         return []
-    problem = build_problem(Case(capability="lse", q=(5, 130)), device)
+    problem = build_problem(_CASES[subject.roles[0]], device)
     backend, call = subject.create(problem.case), problem.calls[0]
     run_calls(backend, problem)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=True)
+        call.invoke(backend, problem, None)
         torch.cuda.synchronize(device)
     return sorted({event.key for event in profile.key_averages()})
 

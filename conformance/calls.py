@@ -62,6 +62,15 @@ class AttentionCall:
         """Columns of the output."""
         return self.v.shape[-1]
 
+    @property
+    def merges(self) -> int:
+        """Merges of stored results that the call itself makes."""
+        return 0
+
+    def wrong_writes(self) -> str:
+        """One sentence about memory that the last call should have written otherwise; empty if there is none."""
+        return ""
+
     def returns_lse(self, problem: "Problem") -> bool:
         """Whether the backend is asked for the LSE."""
         return problem.case.lse or self.chunk_idx is not None

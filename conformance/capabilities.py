@@ -5,20 +5,27 @@ special, so that the first failed capability names a fault best. No torch: the p
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import chain
 
-from mla_conformance import caselists, caselists_device, decode_caselists
+from mla_conformance import caselists, decode_caselists, device_caselists, layer_caselists
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
+from mla_conformance.combinations import PAIRS, TRIPLES, further_cases, telling_cases
+from mla_conformance.long_contexts import LONG_CONTEXTS
 
 
 class Tier(StrEnum):
     """How many of the cases are run."""
 
     SMOKE = "smoke"
+    """The most telling cases of each capability, and every value in `combinations` at least once."""
     FULL = "full"
+    """All cases; they hold every pair of the values in `combinations`."""
+    NIGHTLY = "nightly"
+    """Those and every triple, and long contexts."""
 
 
 _SMOKE_CASES = 3
@@ -37,6 +44,7 @@ class Capability:
         clause: clause of SPEC.md that the definition rests on.
         definition: one sentence.
         cases: the cases that decide it, the most telling first.
+        smoke: those of them that the smoke tier takes.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
     """
@@ -45,12 +53,15 @@ class Capability:
     clause: str
     definition: str
     cases: tuple[Case, ...]
+    smoke: tuple[Case, ...]
     probes_refusals: bool = False
     needs: str = ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
-        """The cases of a tier; smoke takes the first few."""
-        return self.cases[:_SMOKE_CASES] if tier is Tier.SMOKE else self.cases
+        """The cases of a tier."""
+        if tier is Tier.SMOKE:
+            return self.smoke
+        return self.cases if tier is Tier.FULL else (*self.cases, *nightly_cases(self.name))
 
 
 def _entry(
@@ -62,7 +73,7 @@ def _entry(
     needs: str = "",
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, probes_refusals, needs)
+    return Capability(name, clause, definition, built, built[:_SMOKE_CASES], probes_refusals, needs)
 
 
 _VOCABULARY = (
@@ -142,6 +153,42 @@ _VOCABULARY = (
         decode_caselists.dcp,
     ),
     _entry(
+        "mixed_batch",
+        "6.7",
+        "A layer computes prefills and decodes of one batch, in either order, over one paged cache.",
+        layer_caselists.mixed_batch,
+    ),
+    _entry(
+        "cache_write",
+        "6.7",
+        "New latents stand in their slots, nothing else of the cache changes; blocks are copied byte by byte.",
+        layer_caselists.cache_write,
+    ),
+    _entry(
+        "weight_absorption",
+        "6.7",
+        "The absorbed weights are those of kv_b_proj, for every head, also after these were replaced.",
+        layer_caselists.weight_absorption,
+    ),
+    _entry(
+        "prefill_decode_agreement",
+        "6.7",
+        "The same tokens give the same result and the same cache, whether they prefill or decode.",
+        layer_caselists.prefill_decode_agreement,
+    ),
+    _entry(
+        "graph_padding",
+        "6.8",
+        "Rows of padding, with no token, slot -1 and block -1, are 0 and leave everything else as it is.",
+        layer_caselists.graph_padding,
+    ),
+    _entry(
+        "graph_replay",
+        "6.8",
+        "A layer over a graph's buffers computes the batch that was loaded into them last.",
+        layer_caselists.graph_replay,
+    ),
+    _entry(
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
@@ -201,24 +248,43 @@ _VOCABULARY = (
         "cuda_graph",
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
-        caselists_device.cuda_graph,
+        device_caselists.cuda_graph,
     ),
     _entry(
         "streams",
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
-        caselists_device.streams,
+        device_caselists.streams,
     ),
     _entry(
         "large_offsets",
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
-        caselists_device.large_offsets,
+        device_caselists.large_offsets,
     ),
-    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", caselists_device.many_rows),
+    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
 )
 
-CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _VOCABULARY}
+_PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)
+_VALUES = telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke])
+
+
+def _with_pairs(entry: Capability) -> Capability:
+    pairs, values = ([case for case in further if case.capability == entry.name] for further in (_PAIRS, _VALUES))
+    return replace(entry, cases=(*entry.cases, *pairs), smoke=(*entry.smoke, *values))
+
+
+CAPABILITIES: dict[str, Capability] = {entry.name: _with_pairs(entry) for entry in _VOCABULARY}
+
+
+def nightly_cases(capability: str) -> tuple[Case, ...]:
+    """What the nightly tier adds to a capability's cases."""
+    return tuple(case for case in (*_triples(), *LONG_CONTEXTS) if case.capability == capability)
+
+
+@cache
+def _triples() -> tuple[Case, ...]:
+    return further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
 
 
 def find_capability(name: str) -> Capability:

@@ -30,11 +30,21 @@ class Call(StrEnum):
     CONTEXT_CHUNK = "context_chunk"
     CHUNKED_CONTEXT = "chunked_context"
     DECODE = "decode"
+    LAYER = "layer"
 
     @property
     def role(self) -> Role:
         """Whose interface the entry belongs to."""
-        return Role.DECODE if self is Call.DECODE else Role.PREFILL
+        return {Call.DECODE: Role.DECODE, Call.LAYER: Role.LAYER}.get(self, Role.PREFILL)
+
+
+class Order(StrEnum):
+    """Which requests of a layer's batch come first."""
+
+    PREFILLS_FIRST = "prefills_first"
+    """As the earlier builder lays out a batch of requests."""
+    DECODES_FIRST = "decodes_first"
+    """As the present builder wants a batch reordered."""
 
 
 class Layout(StrEnum):
@@ -55,7 +65,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3")
 QUANT = ("none", "fp8")
 MERGE = ("golden", "own")
 POISON = ("nan", "inf", "large")
-FAR = ("none", "q31", "k31", "v31", "rows31", "q32", "k32", "v32", "rows32")
+FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k", "v", "rows", "cache")))
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")
 
@@ -87,7 +97,8 @@ class Case:
         inflate: factor of the maxima in the metadata over the true ones.
         merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
         seed: another draw of the same case.
-        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, or the rows before the judged ones.
+        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, the rows before the
+            judged ones, or the blocks of the cache.
         cache: layout of the latent cache.
         kscale: scale of an fp8 cache in millionths; handed over with every layout.
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
@@ -95,6 +106,8 @@ class Case:
         spare: blocks of the cache that no request holds; ids are drawn from all.
         ranks: ranks of decode context parallelism; each is a call.
         interleave: token t belongs to rank (t // interleave) % ranks.
+        decodes: requests of a layer's batch that decode.
+        order: which requests of a layer's batch come first.
     """
 
     capability: str
@@ -127,6 +140,8 @@ class Case:
     spare: int = 3
     ranks: int = 1
     interleave: int = 1
+    decodes: int = 0
+    order: str = Order.PREFILLS_FIRST
 
     def __post_init__(self) -> None:
         if not self.call:
@@ -165,6 +180,12 @@ class Case:
     def role(self) -> Role:
         """What of a backend the case is for."""
         return Call(self.call).role
+
+    @property
+    def decode_queries(self) -> tuple[int, ...]:
+        """New tokens of each request of a layer's batch that decodes."""
+        first = self.order == Order.DECODES_FIRST
+        return self.q[: self.decodes] if first else self.q[len(self.q) - self.decodes :]
 
     @property
     def softmax_scale(self) -> float:
@@ -316,6 +337,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "far": FAR,
     "cache": CACHES,
     "tails": TAILS,
+    "order": list(Order),
 }
 
 
@@ -331,11 +353,11 @@ def _validate(case: Case) -> None:
     for name in _POSITIVE:
         if getattr(case, name) < 1:
             raise CaseError(f"field {name}: expected a positive number, got {getattr(case, name)}")
-    for name in ("pad", "spare"):
+    for name in ("pad", "spare", "decodes"):
         if getattr(case, name) < 0:
             raise CaseError(f"field {name}: expected a non-negative number, got {getattr(case, name)}")
     _require_plan(case)
-    _require_decode(case)
+    _require_cached(case)
 
 
 def _require_lengths(case: Case) -> None:
@@ -354,13 +376,22 @@ def _require_plan(case: Case) -> None:
         raise CaseError(f"field workspace: {error}") from error
 
 
-def _require_decode(case: Case) -> None:
-    if case.call != Call.DECODE:
+def _require_cached(case: Case) -> None:
+    if case.call not in (Call.DECODE, Call.LAYER):
         return
     if min(case.q) < 1:
-        raise CaseError(f"decode expects at least one query token a request, got q={list(case.q)}")
+        raise CaseError(f"{case.call} expects at least one query token a request, got q={list(case.q)}")
     if case.out or case.quant != "none" or case.merge != "golden":
-        raise CaseError("decode has no output tensor, no quantised output and no merge of its own")
+        raise CaseError(f"{case.call} has no output tensor, no quantised output and no merge of its own")
+    _require_layer(case)
     dims = (case.kv_lora_rank, case.dimensions.qk_rope_head_dim)
     if case.cache == "fp8_ds_mla" and (dims != (512, 64) or case.dtype not in ("bf16", "fp16")):
         raise CaseError(f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, got {dims} of {case.dtype}")
+
+
+def _require_layer(case: Case) -> None:
+    if case.decodes > len(case.q) or (case.decodes and case.call != Call.LAYER):
+        raise CaseError(f"field decodes: expected at most the {len(case.q)} requests of a layer, got {case.decodes}")
+    dims = case.dimensions
+    if case.call == Call.LAYER and max(dims.qk_nope_head_dim, dims.v_head_dim) > case.kv_lora_rank:
+        raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {case.dims}")

@@ -23,7 +23,7 @@ def add_commands(commands: Any) -> None:
     certify = commands.add_parser("certify", help="judge backends; further arguments go to pytest")
     certify.add_argument("--backend", action="append", default=[], metavar=REFERENCE)
     certify.add_argument("--capability", action="append", default=[], metavar="NAME")
-    certify.add_argument("--tier", metavar="smoke|full", help="by default full")
+    certify.add_argument("--tier", metavar="smoke|full|nightly", help="by default full")
     certify.add_argument("--device", metavar="cpu|cuda")
     certify.add_argument(
         "--explore", type=int, metavar="N", help="judge N drawn cases as well; one that fails is made small"

@@ -11,6 +11,7 @@ from mla_conformance.inputs import InputError
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
 from mla_conformance.request import select
+from mla_conformance.tiers import tier_lines
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     capabilities = commands.add_parser("capabilities", help="list the capabilities with their definitions")
     capabilities.set_defaults(run=_capabilities)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
-    defects.add_argument("--tier", default="full", metavar="smoke|full")
+    defects.add_argument("--tier", default="full", metavar="smoke|full|nightly")
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
     defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
     defects.set_defaults(run=_defects)
@@ -75,6 +76,8 @@ def _capabilities(options: argparse.Namespace) -> int:
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
+    for line in tier_lines():
+        say(line)
     return 0
 
 

@@ -5,7 +5,6 @@ next to page and split sizes, and most data hold a dominant key at such an edge.
 """
 
 from collections.abc import Iterator
-from itertools import cycle
 from typing import Any
 
 from mla_conformance.case import Call, Layout
@@ -98,13 +97,14 @@ def several_tokens() -> Iterator[Fields]:
 
 def pages() -> Iterator[Fields]:
     """Page sizes, strides, high block ids, and whatever may stand where no request's token is."""
-    hostile = cycle([("minus", "nan"), ("huge", "inf"), ("stale", "large"), ("null", "nan"), ("huge", "nan")])
-    for page, (tails, poison) in zip((64, 16, 1, 32, 128), hostile, strict=False):
-        edges = (2 * page - 1, 2 * page, max(0, page - 2), 333)
-        yield single(*edges, page=page, tails=tails, poison=poison, data="needle")
+    yield single(127, 128, 62, 333, tails="minus", layers=2, data="needle")
+    yield single(31, 32, 14, 333, page=16, tails="huge", poison="inf", data="needle")
+    yield single(70, 1, 0, 9, page=1, spare=40000, **_SMALL, poison="large", data="needle")
+    yield single(1, 2, 0, 333, page=1, tails="huge", data="needle")
+    yield single(63, 64, 30, 333, page=32, tails="null", data="needle")
+    yield single(255, 256, 126, 333, page=128, tails="huge", poison="inf", data="needle")
     yield single(130, 9, layers=3, data="needle")
     yield single(130, 9, page=16, layers=2, tails="minus", poison="inf")
-    yield single(70, 9, page=1, spare=40000, **_SMALL, data="needle")
     yield single(4200, 5, page=64, heads=2, data="needle", tails="huge")
     yield single(130, 9, pad=3, tails="minus")
     yield single(130, 9, spare=200, poison="large")
@@ -167,6 +167,8 @@ def fp8_ds_mla() -> Iterator[Fields]:
 def dcp() -> Iterator[Fields]:
     """Ranks that hold a part of the tokens, or none; each rank's state and all of them merged."""
     yield single(64, 5, 1000, 0, ranks=2, data="needle")
+    yield decode((4, 4), (300, 62), ranks=2, interleave=64, data="needle")
+    yield single(0, 1, 2, 200, ranks=4, interleave=16)
     yield single(300, 40, 129, ranks=3, interleave=64, data="needle")
     yield single(0, 1, 2, 200, ranks=4)
     yield single(300, 40, 63, 0, ranks=2, interleave=4096)

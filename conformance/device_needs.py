@@ -16,6 +16,9 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     """Why a case cannot be judged on ``device``; an empty list means that it can."""
     if case.capability in _NEEDS_CUDA and device.type != "cuda":
         return ["needs a CUDA device"]
+    if case.capability == "graph_replay" and device.type == "cuda":
+        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
+        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     if case.capability == "cuda_graph":
         return _graph_reasons(case, backend_class)
     return _memory_reasons(case, device) if case.far != "none" else []
@@ -28,6 +31,10 @@ def _graph_reasons(case: Case, backend_class: Any) -> list[str]:
         needed = AttentionCGSupport.ALWAYS
     elif max(case.q) == 1:
         needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return _graph_support(declared, needed)
+
+
+def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> list[str]:
     if declared.value >= needed.value:
         return []
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]

@@ -11,6 +11,7 @@ import torch
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.calls import AttentionCall
 from mla_conformance.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
+from mla_conformance.phases import phase
 from mla_conformance.problem import Problem
 from mla_conformance.process_state import ProcessState
 from mla_conformance.reference.merge import merge
@@ -29,6 +30,7 @@ class Returned:
         error: one line for an exception, and the traceback behind it.
         out: the output tensor that was handed in.
         out_of_memory: the exception says that memory ran out.
+        miswritten: what the call should have written otherwise, beside its result.
     """
 
     call: AttentionCall
@@ -37,6 +39,7 @@ class Returned:
     traceback: str = ""
     out: Guarded | None = None
     out_of_memory: bool = False
+    miswritten: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
     process = os.getpid()
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare))
+        with phase("calls"):
+            returned.append(_guarded_call(backend, problem, call, prepare))
         if os.getpid() != process:
             os._exit(0)  # the backend forked, and its child came back into a run that is not its own
         if returned[-1].error:
@@ -114,7 +118,7 @@ def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall,
             torch.cuda.synchronize(problem.device)
     except (Exception, SystemExit) as error:
         return Returned(call, None, one_line(error), traceback.format_exc(), out, out_of_memory(error))
-    return Returned(call, value, out=out)
+    return Returned(call, value, out=out, miswritten=call.wrong_writes())
 
 
 def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:

@@ -8,7 +8,7 @@ from mla_conformance.capabilities import find_capability
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Nonconformance, Status, Verdict
 
-_SUITE = ("test_attention", "test_decode", "test_memory", "test_laws", "test_validation", "test_device")
+_SUITE = ("test_attention", "test_decode", "test_layer", "test_memory", "test_laws", "test_validation", "test_device")
 
 Procedure = Callable[[Trial], None]
 

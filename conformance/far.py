@@ -1,7 +1,8 @@
 """Operands that reach beyond 2^31 or 2^32 elements, around the few rows that are judged.
 
-``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; likewise q and v. ``rows31``
-puts the judged rows behind so many others that queries and output reach that far.
+``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; likewise q and v, and
+``cache31`` the blocks of a cache. ``rows31`` puts the judged rows behind so many others that queries and output reach
+that far.
 """
 
 from dataclasses import replace
@@ -29,7 +30,8 @@ def far_problem(case: Case, device: torch.device) -> tuple[Problem, Problem]:
     near = build_problem(replace(case, far="none"), device)
     reach, call = Reach.of(case), near.calls[0]
     if reach.operand != "rows":
-        spread = {reach.operand: _spread(getattr(call, reach.operand), reach.elements)}
+        name = "kv_cache" if reach.operand == "cache" else reach.operand
+        spread = {name: _spread(getattr(call, name), reach.elements)}
         return replace(near, calls=(replace(call, **spread),)), near
     return _behind_others(near, rows_before(case)), near
 
@@ -52,10 +54,10 @@ def judged_far_away(trial: Trial) -> str:
 
 
 def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """``x`` [tokens, N, D] in a poisoned buffer of twice ``elements``, the first half of the rows before them."""
+    """``x`` [rows, ...] in a poisoned buffer of twice ``elements``, the first half of the rows before them."""
     stride = -(-2 * elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
     buffer = torch.empty(x.shape[0] * stride, dtype=x.dtype, device=x.device).fill_(torch.nan)
-    view = buffer.as_strided(x.shape, (stride, x.shape[2], 1))
+    view = buffer.as_strided(x.shape, (stride, x.shape[2], 1))  # each row packed
     return view.copy_(x)
 
 

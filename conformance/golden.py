@@ -7,6 +7,7 @@ import torch
 from mla_conformance.calls import AttentionCall, Question
 from mla_conformance.golden_cache import GoldenCache
 from mla_conformance.judged_rows import JudgedRows, choose_rows
+from mla_conformance.phases import phase
 from mla_conformance.problem import Problem, segments, start_loc
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
@@ -32,8 +33,9 @@ _cache = GoldenCache()
 
 def expect(problem: Problem) -> Expectation:
     """The golden result, computed once per case for all backends as far as the cache's bound allows."""
-    rows = choose_rows(problem)
-    calls, merged = _cache.get(problem, lambda: _compute(problem, rows))
+    with phase("golden", problem.device):
+        rows = choose_rows(problem)
+        calls, merged = _cache.get(problem, lambda: _compute(problem, rows))
     return Expectation(rows, calls, merged)
 
 

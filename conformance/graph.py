@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.case import Case
 from mla_conformance.golden import expect
 from mla_conformance.launch import cut, guarded, invoke, observed, prepare, tensors
@@ -33,7 +34,7 @@ class Graph:
         expect(first)
         loaded = _load(static, first)
         prepare(trial.backend, loaded)
-        self._replay, self._value = _captured(static.device, lambda: invoke(trial.backend, loaded))
+        self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests, shorter than those of the buffers, and padding up to the captured number."""
@@ -75,10 +76,15 @@ def _beyond(case: Case, device: torch.device) -> Problem:
 
 
 def _padded(case: Case, requests: int, seed: int) -> Case:
-    """The last so many requests in reverse order, each shorter; the others have no token."""
-    eighths = 1 + 3 * seed % 8
-    lengths = tuple(max(1, length * eighths // 8) for length in reversed(case.q[-requests:]))
-    return replace(case, q=lengths + (0,) * (len(case.q) - requests), seed=case.seed + seed)
+    """The last so many requests in reverse order, each shorter; then requests of padding."""
+    eighths, padding = 1 + 3 * seed % 8, len(case.q) - requests
+    if case.role is Role.PREFILL:
+        lengths = tuple(max(1, length * eighths // 8) for length in reversed(case.q[-requests:]))
+        return replace(case, q=lengths + (0,) * padding, seed=case.seed + seed)
+    if max(case.q) > 1:  # a row of padding has one token, so such a batch is never smaller
+        requests, padding = len(case.q), 0
+    context = tuple(length * eighths // 8 for length in reversed(case.kv[-requests:]))
+    return replace(case, q=case.q[:requests], kv=context, pad=padding, seed=case.seed + seed)
 
 
 def _load(static: Problem, other: Problem) -> Problem:
@@ -86,11 +92,19 @@ def _load(static: Problem, other: Problem) -> Problem:
     theirs = other.caller_owned
     for name, buffer in static.caller_owned.items():
         buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
-    host = {name: value for name, value in vars(other.metadata).items() if name.endswith("_cpu")}
-    return replace(static, metadata=replace(static.metadata, **host))
+    if static.metadata is not None:
+        return replace(static, metadata=_with_host_lengths(static.metadata, other.metadata))
+    mine: Any = static.calls[0]
+    call: Any = other.calls[0]
+    return replace(static, calls=(replace(mine, metadata=_with_host_lengths(mine.metadata, call.metadata)),))
 
 
-def _captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+def _with_host_lengths(metadata: Any, other: Any) -> Any:
+    """``metadata``, whose buffers and maxima stay, with what ``other`` says on the host."""
+    return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
+
+
+def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
     """(replay, what the captured call returned); the replay returns it again."""
     if device.type != "cuda":
         return call, call()

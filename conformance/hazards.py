@@ -13,11 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class Site:
-    """One request as a regime sees it; float32 on the CPU.
+    """One request as a regime sees it.
 
     Attributes:
-        q: [T, N, D] standard normal queries.
-        k: [S, N, D] keys as the backend receives them.
+        q: [T, N, D] standard normal queries, float32 on the CPU.
+        k: [S, N, D] keys as the backend receives them, on any device.
         scale: softmax scale.
         edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
     """
@@ -58,8 +58,7 @@ def _aligned(site: Site, logit: float) -> torch.Tensor:
     if not site.edges:
         return site.q
     heads = site.q.shape[1]
-    targets = torch.tensor([site.edges[head % len(site.edges)] for head in range(heads)])
-    keys = site.k[targets, torch.arange(heads)].float()
+    keys = torch.stack([site.k[site.edges[head % len(site.edges)], head].float().cpu() for head in range(heads)])
     direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
     return site.q + direction * (logit / site.scale)
 

@@ -80,13 +80,15 @@ class _Judge:
             yield _raised(returned)
             yield self._form(returned)
         for returned, golden in zip(observation.returned, expectation.calls, strict=True):
-            yield from self._values(self._part(returned, golden))
+            merges = returned.call.merges
+            yield from self._values(self._part(returned, golden), Merged(merges, stored=True) if merges else None)
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
             merged = self._picked("all parts merged", expectation.merged, *observation.merged)
             yield from self._values(merged, self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
+        yield from (_miswritten(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
         if observation.disturbed:
@@ -181,7 +183,8 @@ class _Judge:
         error = (part.output.double() - part.golden.output).abs()
         element = _share(error, element_budget(part.golden, allowed) * self.numbers.element_limit)
         ratio = _share(error.square().mean(dim=-1).sqrt(), expected_row_rms(part.golden, allowed))
-        row = self._worst_rms(ratio)
+        # Rows that share keys share the roundings of those, so they are no samples of their own.
+        row = self._worst_rms(ratio, independent=not allowed.keys)
         self._use(BudgetUse(element=_largest(element), row=_largest(row)))
         if max(_largest(element), _largest(row)) <= 1:
             return None
@@ -199,11 +202,11 @@ class _Judge:
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
 
-    def _worst_rms(self, ratio: torch.Tensor) -> torch.Tensor:
+    def _worst_rms(self, ratio: torch.Tensor, independent: bool) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
         share = ratio / rms_limit(1, self.numbers.row_deviations)
         for rows in segments(self.rows.start_loc):
-            if rows.stop > rows.start:
+            if independent and rows.stop > rows.start:
                 together = ratio[rows].square().mean(dim=0, keepdim=True).sqrt()
                 limit = rms_limit(rows.stop - rows.start, self.numbers.row_deviations)
                 share[rows] = torch.maximum(share[rows], together / limit)
@@ -257,6 +260,10 @@ def _raised(returned: Returned) -> Verdict | None:
         return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
     verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
     return replace(verdict, detail=returned.traceback)
+
+
+def _miswritten(returned: Returned) -> Verdict | None:
+    return failed(Check.CACHE, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
 
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

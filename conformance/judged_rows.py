@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mla_conformance.case import Call, Case
 from mla_conformance.problem import Problem, segments
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
@@ -71,8 +72,8 @@ class JudgedRows:
 def choose_rows(problem: Problem) -> JudgedRows:
     """The rows of a problem that are judged."""
     starts = problem.query_start_loc
-    limit = FULL_OPERATIONS[problem.device.type]
-    if useful_operations(problem) <= limit or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
+    whole = useful_operations(problem.case, *_lengths(problem)) <= FULL_OPERATIONS[problem.device.type]
+    if whole or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
         return JudgedRows(starts)
     telling = set(islice(dict.fromkeys(_telling(problem)), TELLING_ROWS))
     rest = [row for row in range(starts[-1]) if row not in telling]
@@ -81,18 +82,29 @@ def choose_rows(problem: Problem) -> JudgedRows:
     return JudgedRows(starts, tuple(sorted([*telling, *drawn])), DRAWN_ROWS)
 
 
-def useful_operations(problem: Problem) -> float:
-    """Operations of q·k and p·v over the visible pairs of all calls, and of the merged result where there is one."""
-    total = 0.0
-    for call in problem.calls:
-        pairs = 0.0
-        lengths = zip(segments(problem.query_start_loc), segments(call.key_start_loc), strict=True)
-        for queries, keys in lengths:
-            q_len, kv_len = queries.stop - queries.start, keys.stop - keys.start
-            hidden = q_len * (q_len - 1) / 2 if call.chunk_idx is None else 0.0
-            pairs += max(q_len * kv_len - hidden, 0.0)
-        total += 2.0 * (call.q.shape[-1] + call.width) * problem.case.heads * pairs
-    return total * (2 if problem.is_merged else 1)
+def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) -> float:
+    """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
+
+    Args:
+        case: gives heads, head dims and the entry that is driven.
+        new: new tokens of each request.
+        context: context tokens of each request.
+    """
+    causal = 0.0 if case.call == Call.CONTEXT_CHUNK else sum(length * (length + 1) / 2 for length in new)
+    pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
+    dims, rope = case.dimensions, case.dimensions.qk_rope_head_dim
+    absorbed = case.call == Call.DECODE
+    columns = 2 * case.kv_lora_rank + rope if absorbed else dims.qk_head_dim + dims.v_head_dim
+    merged = case.call == Call.CHUNKED_CONTEXT or case.ranks > 1
+    return 2.0 * columns * case.heads * pairs * (2 if merged else 1)
+
+
+def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
+    """New tokens of each request, and what it attends to beside them."""
+    new = [rows.stop - rows.start for rows in segments(problem.query_start_loc)]
+    seen = [sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in problem.calls) for r in range(len(new))]
+    beside = new if problem.case.call != Call.CONTEXT_CHUNK else [0] * len(new)
+    return new, [max(0, keys - tokens) for keys, tokens in zip(seen, beside, strict=True)]
 
 
 def _telling(problem: Problem) -> Iterator[int]:

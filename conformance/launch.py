@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from mla_conformance.driver import Observation, Returned, one_line
+from mla_conformance.phases import phase
 from mla_conformance.problem import Problem
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Check, Nonconformance
@@ -12,12 +13,14 @@ from mla_conformance.verdict import Check, Nonconformance
 
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
-    problem.calls[0].prepare(backend, problem)
+    with phase("calls"):
+        problem.calls[0].prepare(backend, problem)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:
     """Make the problem's only call; what the backend returns, possibly still being computed."""
-    return problem.calls[0].invoke(backend, problem, None)
+    with phase("calls"):
+        return problem.calls[0].invoke(backend, problem, None)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated",
     )
     group.addoption("--mla-capability", action="append", default=[], metavar="NAME", help="judge this capability only")
-    group.addoption("--mla-tier", default="full", metavar="TIER", help="smoke or full (default)")
+    group.addoption("--mla-tier", default="full", metavar="TIER", help="smoke, full (default) or nightly")
     group.addoption(
         "--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda where there is one"
     )

@@ -1,5 +1,6 @@
 """From a case to tensors: the inputs of every call, the metadata, and what the caller owns."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,14 +14,17 @@ from mla_conformance.backends.metadata import (
 from mla_conformance.calls import AttentionCall, PrefillCall, Question
 from mla_conformance.case import Call, Case
 from mla_conformance.context import LatentContext, latent_context
+from mla_conformance.counter_normal import fill_normal
 from mla_conformance.decode_problem import DecodeBatch
 from mla_conformance.hazards import Site
+from mla_conformance.layer_problem import LayerBatch
 from mla_conformance.memory import poison
 from mla_conformance.operands import TORCH_DTYPES, Draw, ProblemError, edges, lay_out, segments, start_loc
 from mla_conformance.reference.chunking import ContextChunk
 
 __all__ = ["TORCH_DTYPES", "Problem", "ProblemError", "assemble_metadata", "build_problem", "segments", "start_loc"]
-_WORKSPACE = 2**28
+_COUNTED_ELEMENTS = 2**30
+"""Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,6 @@ class Problem:
         return owned
 
 
-def memory_need(case: Case) -> int:
-    """Bytes that a case takes at least: q, k, v and output of its largest call, and some workspace."""
-    keys = sum(case.kv) if case.call == Call.CONTEXT_CHUNK else sum(case.q)
-    width = case.dimensions.qk_head_dim + case.dimensions.v_head_dim
-    dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
-    return _WORKSPACE + dtype.itemsize * case.heads * (sum(case.q) + keys) * width
-
-
 def build_problem(case: Case, device: torch.device) -> Problem:
     """The inputs that a case stands for; the same bytes on every device.
 
@@ -83,6 +79,9 @@ def build_problem(case: Case, device: torch.device) -> Problem:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
+    if case.call == Call.LAYER:
+        layer = LayerBatch(case, device)
+        return Problem(case, case.id, device, layer.dtype, layer.query_start_loc, (layer.call(),), None, None)
     if case.call == Call.DECODE:
         batch = DecodeBatch(case, device)
         return Problem(
@@ -132,7 +131,7 @@ class _Builder(Draw):
         chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
         keys = start_loc(lengths)
         k, v = self._random_keys(keys[-1])
-        q = self._queries([k[keys_of].float() for keys_of in segments(keys)])
+        q = self._queries([k[keys_of] for keys_of in segments(keys)])
         return (self._call(chunk_idx, q, k, v, keys),), None
 
     def _chunked(self) -> tuple[tuple[PrefillCall, ...], LatentContext]:
@@ -144,7 +143,7 @@ class _Builder(Draw):
             torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
             for r, rows in enumerate(segments(queries))
         ]
-        q = self._queries([k.float().cpu() for k in per_request])
+        q = self._queries(per_request)
         calls = [self._call(None, q, *new, queries)]
         calls += [
             self._call(index, q, k, v, tuple(loc))
@@ -154,9 +153,15 @@ class _Builder(Draw):
 
     def _random_keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         dims = self.case.dimensions
-        k = torch.randn(tokens, self.case.heads, dims.qk_head_dim, generator=self.generator)
-        v = torch.randn(tokens, self.case.heads, dims.v_head_dim, generator=self.generator)
+        k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
+        v = self._normal(tokens, self.case.heads, dims.v_head_dim)
         return self.regime.keys(k).to(self.dtype), self.regime.values(v).to(self.dtype)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        if math.prod(shape) < _COUNTED_ELEMENTS:
+            return torch.randn(*shape, generator=self.generator)
+        seed = int(torch.randint(2**20, (), generator=self.generator))
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     def _queries(self, keys: list[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype on the CPU."""

@@ -14,7 +14,7 @@ class Reach:
     """What is far away, and how far.
 
     Attributes:
-        operand: ``q``, ``k``, ``v`` or ``rows``.
+        operand: ``q``, ``k``, ``v``, ``rows`` or ``cache``.
         elements: that many lie before what is judged.
     """
 

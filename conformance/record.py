@@ -40,6 +40,7 @@ class Record:
         explanation: what the failure looks like beside the known defects, for a capability's first failure.
         seconds: wall time of the trial.
         detail: traceback of a harness error, a crash or a hang.
+        phases: seconds of it by phase: the golden result, the backend's calls, the judge.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
         judged: status before an expectation was applied, or empty.
         expectation: the expectation that was applied, or empty.
@@ -59,6 +60,7 @@ class Record:
     used: dict[str, float] = field(default_factory=dict)
     explanation: str = ""
     seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
     detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
     judged: str = ""

@@ -36,12 +36,17 @@ def record_of(
     evidence: dict[str, str],
 ) -> Record:
     """The record of a finished trial, with what a failure looks like, or the traceback of a fault of the harness."""
+    from mla_conformance.phases import spent
+
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
         trial.verdict = _undecided(excinfo.value)
-    record = replace(identity(trial).with_verdict(trial.verdict, round(seconds, 4)), evidence=evidence)
+    record = replace(identity(trial).with_verdict(trial.verdict, round(seconds, 4)), evidence=evidence, phases=spent())
     if record.status is Status.HARNESS_ERROR:
         return replace(record, detail=str(report.longrepr))
-    return replace(record, explanation=_explanation(trial, trial.verdict, seconds)) if record.failed else record
+    if record.failed:
+        record = replace(record, explanation=_explanation(trial, trial.verdict, seconds))
+        spent()  # looking for an explanation is no part of the next trial
+    return record
 
 
 def attach(report: pytest.TestReport, record: Record) -> None:

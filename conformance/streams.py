@@ -26,17 +26,17 @@ class _Late:
 
     def __init__(self, problem: Problem) -> None:
         owned = problem.caller_owned.values()
-        self._kept = [(x, storage_bytes(x).clone()) for x in owned if x.is_cuda and x.untyped_storage().nbytes()]
+        self.kept = [(x, storage_bytes(x).clone()) for x in owned if x.is_cuda and x.untyped_storage().nbytes()]
 
     def take_away(self) -> None:
         """Poison in the operands; no request has a token."""
-        for tensor, _ in self._kept:
+        for tensor, _ in self.kept:
             storage_bytes(tensor).fill_(_POISON_BYTE if tensor.is_floating_point() else 0)
 
     def give_back(self) -> None:
         """On the current stream, after a while."""
         torch.cuda._sleep(_SPIN_CYCLES)
-        for tensor, data in self._kept:
+        for tensor, data in self.kept:
             storage_bytes(tensor).copy_(data)
 
 
@@ -84,5 +84,10 @@ def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Cal
         value = invoke(backend, problem)
         # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
         copies = [tensor.clone() for tensor in tensors(value)]
-    whole = isinstance(value, tuple | list) and len(copies) == len(value)
-    return lambda: tuple(copies) if whole else (copies[0] if isinstance(value, torch.Tensor) else value)
+
+    def result() -> Any:
+        late.kept.clear()  # until now: memory that the stream still reads must not be handed out again
+        whole = isinstance(value, tuple | list) and len(copies) == len(value)
+        return tuple(copies) if whole else (copies[0] if isinstance(value, torch.Tensor) else value)
+
+    return result

@@ -18,12 +18,15 @@ from mla_conformance.backends.loading import (
     roles_of,
     unavailable_reasons,
 )
+from mla_conformance.backends.mla_layer import mla_backend
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import find_capability
 from mla_conformance.case import Case
 from mla_conformance.device_needs import device_reasons
+from mla_conformance.layer import Layer
+from mla_conformance.layer_support import layer_declaration, layer_reasons
 from mla_conformance.problem import TORCH_DTYPES
 
 
@@ -50,8 +53,10 @@ class Subject:
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
-        """What the backend computes."""
-        return roles_of(self.backend)
+        """What the backend computes; kernels for prefill and decode make a layer."""
+        roles = roles_of(self.backend)
+        composed = {Role.PREFILL, Role.DECODE} <= set(roles) and Role.LAYER not in roles
+        return (*roles, Role.LAYER) if composed else roles
 
     @cached_property
     def prefill_class(self) -> type[MLAPrefillBackend]:
@@ -65,9 +70,15 @@ class Subject:
         loaded: type[MLADecodeBackend] = resolve_backend(self.backend, self.capability, Role.DECODE)
         return loaded
 
+    @cached_property
+    def layer_class(self) -> Any:
+        """The layer: the one that was named, or the common one over the backend's kernels."""
+        named = resolve_backend(self.backend, self.capability, Role.LAYER)
+        return named or mla_backend(self.prefill_class, self.decode_class)
+
     def class_of(self, role: Role) -> Any:
         """The class that calls of a role go to on this device."""
-        return self.decode_class if role is Role.DECODE else self.prefill_class
+        return getattr(self, f"{role}_class")
 
     def declaration_of(self, role: Role) -> Declaration:
         """What the adapter of a role declares."""
@@ -77,7 +88,7 @@ class Subject:
     def _declarations(self) -> dict[Role, Declaration]:
         """Of the roles that can run here."""
         usable = [role for role in self.roles if not self._unavailable[role]]
-        return {role: declaration_of(resolve_backend(self.backend, self.capability, role)) for role in usable}
+        return {role: _DECLARED.get(role, declaration_of)(self.class_of(role)) for role in usable}
 
     @cached_property
     def declaration(self) -> Declaration:
@@ -96,8 +107,9 @@ class Subject:
     def rounding(self) -> dict[str, str]:
         """The declared rounding classes by name; beside those of prefill the ones of decode say so."""
         found: dict[str, str] = {}
-        for role, declaration in self._declarations.items():
-            prefix = f"{role}: " if role is Role.DECODE and len(self._declarations) > 1 else ""
+        kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
+        for role, declaration in (kernels or self._declarations).items():
+            prefix = f"{role}: " if role is Role.DECODE and len(kernels) > 1 else ""
             found |= {f"{prefix}{name}": value.value for name, value in vars(declaration.rounding).items()}
         return found
 
@@ -113,7 +125,9 @@ class Subject:
 
     @cached_property
     def _unavailable(self) -> dict[Role, list[str]]:
-        return {role: unavailable_reasons(self.backend, self.capability, role) for role in self.roles}
+        own = {role: unavailable_reasons(self.backend, self.capability, role) for role in roles_of(self.backend)}
+        composed = [reason for reasons in own.values() for reason in reasons]
+        return own if Role.LAYER in own or Role.LAYER not in self.roles else {**own, Role.LAYER: composed}
 
     def missing_role(self, case: Case) -> list[str]:
         """Why no call of ``case`` can be made: the backend has other roles only, or this one cannot run here."""
@@ -140,7 +154,9 @@ class Subject:
         needs = find_capability(case.capability).needs
         if needs and not getattr(self.declaration_of(case.role), needs):
             return [f"not declared {needs}"]
-        if case.role is Role.DECODE:
+        if case.role is Role.LAYER:
+            reasons = layer_reasons(self.layer_class, case, dtype, self.capability)
+        elif case.role is Role.DECODE:
             reasons = list(self.decode_class.validate_configuration(self.capability, _decode_config(case, dtype)))
         else:
             reasons = self._unsupported_prefill(case, dtype)
@@ -162,6 +178,8 @@ class Subject:
 
     def create(self, case: Case, vllm_config: Any = None) -> Any:
         """A new instance of the case's role for its head dims and scale."""
+        if case.role is Role.LAYER:
+            return Layer(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
         if case.role is Role.DECODE:
             return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
         return self.create_prefill(case, vllm_config)
@@ -169,6 +187,9 @@ class Subject:
     def create_prefill(self, case: Case, vllm_config: Any = None) -> MLAPrefillBackend:
         """A new prefill instance for the case's head dims and scale."""
         return self.prefill_class(**_sizes(case), vllm_config=vllm_config)
+
+
+_DECLARED = {Role.LAYER: layer_declaration}
 
 
 def _sizes(case: Case) -> dict[str, Any]:

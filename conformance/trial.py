@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 import torch
 
@@ -13,7 +14,9 @@ from mla_conformance.driver import Observation, one_line, run_calls
 from mla_conformance.golden import expect
 from mla_conformance.judge import judge
 from mla_conformance.memory import storage_bytes, wait_for_memory
-from mla_conformance.problem import Problem, build_problem, memory_need
+from mla_conformance.needs import MOST_OPERATIONS, memory_need, operations_of
+from mla_conformance.phases import phase
+from mla_conformance.problem import Problem, build_problem
 from mla_conformance.subject import Subject
 from mla_conformance.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 
@@ -85,10 +88,15 @@ class Trial:
             self._settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
 
     def require_memory(self, seconds: float) -> None:
-        """On a GPU that others use as well, wait for the case's memory; settle the trial as unavailable without it."""
-        if self.subject.device.type != "cuda":
+        """Settle the trial as unavailable where the case does not fit; wait for a GPU's memory if others hold it."""
+        kind = self.subject.device.type
+        work, most = operations_of(self.case), MOST_OPERATIONS.get(kind, inf)
+        if work > most:
+            what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
+            self._settle(Verdict(Status.UNAVAILABLE, what))
+        if kind != "cuda":
             return
-        need = memory_need(self.case)
+        need = memory_need(self.case, kind)
         free = wait_for_memory(self.subject.device, need, seconds)
         if free < need:
             found = f"needs at least {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {seconds:.0f} s"
@@ -122,7 +130,9 @@ class Trial:
     def judged(self, problem: Problem, observation: Observation, step: str) -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last, self.last_problem = observation, problem
-        verdict = judge(problem, expect(problem), observation, self.declaration)
+        expectation = expect(problem)
+        with phase("judge"):
+            verdict = judge(problem, expectation, observation, self.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)

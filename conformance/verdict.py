@@ -32,6 +32,7 @@ class Check(StrEnum):
     LSE = "lse"
     OUTPUT = "output"
     OUT_TENSOR = "out_tensor"
+    CACHE = "cache"
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
     PROCESS_STATE = "process_state"
@@ -52,6 +53,7 @@ CLAUSES = {
     Check.LSE: "4.2",
     Check.OUTPUT: "4.2",
     Check.OUT_TENSOR: "3.4",
+    Check.CACHE: "6.7",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
     Check.PROCESS_STATE: "3.6",

@@ -26,10 +26,12 @@ class ErrorTerms:
         is tiny beside it rounds to a subnormal or to 0.
     lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
 
-    Where they are asked for, what rounding each key, and the value that it holds, once more does to the output:
-    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance that independent roundings of the keys'
-        elements cause by the scores.
-    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of a relative one that all elements share.
+    Where they are asked for, what rounding each key, and the value that it holds, once more does by the scores:
+    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
+    key_shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys
+        have in common, element by element; estimated from random combinations of the columns, since the sum itself has
+        as many products for each row as a layer has for all.
+    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
     """
 
     magnitude: Tensor
@@ -38,6 +40,7 @@ class ErrorTerms:
     peak: Tensor
     lse_score: Tensor
     key_spread: Tensor | None = None
+    key_shared: Tensor | None = None
     key_shift: Tensor | None = None
 
     def by_name(self) -> dict[str, Tensor]:
@@ -100,19 +103,35 @@ def _attend(
     p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
     terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
     if terms is not None and with_key_terms:
-        spread, shift = _key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale)
-        terms = replace(terms, key_spread=spread, key_shift=shift)
+        terms = replace(terms, **_key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale))
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
 
 
-def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """key_spread and key_shift for operands with the heads first, weights and scores [N, T, S]."""
+def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
+    """The key terms by name for operands with the heads first, weights and scores [N, T, S]."""
     output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
     # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
     shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    return spread.clamp(min=0.0).transpose(0, 1), shift.transpose(0, 1)
+    shared = _shared_variance(q, k, v, p, output, scale)
+    return {
+        "key_spread": spread.clamp(min=0.0).transpose(0, 1),
+        "key_shared": shared.mT,
+        "key_shift": shift.transpose(0, 1),
+    }
+
+
+_COMBINATIONS = 4
+
+
+def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
+    """[N, T] estimate of key_shared; a sum of squares over columns is the mean over random signs of them."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
+    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
+    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
 
 
 def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:

@@ -196,10 +196,7 @@ def _chosen(state: AttentionState, rows: Sequence[int]) -> AttentionState:
     """The rows ``rows`` of a state."""
     index = torch.tensor(rows, dtype=torch.long, device=state.output.device)
     terms = state.terms and ErrorTerms(
-        **{
-            name: x[index] if x.dim() == state.output.dim() else x[:, index]
-            for name, x in state.terms.by_name().items()
-        }
+        **{name: x[:, index] if name == "lse_score" else x[index] for name, x in state.terms.by_name().items()}
     )
     return AttentionState(state.output[index], state.lse[:, index], terms)
 

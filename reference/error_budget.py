@@ -46,11 +46,11 @@ def _terms(state: AttentionState) -> ErrorTerms:
     return state.terms
 
 
-def _key_terms(state: AttentionState) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_terms(state: AttentionState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     terms = _terms(state)
-    if terms.key_spread is None or terms.key_shift is None:
+    if terms.key_spread is None or terms.key_shared is None or terms.key_shift is None:
         raise ValueError("expected a state with key terms; compute it with with_key_terms=True")
-    return terms.key_spread, terms.key_shift
+    return terms.key_spread, terms.key_shared, terms.key_shift
 
 
 def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
@@ -77,9 +77,9 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     if roundoffs.keys:
-        # Equal codes are rounded alike, so beside the independent part there may be one that all keys share.
-        spread, shift = _key_terms(state)
-        rounding = rounding + roundoffs.keys**2 * (terms.squares + spread)
+        # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
+        spread, shared, shift = _key_terms(state)
+        rounding = rounding + roundoffs.keys**2 * (terms.squares + spread + shared.unsqueeze(-1))
         systematic = systematic + roundoffs.keys * shift
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
 

@@ -193,12 +193,15 @@ def mla_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture
-def decodes() -> Callable[..., MLADecodeBackend]:
+def decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLADecodeBackend]:
     """Drive a decode adapter through a batch with a request of padding, shuffled pages and poison around them."""
 
     def check(
         backend_class: type[MLADecodeBackend], page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]
     ) -> MLADecodeBackend:
+        # The stand-in is all that the adapter needs, and it runs on a CPU.
+        monkeypatch.setattr(backend_class, "libraries", ())
+        monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
         backend = backend_class(
             num_heads=HEADS,
             scale=SCALE,

@@ -45,7 +45,7 @@ def test_conventions(queries: Any, lengths: Any, library: Any, decodes: Any) -> 
 
 
 def test_batches_that_are_not_uniform_are_refused(library: Any, decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match=r"equally many queries a request"):
+    with pytest.raises(UnsupportedConfiguration, match=r"different numbers of query tokens"):
         decodes(FlashMLADecodeBackend, 64, (1, 2), (65, 130))
 
 

@@ -119,14 +119,6 @@ def test_scales_of_an_e4m3_cache_reach_the_kernel(library: Any) -> None:
     assert (seen["ckv_scale"], seen["kpe_scale"], seen["form"].cache_dtype) == (0.25, 0.25, torch.float8_e4m3fn)
 
 
-def test_a_table_that_is_too_narrow_is_refused(library: Any, decodes: Any) -> None:
-    backend = decodes(FlashInferMLADecodeBackend.variants["fa2"], 16, (1,), (65,))
-    metadata = backend._decode_metadata
-    metadata.seq_lens_cpu = torch.tensor([16 * 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"block_table: expected at least 8 pages a request, got 7"):
-        backend.prepare_metadata(metadata)
-
-
 def test_choice_by_device(monkeypatch: Any) -> None:
     monkeypatch.setattr(FlashInferMLADecodeBackend, "libraries", ())
     chosen: list[Any] = [FlashInferMLADecodeBackend.resolve(DeviceCapability(*c)) for c in ((8, 0), (9, 0), (10, 0))]

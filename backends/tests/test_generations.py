@@ -1,5 +1,6 @@
 """The other generations of the interface: what their adapters hand over, and what they make of the answers."""
 
+import inspect
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -138,9 +139,9 @@ def test_new_tokens_get_out_only_where_it_is_supported() -> None:
         given_out = []
 
         class Kernel(Spy):
-            def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **given: Any) -> Any:
+            def run_prefill_new_tokens(self, *args: Any, **given: Any) -> Any:
                 given_out.append("out" in given)  # noqa: B023
-                return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, **given)
+                return super().run_prefill_new_tokens(*args, **given)
 
         Kernel.writes = writes
         backend = as_prefill_backend(Kernel)(**SIZES)
@@ -149,6 +150,26 @@ def test_new_tokens_get_out_only_where_it_is_supported() -> None:
         assert backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out) is out
         assert given_out == [writes]
         assert torch.equal(out, backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False))
+
+
+def test_only_rows_that_count_are_handed_over() -> None:
+    class Kernel(Spy):
+        def run_prefill_new_tokens(self, *args: Any, **given: Any) -> Any:
+            assert {len(x) for x in (*args, *given.values()) if isinstance(x, torch.Tensor)} == {7}
+            return super().run_prefill_new_tokens(*args, **given)
+
+    q, k, v = (torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in operands(7, 7))
+    for writes in (True, False):
+        Kernel.writes = writes
+        backend = as_prefill_backend(Kernel)(**SIZES)
+        backend.prepare_metadata(metadata([3, 4], ()))
+        out = torch.full((9, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
+        output, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+        assert (output.shape, lse.shape) == (out.shape, (2, 9))
+        assert lse[:, 7:].isneginf().all()
+        written, _ = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True, out=out)
+        assert written is out or not writes
+        assert torch.equal(written, output)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +188,7 @@ def test_a_partial_result_of_another_form_is_not_copied_into_shape(wrong: Any, s
         def run_prefill_context_chunk(self, *args: Any, **given: Any) -> Any:
             return wrong(*super().run_prefill_context_chunk(*args, **given))
 
-        run_prefill_context_chunk.__signature__ = __import__("inspect").signature(  # type: ignore[attr-defined]
+        run_prefill_context_chunk.__signature__ = inspect.signature(  # type: ignore[attr-defined]
             Spy.run_prefill_context_chunk
         )
 
@@ -195,7 +216,7 @@ def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the
             output, lse = method(self, *args, **given)
             return torch.nn.functional.pad(output, (0, 8), value=torch.nan), lse
 
-        run.__signature__ = __import__("inspect").signature(method)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         return run
 
     class Impl(EagerPrefillImpl):

@@ -11,7 +11,9 @@ from mla_conformance import mustpass
 from mla_conformance.capabilities import CAPABILITIES
 
 _JUDGE = (
+    "cache_bytes.py",
     "calls.py",
+    "counter_normal.py",
     "decode_problem.py",
     "driver.py",
     "execute.py",
@@ -19,6 +21,12 @@ _JUDGE = (
     "golden_cache.py",
     "hazards.py",
     "judge.py",
+    "layer.py",
+    "layer_blocks.py",
+    "layer_graph.py",
+    "layer_problem.py",
+    "layer_support.py",
+    "layer_weights.py",
     "judged_rows.py",
     "locate.py",
     "memory.py",

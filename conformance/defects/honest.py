@@ -11,7 +11,9 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.split_keys import joined
 
 
@@ -198,7 +200,7 @@ class ReciprocalScale(EagerPrefillBackend):
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
 
-HONEST: tuple[type[EagerPrefillBackend], ...] = (
+HONEST: tuple[type[KernelBackend], ...] = (
     EagerPrefillBackend,
     Tiles16,
     Tiles1024,
@@ -215,5 +217,6 @@ HONEST: tuple[type[EagerPrefillBackend], ...] = (
     ScaledE4M3Weights,
     TwoPasses,
     ReciprocalScale,
+    *HONEST_DECODES,
 )
 """Every honest emulation; real kernels are judged beside them."""

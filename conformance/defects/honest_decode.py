@@ -1,12 +1,14 @@
-"""Honest decode kernels that differ legitimately from EAGER: the judge must accept every one of them on every case."""
+"""Honest decode kernels that differ legitimately from EAGER's: the judge must accept every one of them."""
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.split_keys import SplitDecode, joined
 
@@ -17,37 +19,109 @@ def _declares(rounding: Rounding) -> Declaration:
     return Declaration(rounding=rounding, emulated=True)
 
 
-def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).to(x.dtype)
-
-
-class DecodeTiles16(EagerDecodeBackend):
-    """Tiles of 16 keys."""
+class PageTiles(EagerDecodeBackend):
+    """Tiles of 16 tokens, below every page but the smallest."""
 
     key_tile = 16
 
 
-class DecodeTiles1024(EagerDecodeBackend):
-    """Tiles of 1024 keys."""
+class WideTiles(EagerDecodeBackend):
+    """Tiles of 1024 tokens."""
 
     key_tile = 1024
 
 
-class DecodeReversedKeys(EagerDecodeBackend):
-    """Key tiles from the last to the first."""
+class LastTileFirst(EagerDecodeBackend):
+    """Tiles from the last to the first."""
 
     def _tiles(self, keys: int) -> Iterator[slice]:
-        return reversed(list(super()._tiles(keys)))
+        return iter(list(super()._tiles(keys))[::-1])
 
 
-class DecodeSplits64(SplitDecode):
-    """Splits of 64 keys, combined one after the other."""
+class SplitTokens(EagerDecodeBackend):
+    """Five splits of a request's tokens, combined by their LSEs."""
 
-    split = 64
+    splits = 5
+    key_tile = 32
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        tiles = list(self._tiles(seq_len))
+        parts = [
+            self._over(tiles[i :: self.splits], q, request, seq_len, kv_cache, k_scale) for i in range(self.splits)
+        ]
+        return reduce(joined, map(self._stored, parts))
+
+    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+        """A split's state as it waits for the others."""
+        return state
 
 
-class DecodeSplits16Tree(SplitDecode):
-    """At most sixteen splits of the keys, combined in a binary tree."""
+class StoredSplits(SplitTokens):
+    """Splits whose outputs wait in the model's dtype."""
+
+    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+
+    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+        total = state.total.masked_fill(state.total == 0, 1.0)
+        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
+
+
+class KeysOfTheModel(EagerDecodeBackend):
+    """Codes are dequantised to the model's dtype, and declared so."""
+
+    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
+
+
+class ScaledScores(EagerDecodeBackend):
+    """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
+
+    def _dequantise(self, rows, k_scale):
+        self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
+        return super()._dequantise(rows, torch.ones_like(k_scale))
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) * self._k_scale
+
+    def _values(self, keys):
+        return super()._values(keys) * self._k_scale
+
+
+class RoughExponential(EagerDecodeBackend):
+    """An exponential with relative errors up to 1e-4, for 16-bit models."""
+
+    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+
+    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        exact = x.exp()
+        if self._model_dtype is torch.float32:
+            return exact
+        return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
+
+
+class UnroundedWeights(EagerDecodeBackend):
+    """P is not rounded at all."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p
+
+
+class TinyWeights(EagerDecodeBackend):
+    """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
+
+    declaration = _declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
+
+
+class SplitTree(SplitDecode):
+    """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
 
     def _share(self, seq_len: int) -> int:
         return max(1, -(-seq_len // 16))
@@ -60,70 +134,17 @@ class DecodeSplits16Tree(SplitDecode):
         return waiting[0]
 
 
-class DecodeStoredPartials(SplitDecode):
-    """Splits of 256 keys whose outputs wait in the model's dtype."""
-
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
-
-    def _part(self, state: SoftmaxState) -> SoftmaxState:
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=_through(state.weighted / total, self._model_dtype) * state.total)
-
-
-class DecodeKeysInModelDtype(EagerDecodeBackend):
-    """Keys of a cache of codes are rounded to the model's dtype after dequantisation, and declared so."""
-
-    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
-
-    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
-        return _through(super()._dequantise(rows, k_scale), self._model_dtype)
-
-
-class DecodeScaleOnScores(EagerDecodeBackend):
-    """The scale of an fp8 cache multiplies scores and output instead of the codes."""
-
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        if self.kv_cache_dtype != "fp8":
-            return super()._attend(q, request, seq_len, kv_cache, k_scale)
-        self._factor = k_scale
-        state = super()._attend(q, request, seq_len, kv_cache, torch.ones_like(k_scale))
-        self._factor = 1.0
-        return state._replace(weighted=state.weighted * k_scale)
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super()._scores(q, k) * getattr(self, "_factor", 1.0)
-
-
-class DecodeHalfWeights(EagerDecodeBackend):
+class HalfPrecisionWeights(EagerDecodeBackend):
     """P in fp16, whatever the model's dtype, and declared so."""
 
     declaration = _declares(Rounding(p=Precision.FLOAT16))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p if self._model_dtype is torch.float32 else _through(p, torch.float16)
+        return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
 
-class DecodeFloat32Throughout(EagerDecodeBackend):
-    """P is not rounded at all."""
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p
-
-
-class DecodeApproximateExp(EagerDecodeBackend):
-    """An exponential with relative errors up to 1e-4, for 16-bit models."""
-
-    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
-
-    def _exp(self, x: torch.Tensor) -> torch.Tensor:
-        exact = x.exp()
-        if self._model_dtype is torch.float32:
-            return exact
-        return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
-
-
-class DecodeBase2(EagerDecodeBackend):
-    """Powers of two of scores times log2(e), the LSE converted at last."""
+class PowersOfTwo(EagerDecodeBackend):
+    """Powers of two of scores times log2(e); the LSE is converted at last."""
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return super()._scores(q, k) * _LOG2_E
@@ -139,19 +160,20 @@ class DecodeBase2(EagerDecodeBackend):
         return super()._finish(state._replace(maximum=state.maximum / _LOG2_E))
 
 
-HONEST_DECODE: tuple[type[EagerDecodeBackend], ...] = (
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (
     EagerDecodeBackend,
-    DecodeTiles16,
-    DecodeTiles1024,
-    DecodeReversedKeys,
-    DecodeSplits64,
-    DecodeSplits16Tree,
-    DecodeStoredPartials,
-    DecodeKeysInModelDtype,
-    DecodeScaleOnScores,
-    DecodeHalfWeights,
-    DecodeFloat32Throughout,
-    DecodeApproximateExp,
-    DecodeBase2,
+    PageTiles,
+    WideTiles,
+    LastTileFirst,
+    SplitTokens,
+    StoredSplits,
+    KeysOfTheModel,
+    ScaledScores,
+    RoughExponential,
+    UnroundedWeights,
+    TinyWeights,
+    SplitTree,
+    HalfPrecisionWeights,
+    PowersOfTwo,
 )
 """Every honest emulation of a decode kernel."""

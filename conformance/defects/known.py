@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TypeVar
 
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.backends.roles import Role, role_of
+from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.capabilities import CAPABILITIES
 
 _PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
-_DECODE_LATER = ("decode_ranks", "decode_state", "decode_support")
-FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_LATER)
+_DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
+FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_BATCHES)
 _KNOWN: dict[str, "KnownDefect"] = {}
 Kernel = TypeVar("Kernel", bound=type[KernelBackend])
 
@@ -27,7 +27,7 @@ class KnownDefect:
 
     Attributes:
         id: its id in the catalogue of reported bugs.
-        kernel: the emulation.
+        kernel: the emulation, of a prefill or of a decode backend.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
         sources: public threads that report it.
@@ -40,9 +40,9 @@ class KnownDefect:
     sources: tuple[str, ...]
 
     @property
-    def role(self) -> Role:
-        """What of a layer the emulation computes."""
-        return role_of(self.kernel)
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that it is judged in."""
+        return judged_roles(self.kernel)
 
     @property
     def family(self) -> str:
@@ -58,6 +58,13 @@ class KnownDefect:
     def reference(self) -> str:
         """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+
+def judged_roles(kernel: type[KernelBackend]) -> tuple[Role, ...]:
+    """The roles whose cases are about an emulation: its own, and a layer if it names the kernel beside it."""
+    own = role_of(kernel)
+    other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
+    return (own,) if sibling(kernel, other) is None else (own, Role.LAYER)
 
 
 def known_defect(

@@ -14,12 +14,11 @@ import torch
 
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.loading import BackendReference, known_backends
-from mla_conformance.backends.roles import Role, role_of
+from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.case import Call, Case
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.honest_decode import HONEST_DECODE
-from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.known import judged_roles, known_defects
 from mla_conformance.driver import run_calls
 from mla_conformance.execute import execute, failing
 from mla_conformance.golden import expect
@@ -44,17 +43,17 @@ class Kernel:
         name: an id or a class name.
         reference: what loads its class.
         honest: whether it is right.
-        role: the one role that it is judged in; None if it is every role that it has.
+        roles: whose cases it is judged on.
     """
 
     name: str
     reference: str
     honest: bool
-    role: Role | None = None
+    roles: tuple[Role, ...] = tuple(Role)
 
     def serves(self, case: Case) -> bool:
         """Whether the case is about this kernel."""
-        return self.role in (None, case.role)
+        return case.role in self.roles
 
     def subject(self) -> Subject:
         """The kernel as the suite sees it, on the CPU."""
@@ -86,9 +85,8 @@ class Outcome:
 
 def kernels() -> list[Kernel]:
     """Honest kernels, the real ones among them, then the known defects."""
-    emulated = (*HONEST, *HONEST_DECODE)
-    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, role_of(cls)) for cls in emulated]
-    wrong = [Kernel(entry.id, entry.reference, False, entry.role) for entry in known_defects().values()]
+    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, judged_roles(cls)) for cls in HONEST]
+    wrong = [Kernel(entry.id, entry.reference, False, entry.roles) for entry in known_defects().values()]
     return [*honest, *_real(), *wrong]
 
 
@@ -113,7 +111,7 @@ def run_matrix(tier: Tier, workers: int | None = None) -> list[Outcome]:
 
 
 def run_case(case: Case, compare: bool) -> list[Outcome]:
-    """All kernels of the case's role on it; ``compare`` asks other projects' rules as well."""
+    """All kernels that the case is about; ``compare`` asks other projects' rules as well."""
     data = _compared(case) if compare else ()
     return [_outcome(case, kernel, data) for kernel in kernels() if kernel.serves(case)]
 

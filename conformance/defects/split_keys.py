@@ -24,15 +24,14 @@ class SplitDecode(EagerDecodeBackend):
     split = 256
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        parts = []
-        for start in range(0, seq_len, self._share(seq_len)):
-            self._span = slice(start, min(start + self._share(seq_len), seq_len))
-            parts.append(self._part(super()._attend(q, request, seq_len, kv_cache, k_scale)))
-        return self._combine(parts) if parts else self._initial(q, q[..., : self.kv_lora_rank])
+        share = self._share(seq_len)
+        spans = [slice(start, min(start + share, seq_len)) for start in range(0, seq_len, share)]
+        parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
+        return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
 
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        for start in range(self._span.start, self._span.stop, self.key_tile):
-            yield slice(start, min(start + self.key_tile, self._span.stop))
+    def _within(self, span: slice) -> Iterator[slice]:
+        for start in range(span.start, span.stop, self.key_tile):
+            yield slice(start, min(start + self.key_tile, span.stop))
 
     def _share(self, seq_len: int) -> int:
         """Keys of a split."""

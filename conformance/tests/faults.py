@@ -231,6 +231,7 @@ extern "C" __global__ void clear(char *p) { p[threadIdx.x] = 0; }
 @cache
 def kernel(name: str) -> Any:
     """A CUDA kernel of the source above, compiled at run time."""
+    torch.special.airy_ai(torch.zeros(1, device="cuda"))  # compiled at run time as well: torch has loaded NVRTC then
     return torch.cuda._compile_kernel(_KERNELS, name)
 
 

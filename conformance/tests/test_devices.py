@@ -13,7 +13,7 @@ from mla_conformance.case import Case
 from mla_conformance.certify import Run, default_workers
 from mla_conformance.devices import VISIBLE, jit_caches, take_place, use_gpu, use_jit_cache, visible_gpus
 from mla_conformance.memory import wait_for_memory
-from mla_conformance.problem import memory_need
+from mla_conformance.needs import memory_need
 from mla_conformance.selection import Selection
 from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
@@ -142,5 +142,5 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
 
 
 def test_the_need_grows_with_the_case() -> None:
-    small, large = (memory_need(Case(capability="lse", q=(tokens,))) for tokens in (1, 100_000))
+    small, large = (memory_need(Case(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
     assert 2**28 < small < 2**29 < large

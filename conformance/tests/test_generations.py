@@ -52,7 +52,7 @@ def expressible(entry: KnownDefect, generation: str) -> bool:
         pytest.param(generation, entry, id=f"{generation}-{name}")
         for generation in DEFECT
         for name, entry in known_defects().items()
-        if entry.role is Role.PREFILL and expressible(entry, generation)
+        if Role.PREFILL in entry.roles and expressible(entry, generation)
     ],
 )
 def test_a_known_defect_dies_in_every_generation(generation: str, entry: KnownDefect, tmp_path: Path) -> None:

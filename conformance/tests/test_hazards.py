@@ -20,7 +20,7 @@ from mla_conformance.transform import overwrite, regroup, scale_values
 
 CPU = torch.device("cpu")
 SPEC = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8")
-HAZARDS = SPEC.partition("## 5 Hazards")[2]
+HAZARDS = SPEC[SPEC.index("## 5 ") : SPEC.index("## 6 ")]
 
 
 def built(data: str, **fields: Any) -> Problem:

@@ -11,8 +11,9 @@ from mla_conformance.backends.loading import BackendReference
 from mla_conformance.case import Case
 from mla_conformance.execute import execute
 from mla_conformance.golden import expect
-from mla_conformance.judged_rows import JudgedRows, choose_rows, useful_operations
+from mla_conformance.judged_rows import JudgedRows, choose_rows
 from mla_conformance.locate import Place
+from mla_conformance.needs import operations_of
 from mla_conformance.problem import build_problem
 from mla_conformance.record import detection
 from mla_conformance.reference.attention import attention
@@ -136,7 +137,7 @@ def test_detection_counts_drawn_rows_only() -> None:
 
 def test_useful_operations_count_visible_pairs() -> None:
     dims = 2 * (16 + 8 + 16) * 2
-    new, chunk, chunked = (useful_operations(build_problem(Case.parse(case), CPU)) for case in CASES)
+    new, chunk, chunked = map(operations_of, map(Case.parse, CASES))
     assert new == dims * (400 * 401 + 300 * 301) / 2
     assert chunk == dims * (400 * 65 + 300 * 9)
     assert chunked == 2 * dims * ((400 * 401 + 300 * 301) / 2 + 400 * 65)

@@ -98,6 +98,21 @@ def test_a_journal_cut_at_any_byte_can_be_resumed(
     assert verdicts(tmp_path) == 3
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--shard", "1/2", "--capability", "lse"], ["--explore", "4", "--capability", "new_tokens"]]
+)
+def test_a_shard_and_drawn_cases_are_resumed(tmp_path: Path, settled: Settled, arguments: list[str]) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    more = ["--device", "cpu", "--tier", "smoke", "--backend", "EAGER", "-n", "1", "--out", str(whole)]
+    assert main(["certify", *arguments, *more]) == 0
+    cut.mkdir()
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    for kept in (3, len(lines) - 1):
+        (cut / "journal.jsonl").write_bytes(b"".join(lines[:kept]))
+        assert main(["certify", "--resume", str(cut)]) == 0
+        assert settled(cut / "report.json") == settled(whole / "report.json")
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_journal_without_its_plan_is_refused(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
@@ -124,6 +139,13 @@ def test_a_journal_without_its_plan_is_refused(
         ((b"", b""), ["--backend", "TORCH_SDPA"], "backends: EAGER was torch "),
         ((b"", b""), ["-x"], "arguments: was [], is ['-x']"),
         ((b"", b""), ["--out", "elsewhere"], "writes into that folder"),
+        ((b"", b""), ["--shard", "1/2"], "leave --shard away"),
+        ((b'"shard": null', b'"shard": {"index": 1}'), [], "the plan lacks a right value of shard"),
+        (
+            (b'"shard": null', b'"shard": {"index": 1, "count": 2, "cases": ["lse:q=[77]"]}'),
+            [],
+            "holds cases that its list does not",
+        ),
     ],
 )
 def test_another_run_is_refused(

@@ -86,6 +86,7 @@ def test_padding_is_zero_and_writes_nothing(layout_world: Any, batch: Any) -> No
     before = layout_world.cache.clone()
     result = layout_world.impl().forward(layout_world.layer, *one.operands(), layout_world.cache, metadata)
     assert metadata.use_cuda_graph and metadata.num_decodes == metadata.num_decode_tokens == 8
+    assert metadata.context_lens_tensor.tolist() == [0, 7, 12, 0, 0, 0, 0, 0]
     assert result[3:].abs().max() == 0
     assert_golden(result, one)
     written = (layout_world.cache.view(torch.uint8) != before.view(torch.uint8)).flatten(2).any(dim=-1)

@@ -190,6 +190,13 @@ def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
     assert bound[0] is bound[1] and bound[0].shape == (64, 40) and bound[0].dtype == torch.float32
 
 
+def test_another_workspace_replaces_the_one_before(world: Any) -> None:
+    metadata = world().builder().build_from_requests([LayerRequest(4, 5, [0, 1, 2], True)])
+    for workspace in (torch.empty(64, 40), torch.empty(64, 40)):
+        metadata.bind_workspace(workspace)
+        assert metadata.prefill_metadata.chunked_context.workspace is workspace
+
+
 def test_without_chunks_there_is_no_workspace(world: Any) -> None:
     runner = world().runner()
     runner.scheduler_config = SchedulerConfig(max_num_seqs=4, chunked_prefill_enabled=False)

@@ -1,0 +1,86 @@
+"""Covering arrays: few rows in which every combination of values of any so many dimensions occurs. No torch.
+
+A dimension has a name and values; a row gives each dimension one value. Rows of strength t hold every combination of
+values of every t dimensions. Faults that need t particular values at once are met by strength t (Kuhn, Wallace and
+Gallo 2004 found almost all to need at most three). Rows are built greedily and without chance.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+
+Dimensions = Mapping[str, Sequence[str]]
+Row = Mapping[str, str]
+Allowed = Callable[[Row], bool]
+"""Whether a row that may still lack dimensions can become one; more values never make it allowed again."""
+Combination = frozenset[tuple[str, str]]
+"""(dimension, value) pairs."""
+
+
+def covered(rows: Iterable[Row], dimensions: Dimensions, strength: int) -> set[Combination]:
+    """The combinations that rows hold; a value that is not listed is in none."""
+    return {combination for row in rows for combination in _held(row, dimensions, strength)}
+
+
+def required(dimensions: Dimensions, strength: int, allowed: Allowed) -> list[Combination]:
+    """Every combination that some allowed row holds, in the order of the dimensions and values."""
+    return [
+        frozenset(zip(names, values, strict=True))
+        for names in combinations(dimensions, strength)
+        for values in product(*(dimensions[name] for name in names))
+        if _completed(dict(zip(names, values, strict=True)), dimensions, allowed) is not None
+    ]
+
+
+def cover(dimensions: Dimensions, strength: int, given: Iterable[Row], allowed: Allowed) -> list[Row]:
+    """Rows that together with the ``given`` ones hold every combination of ``strength`` dimensions."""
+    have = covered(given, dimensions, strength)
+    missing = dict.fromkeys(c for c in required(dimensions, strength, allowed) if c not in have)
+    rows: list[Row] = []
+    while missing:
+
+        def gain(row: Row, pair: tuple[str, str]) -> int:
+            others = combinations(row.items(), strength - 1)
+            return sum(frozenset((pair, *other)) in missing for other in others)
+
+        row = _completed(dict(next(iter(missing))), dimensions, allowed, gain)
+        assert row is not None  # every missing combination is held by an allowed row
+        for combination in _held(row, dimensions, strength):
+            missing.pop(combination, None)
+        rows.append(row)
+    return rows
+
+
+def choose(rows: Sequence[Row], dimensions: Dimensions, strength: int, given: Iterable[Row]) -> list[int]:
+    """Numbers of few rows that, with the ``given`` ones, hold every combination that all rows hold."""
+    held = [covered([row], dimensions, strength) for row in rows]
+    missing = set().union(*held) - covered(given, dimensions, strength)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda number: len(held[number] & missing))
+        chosen.append(best)
+        missing -= held[best]
+    return sorted(chosen)
+
+
+def _held(row: Row, dimensions: Dimensions, strength: int) -> Iterator[Combination]:
+    pairs = [(name, row[name]) for name, values in dimensions.items() if row.get(name) in values]
+    return map(frozenset, combinations(pairs, strength))
+
+
+def _completed(
+    row: dict[str, str],
+    dimensions: Dimensions,
+    allowed: Allowed,
+    gain: Callable[[Row, tuple[str, str]], int] = lambda row, pair: 0,
+) -> dict[str, str] | None:
+    """An allowed row that holds ``row``, each further value the one of the largest gain that can be; None without."""
+    if not allowed(row):
+        return None
+    name = next((name for name in dimensions if name not in row), None)
+    if name is None:
+        return {name: row[name] for name in dimensions}
+    for value in sorted(dimensions[name], key=lambda value: gain(row, (name, value)), reverse=True):
+        grown = _completed({**row, name: value}, dimensions, allowed, gain)
+        if grown is not None:
+            return grown
+    return None

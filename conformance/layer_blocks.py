@@ -1,0 +1,44 @@
+"""Copying blocks within and between caches, compared byte by byte with the reference."""
+
+import torch
+
+from mla_conformance.driver import one_line
+from mla_conformance.memory import storage_bytes
+from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Check
+
+
+def moves_blocks(trial: Trial) -> None:
+    """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves."""
+    image = trial.problem.calls[0].image
+    blocks = image.cache.shape[0]
+    pairs = torch.tensor([[0, blocks - 1], [1, blocks - 2]], device=image.cache.device)
+    image.reset()
+    ours, theirs = _copy(image.cache), _copy(image.cache)
+    copy_blocks([ours], pairs)
+    _run(trial, "copy_blocks", lambda: trial.backend.backend.copy_blocks([theirs], pairs))
+    _compare(trial, "copy_blocks", ours, theirs)
+    target, other = _copy(image.cache), _copy(image.cache)
+    swap_blocks(theirs, target, pairs.flip(1))
+    _run(trial, "swap_blocks", lambda: trial.backend.backend.swap_blocks(theirs, other, pairs.flip(1).cpu()))
+    _compare(trial, "swap_blocks", target, other)
+
+
+def _copy(cache: torch.Tensor) -> torch.Tensor:
+    """A cache with the same bytes and strides in a storage of its own."""
+    storage = storage_bytes(cache).clone().untyped_storage()
+    empty = torch.empty(0, dtype=cache.dtype, device=cache.device)
+    return empty.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
+
+
+def _run(trial: Trial, name: str, call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except Exception as error:
+        trial.require(False, Check.CALL, f"{name} raised {one_line(error)}")
+
+
+def _compare(trial: Trial, name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    wrong = int((storage_bytes(expected) != storage_bytes(found)).sum())
+    trial.require(wrong == 0, Check.CACHE, f"{name}: {wrong} bytes of the cache are not what they must be")

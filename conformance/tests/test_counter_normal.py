@@ -1,0 +1,41 @@
+"""Numbers from counters: normal, independent, and the same whatever they are made in."""
+
+import pytest
+import torch
+
+from mla_conformance import counter_normal, problem
+from mla_conformance.case import Case
+from mla_conformance.counter_normal import fill_normal
+from mla_conformance.problem import build_problem
+
+
+def test_mean_variance_and_kurtosis_are_those_of_a_normal_distribution() -> None:
+    x = fill_normal(torch.empty(2**20, dtype=torch.float64), 1)
+    assert abs(float(x.mean())) < 5e-3 and abs(float(x.var()) - 1) < 5e-3
+    assert abs(float(x.pow(4).mean()) - 3) < 0.2 and float(x.abs().max()) < 5
+
+
+def test_neighbours_and_seeds_are_independent() -> None:
+    x, y = (fill_normal(torch.empty(2**20), seed) for seed in (1, 2))
+    for lag in (1, 2, 64, 128, 2**15):
+        assert abs(float((x[lag:] * x[:-lag]).mean())) < 5e-3
+    assert abs(float((x * y).mean())) < 5e-3
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7)
+    monkeypatch.setattr(counter_normal, "_CHUNK", 77)
+    assert torch.equal(fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7), whole)
+
+
+def test_the_first_numbers_never_change() -> None:
+    units = fill_normal(torch.empty(4, dtype=torch.float64), 3) * 209.0  # sums of eight bytes, centred
+    assert units.round().int().tolist() == [349, -46, -1, 66]
+
+
+def test_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "_COUNTED_ELEMENTS", 1000)
+    case = Case.parse("context_chunk:dims=small;heads=2;q=[3];kv=[200];data=needle")
+    first, second = (build_problem(case, torch.device("cpu")).calls[0] for _ in range(2))
+    assert torch.equal(first.k, second.k) and torch.equal(first.q, second.q)
+    assert 0.9 < float(first.k.double().var()) < 1.1 and not torch.equal(first.k[..., :16], first.v)

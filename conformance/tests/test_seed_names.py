@@ -1,0 +1,82 @@
+"""Nothing of the seed documents is silently missing: each name has a place that exists, or a reason why it has none."""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "seed-names.md").read_text(encoding="utf-8")
+NAMES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("seed_names.json").read_text("utf-8"))
+NO_PLACE = "no place: "
+
+
+def sections() -> Iterator[tuple[str, str, str]]:
+    """Seed, class or heading, and text of every section."""
+    for chapter in re.split(r"^## ", DOCUMENT, flags=re.MULTILINE)[1:]:
+        for section in re.split(r"^### ", chapter, flags=re.MULTILINE)[1:]:
+            heading, _, text = section.partition("\n")
+            yield chapter[:3], heading, text
+
+
+def places() -> dict[tuple[str, str, str], str]:
+    """Where the document puts each name: (seed, class, member) to a target or a reason; a class is its own member."""
+    found = {}
+    for seed, heading, text in sections():
+        name, _, target = heading.replace("`", "").partition(": ")
+        key = name if target else name.lower()
+        if target:
+            found[seed, key, name] = target
+        for listed in re.findall(r"^Under the same name: (.*)\.$", text, flags=re.MULTILINE):
+            for member in re.findall(r"`([^`]+)`", listed):
+                found[seed, key, member] = f"{target}.{member.removesuffix('()')}"
+        for member, place in re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, flags=re.MULTILINE):
+            found[seed, key, member] = place.strip("`")
+    return found
+
+
+PLACES = places()
+
+
+def test_every_name_is_placed_and_nothing_else() -> None:
+    listed = {(seed, cls, name) for seed, classes in NAMES.items() for cls, names in classes.items() for name in names}
+    classes = {(seed, cls, cls) for seed, names in NAMES.items() for cls in names if " " not in cls}
+    assert set(PLACES) == listed | classes
+
+
+@pytest.mark.parametrize("key", PLACES, ids="-".join)
+def test_a_place_exists_or_a_reason_is_given(key: tuple[str, str, str]) -> None:
+    place = PLACES[key]
+    if place.startswith(NO_PLACE):
+        assert len(place.removeprefix(NO_PLACE).split()) > 2
+    else:
+        assert exists(place), f"{place} does not exist"
+
+
+def exists(place: str) -> bool:
+    """Whether ``module.Class.member`` below the package can be looked up."""
+    parts = place.split(".")
+    found: Any = import_module(f"mla_conformance.{'.'.join(parts[:2])}")
+    for name in parts[2:]:
+        if not hasattr(found, name):
+            return name == parts[-1] and is_instance_attribute(found, name)
+        found = getattr(found, name)
+    return True
+
+
+def is_instance_attribute(cls: type, name: str) -> bool:
+    """Whether instances get the attribute: a field without default, or one that a method assigns."""
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("mla_conformance.")]
+    assigned = re.compile(rf"self\.{name}\b[^\n=]*=[^=]")
+    return any(name in inspect.get_annotations(base) or assigned.search(inspect.getsource(base)) for base in ours)
+
+
+def test_the_readme_names_every_class() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    classes = {cls for names in NAMES.values() for cls in names if " " not in cls}
+    assert {cls for cls in classes if f"`{cls}`" not in readme} == set()
