@@ -140,5 +140,4 @@ class OneWorkspace(EagerDecodeBackend):
         super().prepare_metadata(decode_metadata)
 
     def _tiles(self, keys):
-        tiles = super()._tiles(keys)
-        return tiles if self.plan is self._decode_metadata else iter(list(tiles)[:1])
+        return super()._tiles(keys if self.plan is self._decode_metadata else -(-keys // 2))
