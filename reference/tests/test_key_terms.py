@@ -17,7 +17,7 @@ NOTHING_ELSE: dict[str, float] = {
 KEYS_ONLY = Roundoffs(**NOTHING_ELSE, keys=ROUNDOFF)
 
 
-def latent_attention(q: Tensor, keys: Tensor, **terms: bool) -> AttentionState:
+def latent_attention(q: Tensor, keys: Tensor, **terms: Any) -> AttentionState:
     """One request whose value is the first 24 of 32 elements of its shared keys."""
     locations: dict[str, Any] = {"query_start_loc": (0, len(q)), "key_start_loc": (0, len(keys))}
     keys = keys.unsqueeze(1)
