@@ -46,6 +46,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
                 "declaration": cls.declared(getattr(wrapped, "declaration", None) or dialect.declaration),
                 "needed_capability": getattr(wrapped, "needed_capability", ""),
                 "variant": getattr(wrapped, "variant", ""),
+                "decode_backend": getattr(wrapped, "decode_backend", None),
                 **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),
             },
         )

@@ -11,6 +11,7 @@ from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.earlier import MLAPrefillBuilderState, MLAPrefillSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
+from mla_conformance.backends.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
@@ -19,16 +20,6 @@ from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 LAYER_NAMES = ("layer",)
 _NOMINAL_PAGE = 16
 _NO_OUT = Deviation("its interface has no output tensor and no quantised output", "the output is copied to ``out``")
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What a backend may ask of the cache, which a prefill kernel does not read."""
-
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
 
 
 @dataclass
@@ -89,8 +80,9 @@ class EarlierAdapter(AdaptedPrefillBackend):
     def _begin(self, device: torch.device, dtype: torch.dtype) -> None:
         arguments = self._configuration(dtype)
         self._config = arguments["vllm_config"]
+        # A prefill kernel reads no cache, so any page will do.
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        self._cache_spec = CacheSpec(_NOMINAL_PAGE, 1, width, dtype)
+        self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
         sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
         self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(

@@ -62,7 +62,7 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())
-        query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (requests, queries))
+        query = torch.cat([ql_nope, q_pe], dim=-1).view(requests, queries, self.num_heads, -1)
         schedule, _ = library.get_mla_metadata()
         output, lse = library.flash_mla_with_kvcache(
             query,

@@ -107,7 +107,8 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         if self._planned is None or self._planned[0] != form:
             self._planned = form, self._plan(form)
         query = (aligned(ql_nope), aligned(q_pe))
-        cache = aligned(kv_cache).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        whole = aligned(kv_cache)
+        cache = (whole[..., : self.kv_lora_rank], whole[..., self.kv_lora_rank :])
         options: dict[str, Any] = {"return_lse": True, "return_lse_base_on_e": True}
         if self.kv_cache_dtype == "fp8":
             if not (k_scale.is_cuda and torch.cuda.is_current_stream_capturing()):

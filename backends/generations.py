@@ -29,7 +29,8 @@ def _adapted(cls: Any) -> Any:
         return EarlierAdapter.adapt(cls, dialect)
     if _takes_chunk_objects(cls):
         return PresentAdapter.adapt(cls, dialect)
-    return AdaptedPrefillBackend.adapt(cls, dialect) if is_from_vllm(cls) else cls
+    foreign = is_from_vllm(cls) and callable(getattr(cls, "run_prefill_context_chunk", None))
+    return AdaptedPrefillBackend.adapt(cls, dialect) if foreign else cls
 
 
 def _takes_chunk_objects(cls: Any) -> bool:

@@ -7,6 +7,7 @@ that far.
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from mla_conformance.calls import PrefillCall
 from mla_conformance.case import Case
 from mla_conformance.driver import one_line
 from mla_conformance.golden import expect
-from mla_conformance.launch import cut, guarded, invoke, observed, prepare
+from mla_conformance.launch import cut, guarded, observed, prepared_call
 from mla_conformance.problem import Problem, build_problem
 from mla_conformance.reach import Reach, rows_before
 from mla_conformance.reference.chunking import ContextChunk
@@ -28,7 +29,8 @@ _ALIGNMENT = 64
 def far_problem(case: Case, device: torch.device) -> tuple[Problem, Problem]:
     """(what is run, what is judged): one request; in the second its rows alone, near one another."""
     near = build_problem(replace(case, far="none"), device)
-    reach, call = Reach.of(case), near.calls[0]
+    reach = Reach.of(case)
+    call: Any = near.calls[0]
     if reach.operand != "rows":
         name = "kv_cache" if reach.operand == "cache" else reach.operand
         spread = {name: _spread(getattr(call, name), reach.elements)}
@@ -42,7 +44,7 @@ def judged_far_away(trial: Trial) -> str:
     try:
         far, near = far_problem(trial.case, device)
         expect(near)
-        value = guarded(trial, "far operands", lambda: (prepare(trial.backend, far), invoke(trial.backend, far))[1])
+        value = guarded(trial, "far operands", lambda: prepared_call(trial.backend, far))
         trial.judged(near, observed(near, cut(value, slice(-near.calls[0].q.shape[0], None))), "far operands")
     except torch.OutOfMemoryError as error:
         trial.verdict = Verdict(Status.UNSUPPORTED, one_line(error))
@@ -70,16 +72,14 @@ def _behind_others(near: Problem, rows: int) -> Problem:
     lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
     queries, keys = (tuple(accumulate(x, initial=0)) for x in lengths)
     chunk = ContextChunk((0, 0), lengths[1])
-    workspace = near.metadata.chunked_context
-    assert workspace is not None
+    assert near.metadata is not None and near.metadata.chunked_context is not None
+    width = near.metadata.chunked_context.workspace.shape[1]
     metadata = prefill_metadata(
         lengths[0],
         block_table=torch.zeros(2, 1, dtype=torch.int32, device=near.device),
         dtype=near.dtype,
         device=near.device,
-        chunked_context=chunked_context_metadata(
-            [chunk], torch.empty(keys[-1], workspace.workspace.shape[1]), near.device
-        ),
+        chunked_context=chunked_context_metadata([chunk], torch.empty(keys[-1], width), near.device),
     )
     big = PrefillCall(call.chunk_idx, q, k, v, keys)
     return replace(near, calls=(big,), metadata=metadata, query_start_loc=queries)

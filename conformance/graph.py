@@ -19,6 +19,7 @@ from mla_conformance.problem import Problem, build_problem
 from mla_conformance.trial import Trial
 
 _WARM_CALLS = 2
+_stream: Any = torch.cuda.Stream
 
 
 class Graph:
@@ -108,7 +109,7 @@ def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[]
     """(replay, what the captured call returned); the replay returns it again."""
     if device.type != "cuda":
         return call, call()
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(_WARM_CALLS):

@@ -3,13 +3,14 @@
 Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.calls import AttentionCall
 from mla_conformance.case import Case
 from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.driver import Observation, Returned
@@ -31,6 +32,7 @@ class _Part:
 
     Attributes:
         name: how messages call it.
+        keys: keys of the request that has most.
         golden: the golden state.
         whole: [T, N, V], the output of all rows; of any float dtype.
         output: [rows, N, V], of the judged rows.
@@ -38,6 +40,7 @@ class _Part:
     """
 
     name: str
+    keys: int
     golden: AttentionState
     whole: torch.Tensor
     output: torch.Tensor
@@ -85,7 +88,7 @@ class _Judge:
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
-            merged = self._picked("all parts merged", expectation.merged, *observation.merged)
+            merged = self._picked("all parts merged", self.problem.calls, expectation.merged, *observation.merged)
             yield from self._values(merged, self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
         yield from (_miswritten(returned) for returned in observation.returned)
@@ -95,11 +98,20 @@ class _Judge:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
-        return self._picked(returned.call.name, golden, *_unpack(returned.value))
+        return self._picked(returned.call.name, [returned.call], golden, *_unpack(returned.value))
 
-    def _picked(self, name: str, golden: AttentionState, output: torch.Tensor, lse: torch.Tensor | None) -> _Part:
+    def _picked(
+        self,
+        name: str,
+        calls: Sequence[AttentionCall],
+        golden: AttentionState,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> _Part:
+        lengths = ([rows.stop - rows.start for rows in segments(call.key_start_loc)] for call in calls)
+        keys = max(map(sum, zip(*lengths, strict=True)))
         whole, judged = output[: self.rows.total], self.rows.pick(output)
-        return _Part(name, golden, whole, judged, None if lse is None else self.rows.pick(lse, dim=1))
+        return _Part(name, keys, golden, whole, judged, None if lse is None else self.rows.pick(lse, dim=1))
 
     def _form(self, returned: Returned) -> Verdict | None:
         """Number of tensors, shapes, dtypes and device of what a call returned."""
@@ -126,7 +138,8 @@ class _Judge:
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
-        allowed = roundoffs(self.problem.dtype, self.declaration.rounding, self.numbers, merged, dequantised)
+        declared = self.declaration.rounding
+        allowed = roundoffs(self.problem.dtype, declared, self.numbers, merged, part.keys, dequantised)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part)
         if part.lse is not None:

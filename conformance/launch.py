@@ -23,6 +23,12 @@ def invoke(backend: Any, problem: Problem) -> Any:
         return problem.calls[0].invoke(backend, problem, None)
 
 
+def prepared_call(backend: Any, problem: Problem) -> Any:
+    """Both."""
+    prepare(backend, problem)
+    return invoke(backend, problem)
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that a call returned."""
     found = value if isinstance(value, tuple | list) else (value,)

@@ -1,8 +1,11 @@
 """Copying blocks within and between caches, compared byte by byte with the reference."""
 
+from collections.abc import Callable
+
 import torch
 
 from mla_conformance.driver import one_line
+from mla_conformance.layer_problem import LayerCall
 from mla_conformance.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.trial import Trial
@@ -11,7 +14,9 @@ from mla_conformance.verdict import Check
 
 def moves_blocks(trial: Trial) -> None:
     """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves."""
-    image = trial.problem.calls[0].image
+    call = trial.problem.calls[0]
+    assert isinstance(call, LayerCall)
+    image = call.image
     blocks = image.cache.shape[0]
     pairs = torch.tensor([[0, blocks - 1], [1, blocks - 2]], device=image.cache.device)
     image.reset()
@@ -32,9 +37,9 @@ def _copy(cache: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 
 
-def _run(trial: Trial, name: str, call: object) -> None:
+def _run(trial: Trial, name: str, call: Callable[[], None]) -> None:
     try:
-        call()  # type: ignore[operator]
+        call()
     except Exception as error:
         trial.require(False, Check.CALL, f"{name} raised {one_line(error)}")
 

@@ -65,6 +65,7 @@ def roundoffs(
     declared: Rounding,
     numbers: Tolerance,
     merged: Merged | None = None,
+    keys: int = 0,
     dequantised: bool = False,
 ) -> Roundoffs:
     """Unit roundoffs of a kernel.
@@ -74,6 +75,7 @@ def roundoffs(
         declared: the classes that the adapter declares.
         numbers: the tolerance table.
         merged: how the result was merged, if it was.
+        keys: the most keys that a row sums over.
         dequantised: whether the keys were stored as codes.
     """
     rounding = Rounding() if model is torch.float32 else declared
@@ -87,6 +89,6 @@ def roundoffs(
         output_floor=_floor(model),
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
-        accumulation=numbers.float32_accumulation,
+        accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
         keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_conformance.golden import expect
-from mla_conformance.launch import guarded, invoke, observed, prepare, tensors
+from mla_conformance.launch import guarded, observed, prepared_call, tensors
 from mla_conformance.memory import storage_bytes
 from mla_conformance.problem import Problem
 from mla_conformance.trial import Trial
@@ -19,6 +19,8 @@ _SPIN_CYCLES = 20_000_000
 """About 10 ms of a GPU: longer than any launch and any copy of a case."""
 _POISON_BYTE = 0xFF
 _ROUNDS = 5
+_stream: Any = torch.cuda.Stream
+_spin: Any = torch.cuda._sleep
 
 
 class _Late:
@@ -35,7 +37,7 @@ class _Late:
 
     def give_back(self) -> None:
         """On the current stream, after a while."""
-        torch.cuda._sleep(_SPIN_CYCLES)
+        _spin(_SPIN_CYCLES)
         for tensor, data in self.kept:
             storage_bytes(tensor).copy_(data)
 
@@ -43,7 +45,7 @@ class _Late:
 def side_stream(trial: Trial) -> None:
     """Inputs produced on a side stream, the call and the reading of its result on the same one."""
     problem = trial.problem
-    stream = torch.cuda.Stream(problem.device)
+    stream = _stream(problem.device)
     _warm(trial, problem)
     results = guarded(trial, "on a side stream", lambda: _late_call(trial.backend, problem, stream))
     torch.cuda.synchronize(problem.device)
@@ -55,8 +57,8 @@ def two_streams(trial: Trial, other: Problem) -> None:
     first, second = (trial.problem, trial.backend), (other, trial.subject.create(trial.case))
     for problem, backend in (first, second):
         expect(problem)
-        guarded(trial, "before the streams", lambda p=problem, b=backend: (prepare(b, p), invoke(b, p)))
-    streams = [torch.cuda.Stream(trial.problem.device) for _ in range(2)]
+        guarded(trial, "before the streams", lambda p=problem, b=backend: prepared_call(b, p))
+    streams = [_stream(trial.problem.device) for _ in range(2)]
     for number in range(_ROUNDS):
         pending = [
             guarded(trial, "on two streams at once", lambda p=problem, b=backend, s=stream: _late_call(b, p, s))
@@ -70,7 +72,7 @@ def two_streams(trial: Trial, other: Problem) -> None:
 def _warm(trial: Trial, problem: Problem) -> None:
     """What is compiled or allocated at a first call is no part of the question."""
     expect(problem)
-    guarded(trial, "before the stream", lambda: (prepare(trial.backend, problem), invoke(trial.backend, problem)))
+    guarded(trial, "before the stream", lambda: prepared_call(trial.backend, problem))
 
 
 def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Callable[[], Any]:
@@ -80,8 +82,7 @@ def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Cal
     stream.wait_stream(torch.cuda.current_stream(problem.device))
     with torch.cuda.stream(stream):
         late.give_back()
-        prepare(backend, problem)
-        value = invoke(backend, problem)
+        value = prepared_call(backend, problem)
         # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
         copies = [tensor.clone() for tensor in tensors(value)]
 

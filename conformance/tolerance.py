@@ -16,6 +16,7 @@ class Tolerance:
     """The numbers by name; see tolerance.toml for the reason of each."""
 
     float32_accumulation: float
+    keys_per_step: float
     approximate_exp: float
     element_limit: float
     row_deviations: float

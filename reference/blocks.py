@@ -14,8 +14,6 @@ LANES = 2
 _GPU_BYTES = 2_700_000_000
 _CPU_BYTES = 48_000_000
 _SHARE_OF_FREE = 0.5
-_ELEMENT_BYTES = 8 + 4 + 4 + 4
-"""A float64 score, and three low-precision products of at most 4 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,20 @@ class Blocks:
     span: int
 
 
-def plan_blocks(device: torch.device, *, heads: int, queries: int, keys: int, key_bytes: int) -> Blocks:
-    """Blocks for ``queries`` rows against ``keys`` keys; ``key_bytes``: of a widened key of one head.
+def plan_blocks(
+    device: torch.device, *, heads: int, queries: int, keys: int, key_bytes: int, pair_bytes: int
+) -> Blocks:
+    """Blocks for ``queries`` rows against ``keys`` keys.
+
+    key_bytes: of a widened key of one head. pair_bytes: of a row's score against it, and of the products made of it.
 
     Tall blocks waste products on the diagonal, small ones leave a GPU idle and a CPU in its dispatcher.
     """
     gpu = device.type == "cuda"
     workspace = _workspace(device)
     group = min(heads, 16 if gpu else 4)
-    rows = max(1, min(queries, max(512, min(1024, queries // 16)) if gpu else 128))
-    elements = int(0.7 * workspace) // (_ELEMENT_BYTES * (LANES if gpu else 1))
+    rows = max(1, min(queries, 1024 if gpu else 128))
+    elements = int(0.7 * workspace) // (pair_bytes * (LANES if gpu else 1))
     width = _rounded(min(elements // (group * rows), 4096 if gpu else 1024), 512)
     span = _rounded(int(0.3 * workspace) // (group * key_bytes), width)
     return Blocks(heads=group, queries=rows, keys=width, span=min(span, max(1, keys)))

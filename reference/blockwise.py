@@ -28,7 +28,6 @@ from mla_conformance.reference.blocks import Blocks, cuts, lanes, plan_blocks
 from mla_conformance.reference.row_sums import RowSums
 from mla_conformance.reference.span import Block, Span
 from mla_conformance.reference.visible import Request, requests_of
-from mla_conformance.reference.weights import weigh
 
 _LARGEST_EXPONENT = 32.0
 """Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""
@@ -126,7 +125,7 @@ class _Sweep:
         def add(block: Block) -> None:
             part = sums.part(block.heads, block.rows)
             for keys, magnitudes, scores in block.scores():
-                part.add(weigh(scores, part.shift, magnitudes), block.span.values(keys))
+                part.add(scores, magnitudes, block.span.values(keys))
             if part.terms is not None:
                 part.terms.absolute.add_(block.absolute_sums())
 
@@ -178,6 +177,7 @@ class _Sweep:
             queries=len(request.positions),
             keys=request.k.shape[0],
             key_bytes=Span.bytes_of_key(request.k.shape[2], self.shape[1], self.low),
+            pair_bytes=8 if self.low is None else 8 + 3 * self.low.itemsize,
         )
 
 

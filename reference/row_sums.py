@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.weights import Weights
+from mla_conformance.reference.weights import Products, Totals, weigh
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,13 @@ class TermSums:
     score_total: Tensor
     largest: Tensor
 
-    def add(self, weights: Weights, values: Values) -> None:
+    def add(self, products: Products, values: Values) -> None:
         """Add a block's products; `absolute` needs no weights and is added elsewhere."""
-        assert weights.low and weights.largest is not None and values.absolute is not None
-        p, weighted, squared = weights.low
+        assert values.absolute is not None and values.squared is not None
+        p, weighted, squared = products
         self.magnitude.add_(p @ values.absolute)
         self.score.add_(weighted @ values.absolute)
         self.squares.add_(squared @ values.squared)
-        self.score_total.add_(weights.score_total)
-        self.largest.copy_(torch.maximum(self.largest, weights.largest))
 
     def terms(self, inverse: Tensor, margin: float) -> ErrorTerms:
         """The terms times ``margin``, given 1 / Σ p [N, T, 1]; the sums are overwritten."""
@@ -83,12 +81,14 @@ class RowSums:
         terms = None if self.terms is None else TermSums(*(x[heads, rows] for x in vars(self.terms).values()))
         return RowSums(self.output[heads, rows], self.total[heads, rows], shift, terms)
 
-    def add(self, weights: Weights, values: Values) -> None:
-        """Add a block."""
-        self.output.baddbmm_(weights.p, values.v)
-        self.total.add_(weights.total)
-        if self.terms is not None:
-            self.terms.add(weights, values)
+    def add(self, scores: Tensor, magnitudes: Tensor | None, values: Values) -> None:
+        """Add a block of keys with their scores and score magnitudes [h, r, c]; both are overwritten."""
+        terms = self.terms
+        totals = Totals(self.total) if terms is None else Totals(self.total, terms.largest, terms.score_total)
+        products = weigh(scores, self.shift, magnitudes, totals)
+        self.output.baddbmm_(scores, values.v)
+        if terms is not None and products is not None:
+            terms.add(products, values)
 
     def state(self, margin: float) -> AttentionState:
         """The state of the rows, error terms times ``margin``; the sums are overwritten."""

@@ -16,8 +16,6 @@ from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Check, Status, Verdict
 
-pytest.importorskip("mla_conformance.decode_problem")
-
 _KV = "kv=[200,64,30,129,17,100,40,5];page=16"
 GRAPHS = [
     f"cuda_graph:call=decode;dims=small;heads=2;q=[1x8];{_KV}",
