@@ -110,6 +110,8 @@ def pages() -> Iterator[Fields]:
     yield single(130, 9, spare=200, poison="large")
     yield decode((2, 2), (62, 127), tails="huge", poison="inf", data="needle")
     yield single(130, 9, dtype="fp16", tails="huge", poison="large")
+    yield single(2100, 5, page=32, **_SMALL, data="needle")
+    yield single(*(17,) * 16, page=1, **_SMALL)
 
 
 def fp8() -> Iterator[Fields]:
@@ -137,6 +139,7 @@ def fp8() -> Iterator[Fields]:
     )
     yield single(300, 40, kscale=2_300_000)
     yield decode((2, 2), (300, 40), kscale=70)
+    yield decode((5, 5), (64, 300), **_SMALL, cache="fp8")
 
 
 def fp8_ds_mla() -> Iterator[Fields]:
@@ -188,6 +191,7 @@ def call_order() -> Iterator[Fields]:
     """Shapes whose second call must not remember the first."""
     yield single(130, 40, heads=2)
     yield decode((2, 2), (130, 40), heads=2, cache="fp8")
+    yield single(130, 40, heads=2, cache="fp8", kscale=1_000_000)
 
 
 def determinism() -> Iterator[Fields]:

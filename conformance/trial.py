@@ -170,14 +170,16 @@ class Trial:
     def other_problem(self) -> Problem:
         """The same configuration with other lengths and values, for tests of state.
 
-        A decode keeps its query lengths, since several tokens a request are another configuration.
+        A decode keeps its query lengths, since several tokens a request are another configuration, and has another
+        scale of its cache.
         """
-        q, kv = self.case.q, tuple(reversed(self.case.kv))
+        q, kv, kscale = self.case.q, tuple(reversed(self.case.kv)), self.case.kscale
         if self.case.role is Role.PREFILL:
             q = tuple(length + 3 for length in reversed(q))
         else:
-            kv = tuple(length + 3 for length in kv)
-        return build_problem(replace(self.case, q=q, kv=kv, seed=self.case.seed + 1), self.subject.device)
+            kv, kscale = tuple(length + 3 for length in kv), 3 * kscale
+        other = replace(self.case, q=q, kv=kv, kscale=kscale, seed=self.case.seed + 1)
+        return build_problem(other, self.subject.device)
 
     def relaid_problem(self) -> Problem:
         """The same values in another memory layout."""

@@ -10,8 +10,8 @@ import torch
 
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.loading import BackendReference
-from mla_conformance.backends.roles import Role, role_of
-from mla_conformance.defects.known import known_defects
+from mla_conformance.backends.roles import Role
+from mla_conformance.defects.known import judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driver import Observation
 from mla_conformance.execute import execute, failing
@@ -45,10 +45,9 @@ class Explanation:
 
 
 def _candidates(role: Role) -> Iterator[tuple[str, str, type[KernelBackend]]]:
-    """Name, family and kernel of those that have the role."""
-    yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items() if role_of(cls) is role)
-    entries = (entry for entry in known_defects().values() if role_of(entry.kernel) is role)
-    yield from ((entry.id, entry.family, entry.kernel) for entry in entries)
+    """Name, family and kernel of everything that serves cases of a role."""
+    yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items() if role in judged_roles(cls))
+    yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values() if role in entry.roles)
 
 
 def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:

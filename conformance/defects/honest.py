@@ -14,6 +14,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.honest_decode import HONEST_DECODES
+from mla_conformance.defects.split_keys import joined
 
 
 def _declares(rounding: Rounding) -> Declaration:
@@ -70,13 +71,7 @@ class _Split(EagerPrefillBackend):
         return state
 
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        return reduce(self._join, parts)
-
-    def _join(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-        maximum = torch.maximum(a.maximum, b.maximum)
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        wa, wb = (a.maximum - shift).exp(), (b.maximum - shift).exp()
-        return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
+        return reduce(joined, parts)
 
 
 class Splits3(_Split):
@@ -101,7 +96,7 @@ class Splits16Tree(_Split):
 
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
         while len(parts) > 1:
-            joined = [self._join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            joined = [joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
             parts = joined + parts[len(joined) * 2 :]
         return parts[0]
 

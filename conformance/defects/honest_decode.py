@@ -1,6 +1,7 @@
 """Honest decode kernels that differ legitimately from EAGER's: the judge must accept every one of them."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -9,6 +10,9 @@ from mla_conformance.backends.declaration import Declaration, LseClass, Precisio
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.split_keys import SplitDecode, joined
+
+_LOG2_E = math.log2(math.e)
 
 
 def _declares(rounding: Rounding) -> Declaration:
@@ -45,17 +49,11 @@ class SplitTokens(EagerDecodeBackend):
         parts = [
             self._over(tiles[i :: self.splits], q, request, seq_len, kv_cache, k_scale) for i in range(self.splits)
         ]
-        return reduce(self._join, map(self._stored, parts))
+        return reduce(joined, map(self._stored, parts))
 
     def _stored(self, state: SoftmaxState) -> SoftmaxState:
         """A split's state as it waits for the others."""
         return state
-
-    def _join(self, a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-        maximum = torch.maximum(a.maximum, b.maximum)
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        wa, wb = (a.maximum - shift).exp(), (b.maximum - shift).exp()
-        return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
 
 
 class StoredSplits(SplitTokens):
@@ -122,6 +120,46 @@ class TinyWeights(EagerDecodeBackend):
         return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
 
 
+class SplitTree(SplitDecode):
+    """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
+
+    def _share(self, seq_len: int) -> int:
+        return max(1, -(-seq_len // 16))
+
+    def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
+        waiting = list(parts)
+        while len(waiting) > 1:
+            pairs = [joined(a, b) for a, b in zip(waiting[::2], waiting[1::2], strict=False)]
+            waiting = pairs + waiting[len(pairs) * 2 :]
+        return waiting[0]
+
+
+class HalfPrecisionWeights(EagerDecodeBackend):
+    """P in fp16, whatever the model's dtype, and declared so."""
+
+    declaration = _declares(Rounding(p=Precision.FLOAT16))
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
+
+
+class PowersOfTwo(EagerDecodeBackend):
+    """Powers of two of scores times log2(e); the LSE is converted at last."""
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super()._scores(q, k) * _LOG2_E
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp2(), (scores - shift).exp2()
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._finish(state._replace(maximum=state.maximum / _LOG2_E))
+
+
 HONEST_DECODES: tuple[type[KernelBackend], ...] = (
     EagerDecodeBackend,
     PageTiles,
@@ -134,5 +172,8 @@ HONEST_DECODES: tuple[type[KernelBackend], ...] = (
     RoughExponential,
     UnroundedWeights,
     TinyWeights,
+    SplitTree,
+    HalfPrecisionWeights,
+    PowersOfTwo,
 )
 """Every honest emulation of a decode kernel."""

@@ -6,9 +6,13 @@ from importlib import import_module
 from typing import TypeVar
 
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.capabilities import CAPABILITIES
 
-FAMILIES = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
+_DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
+FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_BATCHES)
 _KNOWN: dict[str, "KnownDefect"] = {}
 Kernel = TypeVar("Kernel", bound=type[KernelBackend])
 
@@ -36,6 +40,11 @@ class KnownDefect:
     sources: tuple[str, ...]
 
     @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that it is judged in."""
+        return judged_roles(self.kernel)
+
+    @property
     def family(self) -> str:
         """The kind of fault: the module that the emulation stands in."""
         return self.kernel.__module__.rpartition(".")[2]
@@ -49,6 +58,13 @@ class KnownDefect:
     def reference(self) -> str:
         """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+
+def judged_roles(kernel: type[KernelBackend]) -> tuple[Role, ...]:
+    """The roles whose cases are about an emulation: its own, and a layer if it names the kernel beside it."""
+    own = role_of(kernel)
+    other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
+    return (own,) if sibling(kernel, other) is None else (own, Role.LAYER)
 
 
 def known_defect(

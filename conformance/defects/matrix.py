@@ -14,10 +14,11 @@ import torch
 
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.loading import BackendReference, known_backends
+from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.case import Call, Case
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.known import judged_roles, known_defects
 from mla_conformance.driver import run_calls
 from mla_conformance.execute import execute, failing
 from mla_conformance.golden import expect
@@ -36,11 +37,23 @@ _COMPARED = ("new_tokens", "lse", "empty_rows", "context_chunk", "weights", "log
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the run: its name, where its class is, and whether it is right."""
+    """A kernel of the run.
+
+    Attributes:
+        name: an id or a class name.
+        reference: what loads its class.
+        honest: whether it is right.
+        roles: whose cases it is judged on.
+    """
 
     name: str
     reference: str
     honest: bool
+    roles: tuple[Role, ...] = tuple(Role)
+
+    def serves(self, case: Case) -> bool:
+        """Whether the case is about this kernel."""
+        return case.role in self.roles
 
     def subject(self) -> Subject:
         """The kernel as the suite sees it, on the CPU."""
@@ -72,8 +85,8 @@ class Outcome:
 
 def kernels() -> list[Kernel]:
     """Honest kernels, the real ones among them, then the known defects."""
-    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True) for cls in HONEST]
-    wrong = [Kernel(entry.id, entry.reference, False) for entry in known_defects().values()]
+    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, judged_roles(cls)) for cls in HONEST]
+    wrong = [Kernel(entry.id, entry.reference, False, entry.roles) for entry in known_defects().values()]
     return [*honest, *_real(), *wrong]
 
 
@@ -98,9 +111,9 @@ def run_matrix(tier: Tier, workers: int | None = None) -> list[Outcome]:
 
 
 def run_case(case: Case, compare: bool) -> list[Outcome]:
-    """All kernels on one case; ``compare`` asks other projects' rules as well."""
+    """All kernels that the case is about; ``compare`` asks other projects' rules as well."""
     data = _compared(case) if compare else ()
-    return [_outcome(case, kernel, data) for kernel in kernels()]
+    return [_outcome(case, kernel, data) for kernel in kernels() if kernel.serves(case)]
 
 
 def _outcome(case: Case, kernel: Kernel, twins: Sequence[tuple[str, Case]]) -> Outcome:

@@ -14,7 +14,7 @@ from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 
-_EMULATION = ("eager", "eager_decode", "online_softmax")
+_EMULATION = ("eager", "eager_decode", "latent_entries", "online_softmax")
 """The kernels that the known defects are made from."""
 
 
@@ -87,8 +87,10 @@ def deciding_digest() -> str:
     for capability in CAPABILITIES.values():
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = Path(str(files("mla_conformance")))
-    names = (*FAMILIES, "honest", "honest_decode")
-    sources = [*judging_sources(), *(folder / "defects" / f"{name}.py" for name in names)]
+    sources = [
+        *judging_sources(),
+        *(folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest", "honest_decode", "split_keys")),
+    ]
     backends = Path(str(files("mla_conformance.backends")))
     sources += [backends / f"{name}.py" for name in _EMULATION]
     sources.append(Path(str(files("mla_conformance.reference"))) / "error_budget.py")

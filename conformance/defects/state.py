@@ -1,8 +1,11 @@
 """State that outlives a call: caches with incomplete keys, stale buffers, modes that another call set."""
 
+from typing import ClassVar
+
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.defects.known import known_defect
 
 
@@ -120,3 +123,23 @@ class MissingBarrier(_EveryNth):
 
     def _stale(self, k):
         return torch.cat([k[:128], k[: max(0, k.shape[0] - 128)]])[: k.shape[0]]
+
+
+@known_defect(
+    "prefill-metadata-stashed-on-shared-backend",
+    killed_by="call_order",
+    sources=("vllm-project/vllm#50945",),
+)
+class SharedMetadata(EagerPrefillBackend):
+    """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
+
+    stashed: ClassVar[MLACommonPrefillMetadata]
+
+    def prepare_metadata(self, prefill_metadata):
+        SharedMetadata.stashed = prefill_metadata
+        super().prepare_metadata(prefill_metadata)
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if causal:
+            query_start_loc = key_start_loc = self.stashed.query_start_loc.tolist()
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)

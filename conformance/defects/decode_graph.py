@@ -1,0 +1,143 @@
+"""Batches that are padded to the size of a graph, and replays of a graph over other batches."""
+
+from dataclasses import replace
+
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.defects.known import known_defect
+
+_PADDED_TOO = ("paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
+"""Some of their cases have rows of padding as well."""
+
+
+class _InALayer(EagerDecodeBackend):
+    """Judged on its own and in a layer beside an honest prefill."""
+
+    prefill_backend = EagerPrefillBackend
+
+
+@known_defect(
+    "flashmla-fp8-cg-padding-seq0-oob",
+    killed_by="graph_padding",
+    related=_PADDED_TOO,
+    sources=("vllm-project/vllm#35969",),
+)
+class LastPageOfNothing(_InALayer):
+    """In a cache of codes, the last page of a row of padding is number -1 of its table."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        if seq_len == 0 and self.kv_cache_dtype != "auto" and self._decode_metadata.dcp_world_size == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super()._attend(q, request, seq_len, kv_cache, k_scale)
+
+
+@known_defect(
+    "cg-padding-rows-not-written-nan-amax",
+    killed_by="graph_padding",
+    related=_PADDED_TOO,
+    sources=(
+        "vllm-project/vllm#37442",
+        "flashinfer-ai/flashinfer#2883",
+        "vllm-project/vllm#37815",
+        "vllm-project/vllm#37682",
+    ),
+)
+class PaddingUnwritten(_InALayer):
+    """Rows of padding are skipped and hold what the buffer held."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        state = super()._attend(q, request, seq_len, kv_cache, k_scale)
+        skipped = seq_len == 0 and self._decode_metadata.dcp_world_size == 1
+        return state._replace(total=state.total + 1, weighted=state.weighted * torch.nan) if skipped else state
+
+
+@known_defect(
+    "cg-metadata-not-padded-bucket",
+    killed_by="graph_padding",
+    related=_PADDED_TOO,
+    sources=(
+        "xLLM-AI/xllm#1939",
+        "sgl-project/sglang#1469",
+    ),
+)
+class MetadataOfRealRows(_InALayer):
+    """Metadata cover the real requests only, and the rows of padding find what stands last in them."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        lengths = self._decode_metadata.seq_lens.tolist()
+        self._row = request
+        if seq_len == 0 and self._decode_metadata.dcp_world_size == 1 and any(lengths):
+            self._row = max(row for row, length in enumerate(lengths) if length)
+        return super()._attend(q, request, lengths[self._row], kv_cache, k_scale)
+
+    def _blocks(self, request, pages):
+        return super()._blocks(self._row, pages)
+
+
+@known_defect(
+    "flashmla-fp8-metadata-not-persistent",
+    killed_by="graph_replay",
+    sources=("vllm-project/vllm#35175",),
+)
+class MetadataOfTheCapture(_InALayer):
+    """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
+
+    def prepare_metadata(self, decode_metadata):
+        captured = self.__dict__.setdefault("captured", {})
+        lengths = decode_metadata.seq_lens
+        if self.kv_cache_dtype == "fp8":
+            lengths = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
+        super().prepare_metadata(replace(decode_metadata, seq_lens=lengths))
+
+
+@known_defect(
+    "flashinfer-fa2-nosplit-graph-uninit-tiles",
+    killed_by="graph_replay",
+    sources=("flashinfer-ai/flashinfer#4430",),
+)
+class TilesOfThePlanBefore(_InALayer):
+    """A smaller plan leaves tiles of the one before it in the list, and the first of them overwrites the last row."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        kept = self._decode_metadata
+        self._decode_metadata = replace(kept, seq_lens=self._lengths(kept))
+        result = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        self._decode_metadata = kept
+        return result
+
+    def _lengths(self, metadata):
+        plans = self.__dict__.setdefault("plans", {})  # ranks are processes
+        before, lengths = plans.get(metadata.dcp_rank, []), metadata.seq_lens.clone()
+        plans[metadata.dcp_rank] = planned = [length for length in lengths.tolist() if length]
+        if planned and len(planned) < len(before):
+            lengths[len(planned) - 1] = before[len(planned)]
+        return lengths
+
+
+class _Scribbles(EagerPrefillBackend):
+    """Uses the workspace in which a decode has left its plan."""
+
+    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+        OneWorkspace.plan = None
+        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+
+
+@known_defect(
+    "graph-eager-workspace-aliasing",
+    killed_by="mixed_batch",
+    sources=("vllm-project/vllm#57388",),
+)
+class OneWorkspace(EagerDecodeBackend):
+    """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
+
+    prefill_backend = _Scribbles
+    plan = None
+
+    def prepare_metadata(self, decode_metadata):
+        OneWorkspace.plan = decode_metadata
+        super().prepare_metadata(decode_metadata)
+
+    def _tiles(self, keys):
+        return super()._tiles(keys if self.plan is self._decode_metadata else -(-keys // 2))

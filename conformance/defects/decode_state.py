@@ -1,0 +1,133 @@
+"""State that outlives a decode: counters of a workspace, staging buffers, scratch that instances share."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.defects.known import known_defect
+
+
+class _Counters(EagerDecodeBackend):
+    """Leaves the last tile of a request out where a counter of the workspace is not 0; ranks are processes."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        workspaces = self.__dict__.setdefault("workspaces", {})
+        rank = self._decode_metadata.dcp_rank
+        self.workspace = workspaces.setdefault(rank, torch.zeros(2**20, dtype=torch.int32))
+        result = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        self._clear()
+        return result
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        self._stale = bool(self._counters(request).any())
+        self._counters(request).add_(1)
+        return super()._attend(q, request, seq_len, kv_cache, k_scale)
+
+    def _tiles(self, keys):
+        tiles = list(super()._tiles(keys))
+        return iter(tiles[:-1] if self._stale else tiles)
+
+    def _counters(self, request):
+        """Those of a request, a head each."""
+        start = self._first() + request * self.num_heads
+        return self.workspace[start : start + self.num_heads]
+
+    def _first(self):
+        """Where the counters of the call begin."""
+        return 0
+
+    def _clear(self):
+        raise NotImplementedError
+
+
+@known_defect(
+    "trtllm-counter-region-moves-with-shape",
+    killed_by="call_order",
+    sources=(
+        "flashinfer-ai/flashinfer#1584",
+        "flashinfer-ai/flashinfer#3114",
+        "flashinfer-ai/flashinfer#3474",
+        "flashinfer-ai/flashinfer#3465",
+    ),
+)
+class MovingCounters(_Counters):
+    """The counters stand behind statistics whose size changes with the longest sequence, so old ones are met there."""
+
+    def _first(self):
+        return self._decode_metadata.max_seq_len
+
+    def _clear(self):
+        start = self._first()
+        self.workspace[start : start + self._decode_metadata.seq_lens.shape[0] * self.num_heads] = 0
+        self.workspace[:start] = 7
+
+
+@known_defect(
+    "trtllm-counter-clear-byte-vs-int-size",
+    killed_by="determinism",
+    sources=("NVIDIA/TensorRT-LLM#15761",),
+)
+class QuarterCleared(_Counters):
+    """The number of counters is passed as a number of bytes, so a quarter of them is cleared."""
+
+    def _clear(self):
+        self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
+
+
+@known_defect(
+    "spec-metadata-pinned-temp-freed",
+    killed_by="determinism",
+    sources=("vllm-project/vllm-ascend#15719",),
+)
+class FreedLengths(EagerDecodeBackend):
+    """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        self.number = getattr(self, "number", 0) + 1
+        kept = self._decode_metadata
+        if self.number % 9 == 0:
+            self._decode_metadata = replace(kept, seq_lens=(kept.seq_lens - 1).clamp(min=0))
+        result = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        self._decode_metadata = kept
+        return result
+
+
+@known_defect(
+    "plan-pinned-buffer-race",
+    killed_by="call_order",
+    sources=(
+        "sgl-project/mini-sglang#103",
+        "vllm-project/vllm#32799",
+    ),
+)
+class OneStagingBuffer(EagerDecodeBackend):
+    """All plans are staged in one buffer, and a second one overwrites it before the first has been copied."""
+
+    staged: ClassVar[MLACommonDecodeMetadata]
+
+    def prepare_metadata(self, decode_metadata):
+        OneStagingBuffer.staged = decode_metadata
+        super().prepare_metadata(decode_metadata)
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        self._decode_metadata = self.staged
+        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+
+
+@known_defect(
+    "ubatch-workspace-slot-misrouted",
+    killed_by="no_side_effects",
+    sources=("vllm-project/vllm#58161",),
+)
+class SharedScratch(EagerDecodeBackend):
+    """Every micro-batch gets the first one's slot of the workspace, so results lie where the next ones will."""
+
+    scratch: ClassVar[dict[object, torch.Tensor]] = {}
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        output, lse = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        slot = (self._decode_metadata.dcp_rank, output.shape, output.dtype)
+        return self.scratch.setdefault(slot, torch.empty_like(output)).copy_(output), lse
