@@ -79,7 +79,7 @@ class LayerGraph:
         self._layer.impl.prepare(self._metadata)
         for name in ("query", "kv_c", "k_pe"):
             buffer, rows = getattr(self._call, name), getattr(call, name)
-            buffer.copy_(poison(buffer.shape, buffer.dtype, buffer.device))
+            buffer.copy_(-poison(buffer.shape, buffer.dtype, buffer.device))
             buffer[: len(rows)].copy_(rows)
         call.image.reset()
         self._call.image.cache[: len(call.image.cache)].copy_(call.image.cache)
