@@ -130,11 +130,11 @@ class Layer:
 
 
 def _config(case: Case, dtype: torch.dtype) -> LayerConfig:
-    """A configuration whose workspace has the case's tokens, and whose decodes may have as many drafted ones as its own.
+    """A configuration whose workspace has the case's tokens, and whose decodes may be as long as the case's.
 
     The workspace is eight times the longest sequence that the configuration admits.
 
-    Prefixes are cached; prompts are split where decodes come first only, since either alone brings prefills with context.
+    Prefixes are cached; prompts are split only where decodes come first: either alone brings prefills with context.
     """
     return LayerConfig(
         model_config=ModelConfig(

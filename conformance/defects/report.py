@@ -89,7 +89,10 @@ def deciding_digest() -> str:
     folder = Path(str(files("mla_conformance")))
     sources = [
         *judging_sources(),
-        *(folder / "defects" / f"{name}.py" for name in (*FAMILIES, "honest", "honest_decode", "split_keys")),
+        *(
+            folder / "defects" / f"{name}.py"
+            for name in (*FAMILIES, "honest", "honest_decode", "split_keys", "eager_layer")
+        ),
     ]
     backends = Path(str(files("mla_conformance.backends")))
     sources += [backends / f"{name}.py" for name in _EMULATION]
