@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 
@@ -160,10 +159,7 @@ class ClassesByPath(Mapping[str, type]):
         return len(self._paths)
 
 
-Backend = TypeVar("Backend", bound=KernelBackend)
-
-
-def resolve_class(loaded: type[Backend], device_capability: DeviceCapability | None) -> type[Backend]:
+def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> Any:
     """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
     return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
 

@@ -86,7 +86,7 @@ _RAMP = 16.0
 def _ramp(k: torch.Tensor) -> torch.Tensor:
     """The last channel of the keys rises from -1 to 1 along the key axis."""
     slope = torch.linspace(-1.0, 1.0, k.shape[0]).view(-1, 1, 1).expand(-1, k.shape[1], 1) if k.shape[0] else k[..., :1]
-    return torch.cat([k[..., :-1] * 0.25, slope.to(k.dtype)], dim=-1)
+    return torch.cat([k[..., :-1] * 0.25, slope.to(k)], dim=-1)
 
 
 def _along_ramp(site: Site) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
 
 def _outliers(x: torch.Tensor) -> torch.Tensor:
     """A mean offset and every sixteenth channel ten times as large."""
-    channel = torch.arange(x.shape[-1]) % 16 == 3
+    channel = torch.arange(x.shape[-1], device=x.device) % 16 == 3
     return torch.where(channel, x * 10.0, x) + 0.5
 
 

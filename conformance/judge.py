@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.calls import AttentionCall
 from mla_conformance.case import Case
 from mla_conformance.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.driver import Observation, Returned
 from mla_conformance.golden import Expectation
 from mla_conformance.judged_rows import JudgedRows
 from mla_conformance.locate import Place, extent, worst_element, worst_row
-from mla_conformance.problem import PrefillCall, Problem, segments
+from mla_conformance.problem import Problem, segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
@@ -102,7 +103,7 @@ class _Judge:
     def _picked(
         self,
         name: str,
-        calls: Sequence[PrefillCall],
+        calls: Sequence[AttentionCall],
         golden: AttentionState,
         output: torch.Tensor,
         lse: torch.Tensor | None,

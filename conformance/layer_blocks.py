@@ -1,9 +1,12 @@
 """What a layer's backend says of its cache, and its copies of blocks, compared with the reference byte by byte."""
 
+from collections.abc import Callable
+
 import torch
 
 from mla_conformance.driver import one_line
 from mla_conformance.launch import guarded
+from mla_conformance.layer_problem import LayerCall
 from mla_conformance.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.trial import Trial
@@ -12,20 +15,23 @@ from mla_conformance.verdict import Check
 
 def shapes_cache(trial: Trial) -> None:
     """``get_kv_cache_shape`` names the entries that the layout has."""
-    case, cache = trial.case, trial.problem.calls[0].image.cache
-    blocks, page, _ = cache.shape
+    call, case = trial.problem.calls[0], trial.case
+    assert isinstance(call, LayerCall)
+    blocks, page, width = call.image.cache.shape
     head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     shape_of = trial.backend.backend.get_kv_cache_shape
     shape = guarded(
         trial, "get_kv_cache_shape", lambda: shape_of(blocks, page, 1, head_size, cache_dtype_str=case.cache)
     )
-    what = f"get_kv_cache_shape for the layout {case.cache}: expected {list(cache.shape)}, got {list(shape)}"
-    trial.require(tuple(shape) == tuple(cache.shape), Check.CACHE, what)
+    what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {list(shape)}"
+    trial.require(tuple(shape) == (blocks, page, width), Check.CACHE, what)
 
 
 def moves_blocks(trial: Trial) -> None:
     """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves."""
-    image = trial.problem.calls[0].image
+    call = trial.problem.calls[0]
+    assert isinstance(call, LayerCall)
+    image = call.image
     blocks = image.cache.shape[0]
     pairs = torch.tensor([[0, blocks - 1], [1, blocks - 2]], device=image.cache.device)
     image.reset()
@@ -46,9 +52,9 @@ def _copy(cache: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
 
 
-def _run(trial: Trial, name: str, call: object) -> None:
+def _run(trial: Trial, name: str, call: Callable[[], None]) -> None:
     try:
-        call()  # type: ignore[operator]
+        call()
     except Exception as error:
         trial.require(False, Check.CALL, f"{name} raised {one_line(error)}")
 

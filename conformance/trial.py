@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.case import Case, Layout
 from mla_conformance.driver import Observation, one_line, run_calls
@@ -49,11 +49,10 @@ class Trial:
         return self.subject.declaration_of(self.case.role)
 
     @cached_property
-    def backend(self) -> KernelBackend:
-        """The instance that all calls of the trial go to."""
+    def backend(self) -> Any:
+        """The instance that all calls of the trial go to: a kernel, or a layer."""
         try:
-            backend: KernelBackend = self.subject.create(self.case)
-            return backend
+            return self.subject.create(self.case)
         except Exception as error:
             self._settle(failed(Check.CALL, f"the constructor raised {one_line(error)}"))
             raise

@@ -182,8 +182,8 @@ def absorbed(
     """
     rows = [pages[list(table)].flatten(0, 1)[:length] for table, length in zip(tables, lengths, strict=True)]
     keys = torch.cat(rows)[:, None, :]
-    starts = [torch.tensor([0, *x]).cumsum(0) for x in (query_lens, lengths)]
-    return exact(q, keys, keys[..., :LATENT], *starts, scale, True)
+    queries, ends = (torch.tensor([0, *x]).cumsum(0) for x in (query_lens, lengths))
+    return exact(q, keys, keys[..., :LATENT], queries, ends, scale, True)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def library(request: Any, recorded: Any, installed: Any, mla_kernel: Any) -> Any
                 buffer[: len(batch[name])].copy_(batch[name])
 
     Wrapper.run = recorded(version, f"{_FILES[version]}:{_CLASS}.run", None)
-    contents = {_CLASS: Wrapper}
+    contents: dict[str, Any] = {_CLASS: Wrapper}
     if version == _NEW:
         csr = recorded(version, "flashinfer/mla/_batch_mla/_contracts.py:MLAPlanMetadata.csr", dict)
         contents["MLAPlanMetadata"] = SimpleNamespace(csr=lambda **fields: csr(None, **fields))

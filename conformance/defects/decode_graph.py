@@ -5,17 +5,11 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.known import known_defect
+from mla_conformance.defects.layered import LayeredDecode
 
 _PADDED_TOO = ("paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
-
-
-class _InALayer(EagerDecodeBackend):
-    """Judged on its own and in a layer beside an honest prefill."""
-
-    prefill_backend = EagerPrefillBackend
 
 
 @known_defect(
@@ -24,7 +18,7 @@ class _InALayer(EagerDecodeBackend):
     related=_PADDED_TOO,
     sources=("vllm-project/vllm#35969",),
 )
-class LastPageOfNothing(_InALayer):
+class LastPageOfNothing(LayeredDecode):
     """In a cache of codes, the last page of a row of padding is number -1 of its table."""
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
@@ -44,7 +38,7 @@ class LastPageOfNothing(_InALayer):
         "vllm-project/vllm#37682",
     ),
 )
-class PaddingUnwritten(_InALayer):
+class PaddingUnwritten(LayeredDecode):
     """Rows of padding are skipped and hold what the buffer held."""
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
@@ -62,7 +56,7 @@ class PaddingUnwritten(_InALayer):
         "sgl-project/sglang#1469",
     ),
 )
-class MetadataOfRealRows(_InALayer):
+class MetadataOfRealRows(LayeredDecode):
     """Metadata cover the real requests only, and the rows of padding find what stands last in them."""
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
@@ -81,7 +75,7 @@ class MetadataOfRealRows(_InALayer):
     killed_by="graph_replay",
     sources=("vllm-project/vllm#35175",),
 )
-class MetadataOfTheCapture(_InALayer):
+class MetadataOfTheCapture(LayeredDecode):
     """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
 
     def prepare_metadata(self, decode_metadata):
@@ -97,7 +91,7 @@ class MetadataOfTheCapture(_InALayer):
     killed_by="graph_replay",
     sources=("flashinfer-ai/flashinfer#4430",),
 )
-class TilesOfThePlanBefore(_InALayer):
+class TilesOfThePlanBefore(LayeredDecode):
     """A smaller plan leaves tiles of the one before it in the list, and the first of them overwrites the last row."""
 
     def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
@@ -129,7 +123,7 @@ class _Scribbles(EagerPrefillBackend):
     killed_by="mixed_batch",
     sources=("vllm-project/vllm#57388",),
 )
-class OneWorkspace(EagerDecodeBackend):
+class OneWorkspace(LayeredDecode):
     """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
 
     prefill_backend = _Scribbles

@@ -5,10 +5,14 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.known import known_defect
 
+_SEVERAL_TOO = ("decode_lse",)
+"""One of its cases has several query tokens a request."""
+
 
 @known_defect(
     "causal-topleft-instead-of-bottomright",
     killed_by="decode_multi_token",
+    related=_SEVERAL_TOO,
     sources=(
         "Dao-AILab/flash-attention#282",
         "Dao-AILab/flash-attention#436",
@@ -28,6 +32,7 @@ class TopLeft(EagerDecodeBackend):
 @known_defect(
     "causal-arg-accepted-but-dropped",
     killed_by="decode_multi_token",
+    related=_SEVERAL_TOO,
     sources=("AMD-Ecosystem/flashinfer#296",),
 )
 class CausalDropped(EagerDecodeBackend):
@@ -40,6 +45,7 @@ class CausalDropped(EagerDecodeBackend):
 @known_defect(
     "single-batch-mask-mid-decode-shape",
     killed_by="decode_multi_token",
+    related=_SEVERAL_TOO,
     sources=("deepseek-ai/DeepSeek-V3#1536",),
 )
 class SquareMask(EagerDecodeBackend):
@@ -53,6 +59,7 @@ class SquareMask(EagerDecodeBackend):
 @known_defect(
     "aiter-mtp-metadata-sized-for-qlen1",
     killed_by="decode_multi_token",
+    related=_SEVERAL_TOO,
     sources=("vllm-project/vllm#45227",),
 )
 class MetadataOfOneToken(EagerDecodeBackend):
@@ -67,6 +74,7 @@ class MetadataOfOneToken(EagerDecodeBackend):
 @known_defect(
     "aiter-identical-output-all-query-positions",
     killed_by="decode_multi_token",
+    related=_SEVERAL_TOO,
     sources=("ROCm/aiter#2720",),
 )
 class SameForAllPositions(EagerDecodeBackend):

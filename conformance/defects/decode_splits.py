@@ -73,6 +73,7 @@ class LeftoverPartials(SplitDecode):
 @known_defect(
     "mtp-split-fully-causal-masked-zero-times-nan",
     killed_by="decode_multi_token",
+    related=("decode_lse",),
     sources=("ROCm/aiter#4711",),
 )
 class NanOfAMaskedSplit(SplitDecode):

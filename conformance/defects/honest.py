@@ -96,8 +96,8 @@ class Splits16Tree(_Split):
 
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
         while len(parts) > 1:
-            joined = [joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-            parts = joined + parts[len(joined) * 2 :]
+            pairs = [joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            parts = pairs + parts[len(pairs) * 2 :]
         return parts[0]
 
 

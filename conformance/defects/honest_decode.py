@@ -7,9 +7,9 @@ from functools import reduce
 import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.layered import LayeredDecode
 from mla_conformance.defects.split_keys import SplitDecode, joined
 
 _LOG2_E = math.log2(math.e)
@@ -19,26 +19,26 @@ def _declares(rounding: Rounding) -> Declaration:
     return Declaration(rounding=rounding, emulated=True)
 
 
-class PageTiles(EagerDecodeBackend):
+class PageTiles(LayeredDecode):
     """Tiles of 16 tokens, below every page but the smallest."""
 
     key_tile = 16
 
 
-class WideTiles(EagerDecodeBackend):
+class WideTiles(LayeredDecode):
     """Tiles of 1024 tokens."""
 
     key_tile = 1024
 
 
-class LastTileFirst(EagerDecodeBackend):
+class LastTileFirst(LayeredDecode):
     """Tiles from the last to the first."""
 
     def _tiles(self, keys: int) -> Iterator[slice]:
         return iter(list(super()._tiles(keys))[::-1])
 
 
-class SplitTokens(EagerDecodeBackend):
+class SplitTokens(LayeredDecode):
     """Five splits of a request's tokens, combined by their LSEs."""
 
     splits = 5
@@ -66,7 +66,7 @@ class StoredSplits(SplitTokens):
         return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
 
 
-class KeysOfTheModel(EagerDecodeBackend):
+class KeysOfTheModel(LayeredDecode):
     """Codes are dequantised to the model's dtype, and declared so."""
 
     declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
@@ -75,7 +75,7 @@ class KeysOfTheModel(EagerDecodeBackend):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
 
-class ScaledScores(EagerDecodeBackend):
+class ScaledScores(LayeredDecode):
     """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
 
     def _dequantise(self, rows, k_scale):
@@ -89,7 +89,7 @@ class ScaledScores(EagerDecodeBackend):
         return super()._values(keys) * self._k_scale
 
 
-class RoughExponential(EagerDecodeBackend):
+class RoughExponential(LayeredDecode):
     """An exponential with relative errors up to 1e-4, for 16-bit models."""
 
     declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
@@ -101,14 +101,14 @@ class RoughExponential(EagerDecodeBackend):
         return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
 
 
-class UnroundedWeights(EagerDecodeBackend):
+class UnroundedWeights(LayeredDecode):
     """P is not rounded at all."""
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p
 
 
-class TinyWeights(EagerDecodeBackend):
+class TinyWeights(LayeredDecode):
     """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
 
     declaration = _declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
@@ -134,7 +134,7 @@ class SplitTree(SplitDecode):
         return waiting[0]
 
 
-class HalfPrecisionWeights(EagerDecodeBackend):
+class HalfPrecisionWeights(LayeredDecode):
     """P in fp16, whatever the model's dtype, and declared so."""
 
     declaration = _declares(Rounding(p=Precision.FLOAT16))
@@ -143,7 +143,7 @@ class HalfPrecisionWeights(EagerDecodeBackend):
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
 
-class PowersOfTwo(EagerDecodeBackend):
+class PowersOfTwo(LayeredDecode):
     """Powers of two of scores times log2(e); the LSE is converted at last."""
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class PowersOfTwo(EagerDecodeBackend):
 
 
 HONEST_DECODES: tuple[type[KernelBackend], ...] = (
-    EagerDecodeBackend,
+    LayeredDecode,
     PageTiles,
     WideTiles,
     LastTileFirst,

@@ -5,8 +5,8 @@ from functools import reduce
 
 import torch
 
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.layered import LayeredDecode
 
 
 def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
@@ -17,7 +17,7 @@ def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
 
 
-class SplitDecode(EagerDecodeBackend):
+class SplitDecode(LayeredDecode):
     """Splits of ``split`` keys each."""
 
     key_tile = 32

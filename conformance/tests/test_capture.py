@@ -121,7 +121,7 @@ def test_a_limit_and_a_full_disk_do_not_reach_the_engine(tmp_path: Path) -> None
 def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
     backend = Subject.of("EAGER", CPU).create(Case.parse("new_tokens:q=[2]"))
     with capture(backend, tmp_path), pytest.raises(TypeError, match="missing"):
-        backend.run_prefill_new_tokens()  # type: ignore[call-arg]
+        backend.run_prefill_new_tokens()
 
 
 def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

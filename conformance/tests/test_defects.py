@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
-from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Kernel, Outcome
+from mla_conformance.defects.layered import LayeredDecode
+from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Kernel, Outcome, run_case
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 from mla_conformance.defects.report import (
     DefectReport,
@@ -38,8 +41,8 @@ DEFECTS = known_defects()
 EMULATED = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, judged_roles(cls)) for cls in HONEST]
 """The real kernels are judged by the conformance suite itself, which runs beside these tests."""
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --readme README.md`"
-ENTRIES_OF_THESE_LAYERS = 55
-"""Reported bugs of new tokens, context chunks, merging, quantised output and selection in the catalogue."""
+ENTRIES_OF_THESE_LAYERS = 124
+"""Reported bugs of new tokens, context chunks, merging, quantised output, selection, decode, the cache and ranks."""
 
 
 def first_failure(kernels: Sequence[Kernel], capability: str, tier: Tier = Tier.SMOKE) -> str:
@@ -67,6 +70,19 @@ def test_a_known_defect_is_killed_by_its_capability_and_by_nothing_unrelated_fir
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_honest_kernel_passes_the_smoke_tier(capability: str) -> None:
     assert not first_failure(EMULATED, capability)
+
+
+def test_a_kernel_is_run_on_cases_of_its_roles_only() -> None:
+    roles = {name: judged_roles(cls) for name, cls in (("own", EagerDecodeBackend), ("layered", LayeredDecode))}
+    assert roles == {"own": (Role.DECODE,), "layered": (Role.DECODE, Role.LAYER)}
+    prefill, decode, layer = (
+        Case.parse(text) for text in ("lse:q=[3]", "decode:q=[1];kv=[5]", "graph_padding:call=layer;q=[1];kv=[5]")
+    )
+    kernel = Kernel("own", "", honest=True, roles=roles["own"])
+    assert [kernel.serves(case) for case in (prefill, decode, layer)] == [False, True, False]
+    assert replace(kernel, roles=roles["layered"]).serves(layer) and Kernel("EAGER", "EAGER", True).serves(prefill)
+    ran = {outcome.kernel for outcome in run_case(Case.parse("decode:dims=small;q=[1];kv=[5]"), compare=False)}
+    assert "LayeredDecode" in ran and "EagerPrefillBackend" not in ran and "TORCH_SDPA" in ran
 
 
 def declared(**changes: Any) -> Callable[[], object]:

@@ -38,8 +38,10 @@ class LengthsOfTheCapture(Capturable):
 
 
 class LongestOfTheCapture(Capturable):
-    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **options: Any) -> Any:
-        output, lse = super().run_prefill_new_tokens(q, k, v, True, **options)
+    def run_prefill_new_tokens(
+        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
+    ) -> Any:
+        output, lse = super().run_prefill_new_tokens(q, k, v, True, out, output_scale)
         lengths = self._prefill_metadata.query_start_loc.diff()
         grid = self.__dict__.setdefault("grid", int(lengths.max()))
         for start, length in zip(self._prefill_metadata.query_start_loc, lengths, strict=False):

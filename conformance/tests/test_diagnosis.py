@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.loading import BackendReference
 from mla_conformance.capabilities import CAPABILITIES, Tier
 from mla_conformance.case import Case
@@ -26,15 +27,15 @@ DEFECTS = known_defects()
 UNKNOWN = "unlike every known defect"
 
 
-def tried(kernel: type[EagerPrefillBackend], case: Case) -> tuple[Trial, Verdict]:
+def tried(kernel: type[KernelBackend], case: Case) -> tuple[Trial, Verdict]:
     """A kernel's trial of a case and the verdict over it."""
     subject = Subject(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__qualname__}"), CPU)
     trial = Trial(subject, case)
     return trial, execute(trial)
 
 
-def first_failure(kernel: type[EagerPrefillBackend], capability: str) -> tuple[Trial, Verdict]:
-    trials = (tried(kernel, case) for case in CAPABILITIES[capability].select(Tier.SMOKE))
+def first_failure(kernel: type[KernelBackend], capability: str) -> tuple[Trial, Verdict]:
+    trials = (tried(kernel, case) for case in CAPABILITIES[capability].select(Tier.FULL))
     return next((trial, verdict) for trial, verdict in trials if failing(verdict))
 
 

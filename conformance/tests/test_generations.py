@@ -18,6 +18,9 @@ CPU = torch.device("cpu")
 INEXPRESSIBLE = {"earlier": ("out_tensor", "merge_states", "quant_output_fp8"), "present": ("empty_rows",)}
 """Faults that a generation's interface has no room for: the earlier one has no output tensor, no output scale and no
 merge of its own; the present one is never given a row without keys."""
+UNCOUNTED_ROWS = {"present": ("nan-spreads-across-rows-in-output-quant",)}
+"""Defects that read rows which the metadata does not count; the present generation's layer hands none over."""
+PREFILLING = [name for name, entry in CAPABILITIES.items() if {case.role for case in entry.cases} == {Role.PREFILL}]
 DEFECT = {
     "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
     "earlier": (
@@ -27,7 +30,7 @@ DEFECT = {
 }
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", PREFILLING)
 def test_eager_has_the_same_verdicts_in_every_generation(capability: str) -> None:
     subjects = {name: Subject.of(name, CPU) for name in ("EAGER", "EAGER[earlier]", "EAGER[present]")}
     for case in CAPABILITIES[capability].select(Tier.SMOKE):
@@ -42,8 +45,11 @@ def test_eager_has_the_same_verdicts_in_every_generation(capability: str) -> Non
 def expressible(entry: KnownDefect, generation: str) -> bool:
     """Whether the generation has room for the fault, and calls the method that it stands in."""
     lineage = entry.kernel.__mro__[: entry.kernel.__mro__.index(EagerPrefillBackend)]
-    overrides = any("run_prefill_context_chunk" in vars(cls) for cls in lineage)
-    return entry.killed_by not in INEXPRESSIBLE[generation] and not (generation == "present" and overrides)
+    # The present generation's chunks are other calls; the earlier one hands the metadata over with every call.
+    absent = {"present": "run_prefill_context_chunk", "earlier": "prepare_metadata"}[generation]
+    if entry.id in UNCOUNTED_ROWS.get(generation, ()) or any(absent in vars(cls) for cls in lineage):
+        return False
+    return entry.killed_by not in INEXPRESSIBLE[generation]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def problem(seed: int, case: str = "new_tokens:dims=small;heads=2;q=[5]") -> Pro
 
 
 def states(value: float, merged: bool = False) -> States:
-    terms = ErrorTerms(*(torch.full((100, 2, 16), value) for _ in range(4)), torch.full((2, 100), value))
+    wide, narrow = torch.full((100, 2, 16), value), torch.full((2, 100), value)
+    terms = ErrorTerms(wide, wide.clone(), wide.clone(), wide.clone(), narrow)
     state = AttentionState(torch.full((100, 2, 16), value), torch.full((2, 100), value), terms)
     return (state,), state if merged else None
 

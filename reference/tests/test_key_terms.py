@@ -17,7 +17,7 @@ NOTHING_ELSE: dict[str, float] = {
 KEYS_ONLY = Roundoffs(**NOTHING_ELSE, keys=ROUNDOFF)
 
 
-def latent_attention(q: Tensor, keys: Tensor, **terms: bool) -> AttentionState:
+def latent_attention(q: Tensor, keys: Tensor, **terms: Any) -> AttentionState:
     """One request whose value is the first 24 of 32 elements of its shared keys."""
     locations: dict[str, Any] = {"query_start_loc": (0, len(q)), "key_start_loc": (0, len(keys))}
     keys = keys.unsqueeze(1)
@@ -42,12 +42,10 @@ def test_the_terms_are_their_sums(operands: tuple[Tensor, Tensor]) -> None:
     spread = (p.square() * products) @ deviation.square()
     shift = ((p * scores) @ deviation).abs() + state.output[token, head].abs()
     shared = ((SCALE * row).unsqueeze(1) * (k.mT * p) @ deviation).square().sum(0).mean()
-    terms = state.terms
-    assert torch.allclose(terms.key_spread[token, head], spread, rtol=1e-9)
-    assert torch.allclose(terms.key_shift[token, head], shift, rtol=1e-9)
-    assert float(terms.key_shared[token, head] / shared) == pytest.approx(
-        1.0, abs=0.6
-    )  # an estimate from four combinations
+    assert torch.allclose(state.terms.key_spread[token, head], spread, rtol=1e-9)
+    assert torch.allclose(state.terms.key_shift[token, head], shift, rtol=1e-9)
+    estimate = float(state.terms.key_shared[token, head] / shared)  # from four combinations of the columns
+    assert estimate == pytest.approx(1.0, abs=0.6)
 
 
 def test_keys_that_are_not_seen_have_no_part_in_the_terms(operands: tuple[Tensor, Tensor]) -> None:
@@ -55,9 +53,9 @@ def test_keys_that_are_not_seen_have_no_part_in_the_terms(operands: tuple[Tensor
     hidden = keys.clone()
     hidden[-1] = torch.nan
     whole, cut = (latent_attention(q, k, with_key_terms=True).terms for k in (keys, hidden))
-    assert whole is not None and cut is not None and whole.keys is not None and cut.keys is not None
-    for name in ("spread", "shared", "shift"):
-        assert torch.allclose(getattr(whole.keys, name)[:2], getattr(cut.keys, name)[:2], rtol=1e-9)
+    assert whole is not None and cut is not None
+    for name in ("key_spread", "key_shared", "key_shift"):
+        assert torch.allclose(whole.by_name()[name][:2], cut.by_name()[name][:2], rtol=1e-9)
 
 
 def independent(shape: torch.Size, generator: torch.Generator) -> Tensor:
