@@ -41,7 +41,7 @@ DEFECTS = known_defects()
 EMULATED = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, judged_roles(cls)) for cls in HONEST]
 """The real kernels are judged by the conformance suite itself, which runs beside these tests."""
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --readme README.md`"
-ENTRIES_OF_THESE_LAYERS = 124
+ENTRIES_OF_THESE_LAYERS = 142
 """Reported bugs of new tokens, context chunks, merging, quantised output, selection, decode, the cache and ranks."""
 
 
