@@ -119,21 +119,30 @@ class MLACommonImpl(MLAKernels):
         assert metadata is not None and metadata.chunked_context is not None
         chunks, merged = metadata.chunked_context, None
         for index, tokens in enumerate(chunks.seq_tot):
-            gather_cache(
-                kv_cache,
-                chunks.workspace,
-                metadata.block_table,
-                chunks.cu_seq_lens[index],
-                attn_metadata.num_prefills,
-                chunks.starts[index],
-                self.kv_cache_dtype,
-                k_scale,
-            )
+            self._gather(index, kv_cache, attn_metadata, k_scale)
             kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
             chunk = self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
             merged = chunk if merged is None else self._merge(merged, chunk)
         assert merged is not None
         return merged
+
+    def _gather(
+        self, index: int, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
+    ) -> None:
+        """Collect a chunk's latents in the workspace, dequantised."""
+        metadata = attn_metadata.prefill_metadata
+        assert metadata is not None and metadata.chunked_context is not None
+        chunks = metadata.chunked_context
+        gather_cache(
+            kv_cache,
+            chunks.workspace,
+            metadata.block_table,
+            chunks.cu_seq_lens[index],
+            attn_metadata.num_prefills,
+            chunks.starts[index],
+            self.kv_cache_dtype,
+            k_scale,
+        )
 
     def _absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[T, N, P] to [T, N, L]: W_UK moves from the keys into the query."""

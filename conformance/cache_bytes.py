@@ -46,7 +46,7 @@ class CacheImage:
         slots = self._slots_of(wrong)
         written = torch.isin(slots, self.slots)
         if not bool(written.all()):
-            return f"slot {int(slots[~written][0])} of the cache was written, no new token belongs there"
+            return _stray(int(slots[~written][0]))
         return self._wrong_entries(slots)
 
     def _slots_of(self, wrong: torch.Tensor) -> torch.Tensor:
@@ -94,6 +94,12 @@ class CacheImage:
         )
         page = cache.shape[1]
         return cache.view(torch.uint8)[slots // page, slots % page].view(cache.dtype)
+
+
+def _stray(slot: int) -> str:
+    if slot < 0:
+        return "bytes of the cache's buffer were written that are not this layer's"
+    return f"slot {slot} of the cache was written, no new token belongs there"
 
 
 def given_dtype(latents: tuple[torch.Tensor, torch.Tensor]) -> torch.dtype:

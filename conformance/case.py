@@ -392,6 +392,13 @@ def _require_cached(case: Case) -> None:
 def _require_layer(case: Case) -> None:
     if case.decodes > len(case.q) or (case.decodes and case.call != Call.LAYER):
         raise CaseError(f"field decodes: expected at most the {len(case.q)} requests of a layer, got {case.decodes}")
+    if case.call == Call.LAYER and case.order == Order.DECODES_FIRST:
+        longest, prefills = max(case.decode_queries, default=1), case.q[case.decodes :]
+        if min(prefills, default=longest + 1) <= longest:
+            raise CaseError(
+                f"order decodes_first: a builder knows a prefill by more query tokens than a decode has, expected more "
+                f"than {longest}, got q={list(case.q)} with {case.decodes} decodes"
+            )
     dims = case.dimensions
     if case.call == Call.LAYER and max(dims.qk_nope_head_dim, dims.v_head_dim) > case.kv_lora_rank:
         raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {case.dims}")

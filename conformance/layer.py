@@ -12,9 +12,10 @@ from mla_conformance.backends.layer_config import (
     MLAAttentionSpec,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from mla_conformance.case import Case, Order
-from mla_conformance.layer_weights import Linear
+from mla_conformance.layer_weights import Linear, PackedLinear
 
 if TYPE_CHECKING:
     from mla_conformance.layer_problem import LayerCall
@@ -40,16 +41,16 @@ class Layer:
         )
         self.builder = backend.get_builder_cls()(spec, ["layer"], self.config, device)
         self.state = backend.get_state_cls()(self._runner())
-        self._linear: Linear | None = None
+        self._linear: Linear | PackedLinear | None = None
 
-    def load(self, linear: Linear) -> None:
-        """Load weights, or update them in place as an engine that trains does; either way they are processed."""
-        if self._linear is None:
+    def load(self, linear: Linear | PackedLinear) -> None:
+        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed."""
+        if isinstance(self._linear, Linear) and isinstance(linear, Linear):
+            self._linear.weight.copy_(linear.weight)
+        else:
             self._linear = linear
             self.impl = self._make_impl(linear)
-        else:
-            self._linear.weight.copy_(linear.weight)
-        self.impl.process_weights_after_loading(linear.weight.dtype)
+        self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: "LayerCall") -> None:
         """Build the metadata of a batch by the route that the case names."""
@@ -82,7 +83,7 @@ class Layer:
 
         return common_metadata(
             call.requests,
-            padding=max(call.padding, 0),
+            padding=max(call.padding, 0) if call.padding_counts else 0,
             block_size=self._case.page,
             device=self._device,
             sharding=Sharding(1, 0, 1),
@@ -96,7 +97,7 @@ class Layer:
         floats = {f"_{name}_scale_float": x for name, x in scales.items()}
         return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
 
-    def _make_impl(self, linear: Linear) -> Any:
+    def _make_impl(self, linear: Linear | PackedLinear) -> Any:
         case, dims = self._case, self._case.dimensions
         return self.backend.get_impl_cls()(
             num_heads=case.heads,
@@ -129,13 +130,22 @@ class Layer:
 
 
 def _config(case: Case, dtype: torch.dtype) -> LayerConfig:
-    """A configuration whose workspace has the case's tokens: eight times the longest sequence that it admits."""
+    """A configuration whose workspace has the case's tokens, and whose decodes may be as long as the case's.
+
+    The workspace is eight times the longest sequence that the configuration admits.
+
+    Prefixes are cached; prompts are split only where decodes come first: either alone brings prefills with context.
+    """
     return LayerConfig(
         model_config=ModelConfig(
             dtype=dtype,
             max_model_len=max(1, case.workspace // 8),
             head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
         ),
-        scheduler_config=SchedulerConfig(max_num_seqs=max(1, case.workspace // (4 * case.page))),
-        cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max(1, case.workspace // (4 * case.page)),
+            chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
+        ),
+        cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),
+        speculative_config=SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
     )

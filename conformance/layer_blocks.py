@@ -1,15 +1,30 @@
-"""Copying blocks within and between caches, compared byte by byte with the reference."""
+"""What a layer's backend says of its cache, and its copies of blocks, compared with the reference byte by byte."""
 
 from collections.abc import Callable
 
 import torch
 
 from mla_conformance.driver import one_line
+from mla_conformance.launch import guarded
 from mla_conformance.layer_problem import LayerCall
 from mla_conformance.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Check
+
+
+def shapes_cache(trial: Trial) -> None:
+    """``get_kv_cache_shape`` names the entries that the layout has."""
+    call, case = trial.problem.calls[0], trial.case
+    assert isinstance(call, LayerCall)
+    blocks, page, width = call.image.cache.shape
+    head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+    shape_of = trial.backend.backend.get_kv_cache_shape
+    shape = guarded(
+        trial, "get_kv_cache_shape", lambda: shape_of(blocks, page, 1, head_size, cache_dtype_str=case.cache)
+    )
+    what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {list(shape)}"
+    trial.require(tuple(shape) == (blocks, page, width), Check.CACHE, what)
 
 
 def moves_blocks(trial: Trial) -> None:

@@ -35,6 +35,7 @@ def mixed_batch() -> Iterator[Fields]:
             layer((5, 1), (40, 33), 1, dtype="fp32", **_LATENT),
         ]
     )
+    yield layer((2, 1, 9, 5, 7), (30, 4, 40, 64, 20), 2, data="needle", **first, **_LATENT)
 
 
 def cache_write() -> Iterator[Fields]:
@@ -45,6 +46,8 @@ def cache_write() -> Iterator[Fields]:
     yield layer((5, 1), (12, 15), 1, cache="fp8", kscale=9000000, layers=2, poison="large", **_LATENT)
     yield layer((5, 1), (12, 15), 1, cache="fp8_ds_mla", heads=2, pad=1)
     yield layer((70, 2), (1, 62), 1, page=64, poison="inf", **_LATENT)
+    yield layer((1, 5), (15, 12), 1, pad=4, order=Order.DECODES_FIRST, **_LATENT)
+    yield layer((1, 2, 9), (31, 0, 20), 2, pad=5, cache="fp8", order=Order.DECODES_FIRST, **_LATENT)
 
 
 def weight_absorption() -> Iterator[Fields]:

@@ -79,17 +79,27 @@ class LayerGraph:
         self._layer.impl.prepare(self._metadata)
         for name in ("query", "kv_c", "k_pe"):
             buffer, rows = getattr(self._call, name), getattr(call, name)
-            buffer.copy_(poison(buffer.shape, buffer.dtype, buffer.device))
+            buffer.copy_(-poison(buffer.shape, buffer.dtype, buffer.device))
             buffer[: len(rows)].copy_(rows)
         call.image.reset()
-        self._call.image.cache[: len(call.image.cache)].copy_(call.image.cache)
+        own, behind = self._cache(call)
+        own.copy_(call.image.cache)
+        self._behind = behind.clone()
+
+    def _cache(self, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of the captured cache that ``call`` has, and those behind them."""
+        blocks = len(call.image.cache)
+        return self._call.image.cache[:blocks], self._call.image.cache[blocks:]
 
     def _settle(self, problem: Problem, result: torch.Tensor, step: str) -> None:
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
-        call.image.cache.copy_(self._call.image.cache[: len(call.image.cache)])
+        own, behind = self._cache(call)
+        call.image.cache.copy_(own)
         returned = Returned(call, result.clone(), miswritten=call.wrong_writes())
         self._trial.judged(problem, Observation((returned,), None, ()), step)
+        intact = torch.equal(behind.view(torch.uint8), self._behind.view(torch.uint8))
+        self._trial.require(intact, Check.CACHE, f"{step}: blocks were written that no request of the batch has")
         moved = [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
         self._trial.require(not moved, Check.STALE_RESULT, f"{step}: {', '.join(moved)} moved to another address")
 

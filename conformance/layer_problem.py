@@ -11,7 +11,7 @@ from mla_conformance.cache_bytes import CacheImage, ExpectedCache
 from mla_conformance.calls import AttentionCall, Question
 from mla_conformance.case import Order
 from mla_conformance.hazards import Site
-from mla_conformance.layer_weights import as_linear, selections
+from mla_conformance.layer_weights import PackedLinear, as_linear, selections
 from mla_conformance.memory import Guarded, poison
 from mla_conformance.operands import Draw, edges, segments, start_loc
 from mla_conformance.paging import write_pages
@@ -32,8 +32,10 @@ class LayerCall(AttentionCall):
         kv_c: [T, L].
         k_pe: [T, 1, R].
         weight: [L, N, P + V] float64 of ``kv_b_proj``.
+        packed: whether ``kv_b_proj`` holds codes under another name.
         requests: the batch.
         padding: rows of padding behind it; -1 where no graph is used.
+        padding_counts: whether the metadata counts these rows, as requests without tokens.
         image: the cache before the call, and what it must hold after it.
         chunks: context chunks that a prefill merges with its new tokens.
     """
@@ -44,8 +46,10 @@ class LayerCall(AttentionCall):
     weight: torch.Tensor
     requests: tuple[LayerRequest, ...]
     padding: int
+    padding_counts: bool
     image: CacheImage
     chunks: int
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -67,14 +71,17 @@ class LayerCall(AttentionCall):
 
     def prepare(self, backend: Any, problem: "Problem") -> None:
         """Weights and metadata."""
-        backend.load(as_linear(self.weight, problem.dtype, problem.device))
+        dense = as_linear(self.weight, problem.dtype, problem.device)
+        backend.load(PackedLinear(dense) if self.packed else dense)
         backend.prepare(self)
 
     def invoke(self, backend: Any, problem: "Problem", out: Guarded | None) -> Any:
         """``forward`` on the cache as it was before; its result by heads."""
         self.image.reset()
         result = backend.forward(self)
-        return result.unflatten(-1, (problem.case.heads, -1)) if isinstance(result, torch.Tensor) else result
+        if not isinstance(result, torch.Tensor) or result.shape[0] != self.query.shape[0]:
+            return result
+        return result[: self.q.shape[0]].unflatten(-1, (problem.case.heads, -1))
 
     def wrong_writes(self) -> str:
         """What the last call wrote into the cache that it should not have, or failed to write."""
@@ -89,15 +96,21 @@ class LayerCall(AttentionCall):
 class LayerBatch(Draw):
     """The batch of a layer case."""
 
+    @property
+    def padding_counts(self) -> bool:
+        """Whether rows of padding are requests; behind prefills that come last, no decode can follow."""
+        return self.case.order == Order.PREFILLS_FIRST or self.case.decodes == len(self.case.q)
+
     @cached_property
     def query_lens(self) -> tuple[int, ...]:
-        """New tokens of each request, rows of padding last."""
-        return self.case.q + (1,) * self.case.pad
+        """New tokens of each request, rows of padding that count last."""
+        return self.case.q + (1,) * (self.case.pad if self.padding_counts else 0)
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Tokens of each request after the call; none of a row of padding."""
-        return tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True)) + (0,) * self.case.pad
+        """Tokens of each request after the call; none of a row of padding that counts."""
+        totals = tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True))
+        return totals + (0,) * (len(self.query_lens) - len(totals))
 
     @property
     def query_start_loc(self) -> tuple[int, ...]:
@@ -115,7 +128,7 @@ class LayerBatch(Draw):
         expected = self._expected(latents)
         return LayerCall(
             chunk_idx=None,
-            q=q,
+            q=q[: self.query_start_loc[-1]],
             k=k.to(self.device),
             v=v.to(self.device),
             key_start_loc=start_loc(self.totals),
@@ -125,6 +138,7 @@ class LayerBatch(Draw):
             weight=weight,
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
+            padding_counts=self.padding_counts,
             image=expected.image(),
             chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
         )
@@ -186,12 +200,14 @@ class LayerBatch(Draw):
         return self._padded(torch.cat(parts))
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        padding = poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        """With rows of another poison than the cache's, so that it shows where they were written."""
+        padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
         return torch.cat([x, padding]).to(self.device)
 
     def _expected(self, latents: tuple[torch.Tensor, torch.Tensor]) -> ExpectedCache:
         entries = self._entries(latents)
         requests = [entries[rows] for rows in segments(start_loc(self.totals))]
+        requests += [entries[:0]] * (len(self.case.q) + self.case.pad - len(requests))
         pages = write_pages(self.case, requests, self.device)
         return ExpectedCache(self.case, pages, self.totals, latents)
 

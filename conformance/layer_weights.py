@@ -28,6 +28,21 @@ class Linear:
         return x @ self.weight.mT, None
 
 
+class PackedLinear:
+    """The same with its weight in codes of half a unit, under the name that packed formats have for it.
+
+    Attributes:
+        qweight: [out, in] int8.
+    """
+
+    def __init__(self, dense: Linear) -> None:
+        self.qweight = (dense.weight * 2).to(torch.int8)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """As :class:`Linear`."""
+        return x @ (self.qweight.to(x.dtype) / 2).mT, None
+
+
 def selections(case: Case, generator: torch.Generator) -> torch.Tensor:
     """[L, N, P + V] float64 of [W_UK; W_UV] for each head; P and V may not exceed L."""
     dims = case.dimensions

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.loading import BackendReference
 from mla_conformance.backends.roles import Role
-from mla_conformance.defects.known import judged_roles, known_defects
+from mla_conformance.defects.known import Judged, judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driver import Observation
 from mla_conformance.execute import execute, failing
@@ -44,7 +43,7 @@ class Explanation:
         return f"looks like {self.name} ({self.sentence}): explains {100 * self.fit:.0f} % of the error"
 
 
-def _candidates(role: Role) -> Iterator[tuple[str, str, type[KernelBackend]]]:
+def _candidates(role: Role) -> Iterator[tuple[str, str, type[Judged]]]:
     """Name, family and kernel of everything that serves cases of a role."""
     yield from ((cls.__name__, family, cls) for cls, family in SUSPECTS.items() if role in judged_roles(cls))
     yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values() if role in entry.roles)

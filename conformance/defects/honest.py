@@ -11,9 +11,10 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.honest_decode import HONEST_DECODES
+from mla_conformance.defects.honest_layer import HONEST_LAYERS
+from mla_conformance.defects.known import Judged
 from mla_conformance.defects.split_keys import joined
 
 
@@ -200,7 +201,7 @@ class ReciprocalScale(EagerPrefillBackend):
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
 
-HONEST: tuple[type[KernelBackend], ...] = (
+HONEST: tuple[type[Judged], ...] = (
     EagerPrefillBackend,
     Tiles16,
     Tiles1024,
@@ -218,5 +219,6 @@ HONEST: tuple[type[KernelBackend], ...] = (
     TwoPasses,
     ReciprocalScale,
     *HONEST_DECODES,
+    *HONEST_LAYERS,
 )
 """Every honest emulation; real kernels are judged beside them."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
+from mla_conformance.backends.attention_layer import AttentionBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.capabilities import CAPABILITIES
@@ -12,9 +13,12 @@ from mla_conformance.capabilities import CAPABILITIES
 _PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
 _DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
-FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_BATCHES)
+_LAYER = ("layer_cache", "layer_batch", "layer_weights", "layer_graph")
+FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_BATCHES, *_LAYER)
 _KNOWN: dict[str, "KnownDefect"] = {}
-Kernel = TypeVar("Kernel", bound=type[KernelBackend])
+Judged = KernelBackend | AttentionBackend
+"""What an emulation is: a kernel, or a layer around kernels."""
+Kernel = TypeVar("Kernel", bound=type[Judged])
 
 
 class DefectError(ValueError):
@@ -27,14 +31,14 @@ class KnownDefect:
 
     Attributes:
         id: its id in the catalogue of reported bugs.
-        kernel: the emulation, of a prefill or of a decode backend.
+        kernel: the emulation, of a prefill or of a decode backend or of a layer.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
         sources: public threads that report it.
     """
 
     id: str
-    kernel: type[KernelBackend]
+    kernel: type[Judged]
     killed_by: str
     related: tuple[str, ...]
     sources: tuple[str, ...]
@@ -60,9 +64,11 @@ class KnownDefect:
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
 
-def judged_roles(kernel: type[KernelBackend]) -> tuple[Role, ...]:
-    """The roles whose cases are about an emulation: its own, and a layer if it names the kernel beside it."""
+def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
+    """The roles whose cases are about an emulation: its own, and of a kernel a layer if it names the one beside it."""
     own = role_of(kernel)
+    if own is Role.LAYER:
+        return (own,)
     other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
     return (own,) if sibling(kernel, other) is None else (own, Role.LAYER)
 

@@ -87,7 +87,7 @@ def deciding_digest() -> str:
     for capability in CAPABILITIES.values():
         digest.update("\n".join(case.id for case in capability.cases).encode())
     folder = Path(str(files("mla_conformance")))
-    names = (*FAMILIES, "honest", "honest_decode", "layered", "split_keys")
+    names = (*FAMILIES, "honest", "honest_decode", "honest_layer", "layered", "split_keys", "eager_layer")
     sources = [*judging_sources(), *(folder / "defects" / f"{name}.py" for name in names)]
     backends = Path(str(files("mla_conformance.backends")))
     sources += [backends / f"{name}.py" for name in _EMULATION]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mla_conformance.layer_blocks import moves_blocks
+from mla_conformance.layer_blocks import moves_blocks, shapes_cache
 from mla_conformance.layer_graph import replays
+from mla_conformance.layer_packed import loads_packed
 from mla_conformance.problem import build_problem
 from mla_conformance.trial import Trial
 
@@ -18,6 +19,7 @@ def test_mixed_batch(trial: Trial) -> None:
 @pytest.mark.capability("cache_write")
 def test_cache_write(trial: Trial) -> None:
     trial.conforms()
+    shapes_cache(trial)
     moves_blocks(trial)
 
 
@@ -25,6 +27,7 @@ def test_cache_write(trial: Trial) -> None:
 def test_weight_absorption(trial: Trial) -> None:
     trial.conforms()
     trial.conforms(trial.redrawn_problem(), step="after the weights were replaced in place")
+    loads_packed(trial)
 
 
 @pytest.mark.capability("prefill_decode_agreement")

@@ -1,0 +1,45 @@
+"""Honest layers that differ legitimately from the common one: the judge must accept every one of them."""
+
+import torch
+
+from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.defects.eager_layer import EagerLayer
+
+
+class ReciprocalCacheScale(EagerLayer):
+    """Codes are written of values times the reciprocal of the scale."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            if self.kv_cache_dtype == "fp8":
+                factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
+                kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+
+class LastChunkFirst(EagerLayer):
+    """Chunks of context are merged from the last to the first."""
+
+    class impl_class(MLACommonImpl):
+        def _compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
+            chunks, merged = attn_metadata.prefill_metadata.chunked_context, None
+            for index, tokens in reversed(list(enumerate(chunks.seq_tot))):
+                self._gather(index, kv_cache, attn_metadata, k_scale)
+                kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
+                chunk = self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
+                merged = chunk if merged is None else self._merge(chunk, merged)
+            return merged
+
+
+class UncountedUnwritten(EagerLayer):
+    """Rows that the metadata does not count hold what the buffer held."""
+
+    class impl_class(MLACommonImpl):
+        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *outputs):
+            result = super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *outputs)
+            result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
+            return result
+
+
+HONEST_LAYERS: tuple[type[EagerLayer], ...] = (EagerLayer, ReciprocalCacheScale, LastChunkFirst, UncountedUnwritten)
+"""Every honest layer."""

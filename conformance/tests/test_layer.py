@@ -1,0 +1,266 @@
+"""Judging a whole layer: the honest one passes, and each kind of wrong byte, weight and configuration is found."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.cache_bytes import CacheImage
+from mla_conformance.case import CACHES, Case, CaseError, Order
+from mla_conformance.cli import main
+from mla_conformance.execute import execute
+from mla_conformance.layer_problem import LayerCall
+from mla_conformance.layer_weights import PackedLinear, as_linear
+from mla_conformance.memory import storage_bytes
+from mla_conformance.problem import build_problem
+from mla_conformance.reference.cache_layout import encode
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Status, Verdict
+
+CPU = torch.device("cpu")
+EAGER = "mla_conformance.defects.eager_layer:EagerLayer"
+WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1"
+
+
+def verdict(case: Case, reference: str = EAGER) -> Verdict:
+    return execute(Trial(Subject.of(reference, CPU), case))
+
+
+def layer_call(text: str) -> LayerCall:
+    (call,) = build_problem(Case.parse(text), CPU).calls
+    assert isinstance(call, LayerCall)
+    return call
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Case:
+    """A batch of short decodes and of longer prefills, in either order, over any layout of the cache."""
+    decodes = draw(st.lists(st.integers(1, 4), max_size=3))
+    prefills = draw(st.lists(st.integers(5, 40), min_size=not decodes, max_size=2))
+    order, cache = draw(st.sampled_from(list(Order))), draw(st.sampled_from(CACHES))
+    q = decodes + prefills if order == Order.DECODES_FIRST else prefills + decodes
+    return Case(
+        capability=draw(st.sampled_from(["mixed_batch", "cache_write"])),
+        call="layer",
+        dims="r1" if cache == "fp8_ds_mla" else "32-16-32-64",
+        heads=1 if cache == "fp8_ds_mla" else 2,
+        q=tuple(q),
+        kv=tuple(draw(st.lists(st.integers(0, 150), min_size=len(q), max_size=len(q)))),
+        decodes=len(decodes),
+        order=order,
+        cache=cache,
+        pad=draw(st.integers(0, 3)),
+        page=draw(st.sampled_from([16, 1, 32])),
+        layers=draw(st.integers(1, 2)),
+        poison=draw(st.sampled_from(["nan", "inf", "large"])),
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(batches())
+def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
+    assert Case.parse(case.id) == case
+    found = verdict(case)
+    assert found.status is Status.PASS, found.message
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_both_orders_pass_with_drafted_decodes_and_rows_of_padding(order: Order, cache: str) -> None:
+    q, kv = ((2, 3, 9), (30, 16, 40)) if order == Order.DECODES_FIRST else ((9, 2, 3), (40, 30, 16))
+    case = replace(Case.parse(WRITES), q=q, kv=kv, decodes=2, order=order, cache=cache, pad=4)
+    found = verdict(case)
+    assert found.status is Status.PASS, found.message
+
+
+def written(text: str) -> CacheImage:
+    """A cache into which all that belongs there was written, and nothing else."""
+    image = layer_call(text).image
+    storage_bytes(image.cache).copy_(image.after)
+    assert image.difference() == ""
+    return image
+
+
+@pytest.mark.parametrize("fields", ["", ";cache=fp8;kscale=31000", ";layers=3;pad=2", ";page=1", ";poison=large"])
+def test_a_cache_as_it_was_lacks_the_new_tokens(fields: str) -> None:
+    image = written(WRITES + fields)
+    image.reset()
+    assert "of the cache is not the" in image.difference()
+
+
+@pytest.mark.parametrize("fields", ["", ";cache=fp8", ";layers=3"])
+def test_a_byte_in_a_slot_of_no_new_token_is_found(fields: str) -> None:
+    image = written(WRITES + fields)
+    image.cache.view(torch.uint8)[0, 3, -1] ^= 1
+    assert image.difference() == "slot 3 of the cache was written, no new token belongs there"
+
+
+def test_a_byte_of_another_layer_is_found() -> None:
+    image = written(f"{WRITES};layers=3")
+    storage_bytes(image.cache)[0] ^= 1
+    assert image.difference() == "bytes of the cache's buffer were written that are not this layer's"
+
+
+def test_a_value_that_is_not_the_token_s_is_found_in_its_slot() -> None:
+    image = written(WRITES)
+    slot = int(image.slots[-1])
+    image.cache[slot // 16, slot % 16, 7] += 1
+    assert image.difference() == f"the entry of slot {slot} of the cache is not the new token's latent"
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.01])
+def test_codes_of_another_scale_are_found(factor: float) -> None:
+    image = written(f"{WRITES};cache=fp8;kscale=31000")
+    codes = encode(*image.latents, "fp8", 0.031 * factor)
+    image.cache[image.slots // 16, image.slots % 16] = codes
+    assert "is not the code nearest to the new token's" in image.difference()
+
+
+@pytest.mark.parametrize(("column", "what"), [(3, "latent"), (-1, "rope key")])
+def test_a_neighbouring_code_is_found_and_named(column: int, what: str) -> None:
+    image = written(f"{WRITES};cache=fp8;kscale=31000")
+    slot = int(image.slots[0])
+    image.cache.view(torch.uint8)[slot // 16, slot % 16, column] ^= 1
+    assert image.difference().startswith(f"the {what} in slot {slot} of the cache is not the code nearest")
+
+
+def test_either_code_of_a_tie_is_right() -> None:
+    image = layer_call(f"{WRITES};cache=fp8;kscale=1000000").image
+    kv_c, k_pe = (torch.full_like(x, 1.0625) for x in image.latents)
+    image = replace(image, latents=(kv_c, k_pe))
+    codes = encode(kv_c, k_pe, "fp8", 1.0)
+    image.cache[image.slots // 16, image.slots % 16] = codes
+    image.after.copy_(storage_bytes(image.cache))
+    image.cache.view(torch.uint8)[image.slots // 16, image.slots % 16] = codes.view(torch.uint8) + 1
+    assert codes.float().unique().tolist() == [1.0] and image.difference() == ""
+
+
+def test_padding_is_not_what_the_unused_cache_holds() -> None:
+    for kind in ("nan", "inf", "large"):
+        call = layer_call(f"{WRITES};pad=2;poison={kind}")
+        before = call.image.cache.view(torch.uint8)[0, 0]
+        assert not torch.equal(call.kv_c[-1].view(torch.uint8), before[: 2 * call.kv_c.shape[1]])
+
+
+def test_rows_of_padding_count_unless_they_stand_behind_prefills() -> None:
+    counted = layer_call(f"{WRITES};pad=2")
+    assert counted.padding_counts and counted.q.shape[0] == counted.query.shape[0] == 8
+    behind = layer_call(
+        "cache_write:call=layer;dims=32-16-32-64;q=[1,5];kv=[15,12];decodes=1;pad=2;order=decodes_first"
+    )
+    assert not behind.padding_counts and (behind.q.shape[0], behind.query.shape[0]) == (6, 8)
+
+
+SOURCE = """
+from types import SimpleNamespace
+
+from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.defects.eager_layer import EagerLayer
+
+
+class Mine(EagerLayer):
+    pass
+
+
+class Wrong(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, *operands):
+            pass
+
+
+class Builder:
+    def __init__(self, *settings):
+        self.build = EagerLayer.get_builder_cls()(*settings).build
+
+
+class Present(EagerLayer):
+    @classmethod
+    def get_builder_cls(cls):
+        return Builder
+
+
+class Unprepared(EagerLayer):
+    @classmethod
+    def validate_configuration(cls, **settings):
+        return [] if settings["kv_cache_dtype"] == "auto" else ["codes not supported"]
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    (tmp_path / "layers.py").write_text(SOURCE)
+    return str(tmp_path / "layers.py")
+
+
+@pytest.mark.parametrize(("name", "status", "code"), [("Mine", "pass", 0), ("Wrong", "fail", 1)])
+def test_a_layer_given_by_a_file_is_certified(name: str, status: str, code: int, source: str, tmp_path: Path) -> None:
+    arguments = ["--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "cache_write"]
+    assert main(["certify", *arguments, "--backend", f"{source}:{name}", "--out", str(tmp_path)]) == code
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report["backends"][name]["capabilities"]["cache_write"]["status"] == status
+
+
+def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first(source: str) -> None:
+    first = verdict(Case.parse(WRITES), f"{source}:Present")
+    assert (first.status, first.message) == (Status.UNSUPPORTED, "its builder takes no requests, prefills first")
+    other = replace(Case.parse(WRITES), q=(1, 5), kv=(15, 12), order=Order.DECODES_FIRST)
+    found = verdict(other, f"{source}:Present")
+    assert found.status is Status.PASS, found.message
+
+
+def test_what_a_layer_declares_unsupported_is_not_asked(source: str) -> None:
+    found = verdict(Case.parse(f"{WRITES};cache=fp8"), f"{source}:Unprepared")
+    assert (found.status, found.message) == (Status.UNSUPPORTED, "codes not supported")
+
+
+def test_a_layer_class_has_the_roles_that_it_names_kernels_for() -> None:
+    assert {str(role) for role in Subject.of(EAGER, CPU).roles} == {"prefill", "decode", "layer"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("decodes=3", "field decodes: expected at most the 2 requests of a layer, got 3"),
+        ("decodes=-1", "field decodes: expected a non-negative number, got -1"),
+        ("dims=128-16-32-64", "a layer's weights pick latents, P and V may not exceed L, got 128-16-32-64"),
+        ("dims=32-16-96-64", "P and V may not exceed L, got 32-16-96-64"),
+        ("order=first", "field order: expected one of prefills_first, decodes_first, got 'first'"),
+        ("q=[5,0]", "layer expects at least one query token a request, got q=[5, 0]"),
+        ("order=decodes_first", "expected more than 5, got q=[5, 1] with 1 decodes"),
+        ("order=decodes_first;decodes=0", "expected more than 1, got q=[5, 1] with 0 decodes"),
+        ("cache=fp8_ds_mla", "fp8_ds_mla holds 512 + 64 values of a 16-bit model, got (64, 16) of bf16"),
+        ("out=1", "layer has no output tensor"),
+    ],
+)
+def test_a_batch_that_no_layer_has_is_refused(changes: str, said: str) -> None:
+    changed = {pair.partition("=")[0] for pair in changes.split(";")}
+    kept = [pair for pair in WRITES.partition(":")[2].split(";") if pair.partition("=")[0] not in changed]
+    with pytest.raises(CaseError) as caught:
+        Case.parse(f"cache_write:{';'.join([*kept, changes])}")
+    assert said in str(caught.value)
+
+
+def test_decodes_belong_to_layers() -> None:
+    with pytest.raises(CaseError, match="field decodes"):
+        Case.parse("decode:q=[1,1];kv=[3,4];decodes=1")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_weights_pick_latents_and_round_nothing(dtype: str) -> None:
+    call = layer_call(f"weight_absorption:call=layer;dtype={dtype};dims=32-16-48-64;heads=3;q=[2];kv=[3]")
+    assert (call.weight != 0).sum(dim=0).eq(1).all()
+    assert set(call.weight.abs().unique().tolist()) == {0.0, 0.5, 1.0}
+    for head in call.weight.unbind(1):
+        for half in head.split((32, 48), dim=1):
+            assert (half != 0).sum(dim=1).le(1).all(), "two columns of a head pick the same latent"
+    assert not torch.equal(call.weight[:, 0], call.weight[:, 1])
+    latents = torch.randn(7, 64).to(call.query.dtype)
+    dense = as_linear(call.weight, call.query.dtype, CPU)
+    exact = torch.einsum("tl,lnc->tnc", latents.double(), call.weight).flatten(1)
+    assert torch.equal(dense(latents)[0].double(), exact)
+    assert torch.equal(PackedLinear(dense)(latents)[0].double(), exact)
