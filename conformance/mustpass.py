@@ -1,8 +1,8 @@
 """Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
 
 A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
-determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes, and each
-backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
+determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes, and
+each backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
 unsupported.
 """
 
@@ -21,6 +21,7 @@ from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
 DECODE = "decode"
+_ON_A_GPU = ("cuda_graph", "streams", "large_offsets", "many_rows")
 _DECODE_PAGE = 64
 
 
@@ -36,6 +37,10 @@ def profile_of(case: Case) -> str:
         "quant_output" if case.quant != "none" else "",
         "own_merge" if case.merge != "golden" else "",
     ]
+    if case.capability in _ON_A_GPU:
+        asked.append("cuda")
+    if case.role is Role.LAYER:
+        asked = ["layer", *asked, *_asked_of_decode(case)]
     if case.role is Role.DECODE:
         asked = [DECODE, *asked, *_asked_of_decode(case)]
     return "+".join(filter(None, asked)) or CORE
