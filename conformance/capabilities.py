@@ -5,7 +5,7 @@ special, so that the first failed capability names a fault best. No torch: the p
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import chain
@@ -13,7 +13,7 @@ from itertools import chain
 from mla_conformance import caselists, decode_caselists, device_caselists, layer_caselists
 from mla_conformance.case import Case
 from mla_conformance.caselists import Fields
-from mla_conformance.combinations import PAIRS, TRIPLES, further_cases, telling_cases
+from mla_conformance.combinations import COMBINATIONS, PAIRS, TRIPLES, further_cases, telling_cases
 from mla_conformance.long_contexts import LONG_CONTEXTS
 
 
@@ -266,20 +266,22 @@ _VOCABULARY = (
 )
 
 _PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)
-_VALUES = telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke])
 
+# The last, since it shows that something fails together with others, where any other capability says what it is.
+_TOGETHER = Capability(
+    COMBINATIONS,
+    "3.1",
+    "What other capabilities vary one by one is computed right together.",
+    _PAIRS,
+    telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke]),
+)
 
-def _with_pairs(entry: Capability) -> Capability:
-    pairs, values = ([case for case in further if case.capability == entry.name] for further in (_PAIRS, _VALUES))
-    return replace(entry, cases=(*entry.cases, *pairs), smoke=(*entry.smoke, *values))
-
-
-CAPABILITIES: dict[str, Capability] = {entry.name: _with_pairs(entry) for entry in _VOCABULARY}
+CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, _TOGETHER)}
 
 
 def nightly_cases(capability: str) -> tuple[Case, ...]:
     """What the nightly tier adds to a capability's cases."""
-    return tuple(case for case in (*_triples(), *LONG_CONTEXTS) if case.capability == capability)
+    return _triples() if capability == COMBINATIONS else tuple(c for c in LONG_CONTEXTS if c.capability == capability)
 
 
 @cache

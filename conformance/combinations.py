@@ -12,6 +12,8 @@ from mla_conformance.case import Call, Case, CaseError, Layout
 from mla_conformance.covering import Combination, Row, choose, cover, covered, required
 
 PAIRS, TRIPLES = 2, 3
+COMBINATIONS = "combinations"
+"""The capability whose cases are the further ones."""
 
 _ENTRIES = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
 
@@ -72,7 +74,7 @@ def case_of(row: Row) -> Case:
     call, (new, context) = row["call"], _LENGTHS[row["lengths"]]
     values = {name: value for part in row for name, value in _FIELDS[part][row[part]].items()}
     kv = () if call == Call.NEW_TOKENS else context
-    return Case(**{"capability": call, "q": new, "kv": kv, **values})
+    return Case(**{"capability": COMBINATIONS, "q": new, "kv": kv, **values})
 
 
 def row_of(case: Case) -> Row:
@@ -101,7 +103,7 @@ def telling_cases(further: Sequence[Case], cases: Iterable[Case]) -> tuple[Case,
 
 
 def strength_share(cases: Iterable[Case], strength: int) -> float:
-    """Fraction of the combinations of so many dimensions that cases of the three entries hold."""
+    """Fraction of the combinations of so many dimensions that cases of the three entries, and the further ones, hold."""
     wanted = _required(strength)
     return len(covered(_rows(cases), DIMENSIONS, strength).intersection(wanted)) / len(wanted)
 
@@ -112,4 +114,4 @@ def _required(strength: int) -> list[Combination]:
 
 
 def _rows(cases: Iterable[Case]) -> list[Row]:
-    return [row_of(case) for case in cases if case.capability in _ENTRIES]
+    return [row_of(case) for case in cases if case.capability in (*_ENTRIES, COMBINATIONS)]

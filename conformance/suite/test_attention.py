@@ -78,3 +78,8 @@ def test_loose_maxima(trial: Trial) -> None:
 @pytest.mark.capability("dtypes")
 def test_dtypes(trial: Trial) -> None:
     trial.conforms()
+
+
+@pytest.mark.capability("combinations")
+def test_combinations(trial: Trial) -> None:
+    trial.conforms()
