@@ -103,7 +103,7 @@ def telling_cases(further: Sequence[Case], cases: Iterable[Case]) -> tuple[Case,
 
 
 def strength_share(cases: Iterable[Case], strength: int) -> float:
-    """Fraction of the combinations of so many dimensions that cases of the three entries, and the further ones, hold."""
+    """Fraction of the combinations of so many dimensions that these cases hold."""
     wanted = _required(strength)
     return len(covered(_rows(cases), DIMENSIONS, strength).intersection(wanted)) / len(wanted)
 
