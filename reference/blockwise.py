@@ -67,9 +67,17 @@ def blockwise_attention(
     pays = pairs >= _BLOCK_PAIRS * len(requests) > 0 and not with_key_terms
     state = sweep.state() if pays else None
     if state is None:
-        starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
-        wanted = {"with_terms": with_terms, "with_key_terms": with_key_terms}
-        state = attention(q, k, v, **starts, scale=scale, causal=causal, **wanted)
+        state = attention(
+            q,
+            k,
+            v,
+            query_start_loc=query_start_loc,
+            key_start_loc=key_start_loc,
+            scale=scale,
+            causal=causal,
+            with_terms=with_terms,
+            with_key_terms=with_key_terms,
+        )
         return state if rows is None else _chosen(state, rows)
     return state
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,5 +76,6 @@ def materialised(x: Operands) -> tuple[Tensor, Tensor]:
 FORMULAS: dict[str, Callable[[Operands], object]] = {"golden": golden, "plain": plain, "float32": materialised}
 
 
-def _batch(x: Operands) -> dict[str, tuple[int, int]]:
+def _batch(x: Operands) -> dict[str, Any]:
+    """One request."""
     return {"query_start_loc": (0, x.q.shape[0]), "key_start_loc": (0, x.k.shape[0])}
