@@ -59,7 +59,7 @@ class TransposedLse(EagerDecodeBackend):
 
 class ScaleOfLatent(EagerDecodeBackend):
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super()._scores(q, k) / (self.scale * q.shape[-1] ** 0.5)
+        return torch.einsum("tnd,snd->nts", q.float(), k) / math.sqrt(q.shape[-1])
 
 
 class ValueOfTheWholeEntry(EagerDecodeBackend):
