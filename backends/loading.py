@@ -130,9 +130,9 @@ def _members(backend: BackendReference) -> list[BackendEnum]:
 
 def _load_named(backend: BackendReference) -> Any:
     """What a reference or an entry point names; a class, if it is a backend."""
-    plugins = _plugins()
-    named = _load_plugin(plugins[backend.name]) if backend.name in plugins else _load_class(backend.reference)
-    return as_prefill_backend(named)
+    if ":" in backend.reference:
+        return as_prefill_backend(_load_class(backend.reference))
+    return as_prefill_backend(_load_plugin(_plugins()[backend.name]))
 
 
 def _in_role(named: Any, role: Role) -> Any:

@@ -75,6 +75,10 @@ class AttentionCall:
         """Whether the backend is asked for the LSE."""
         return problem.case.lse or self.chunk_idx is not None
 
+    def judges_lse(self, problem: "Problem") -> bool:
+        """Whether the LSE that is returned counts."""
+        return self.returns_lse(problem)
+
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
         return {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}

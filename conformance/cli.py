@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from mla_conformance import certify_cli, gating_cli, replay_cli
@@ -53,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
+    bench.add_argument("--device", metavar="cpu|cuda")
+    bench.add_argument("--scale", action="store_true", help="the golden pass over contexts and numbers of heads")
+    bench.add_argument("--kernels", action="store_true", help="throughput of the backends that can run here")
+    bench.add_argument("--suite", metavar="NAME", help="where the time of a run on this backend goes")
+    bench.add_argument("--tier", default="smoke", metavar="smoke|full|nightly", help="of --suite")
     bench.set_defaults(run=_bench)
     gating_cli.add_commands(commands)
     report_commands.add_commands(commands)
@@ -116,8 +122,18 @@ def _with_markers(path: Path) -> str:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from mla_conformance.bench import measure
+    from mla_conformance.bench import golden, kernels, suite
 
-    for line in measure():
+    selection = select([options.suite] if options.suite else [], options.device, tier=options.tier)
+    device = selection.device
+    if options.scale:
+        lines = golden.scale(device.type)
+    elif options.kernels:
+        lines = kernels.throughput(device)
+    elif options.suite:
+        lines = suite.split(options.suite, selection.tier, device)
+    else:
+        lines = chain(golden.compare(device.type), suite.plugin_cost())
+    for line in lines:
         say(line)
     return 0

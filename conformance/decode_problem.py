@@ -48,6 +48,10 @@ class DecodeCall(AttentionCall):
         """Always."""
         return True
 
+    def judges_lse(self, problem: "Problem") -> bool:
+        """As the case says: one that is about outputs leaves the LSE to others."""
+        return problem.case.lse
+
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands, and every tensor of the metadata."""
         named = {name: getattr(self, name) for name in ("ql_nope", "q_pe", "kv_cache", "k_scale")}
@@ -194,7 +198,9 @@ class DecodeBatch(Draw):
             metadata=self._metadata(rank, pages.block_table, lengths),
         )
 
-    def _positions(self, total: int, rank: int) -> tuple[int, ...]:
+    def _positions(self, total: int, rank: int) -> Sequence[int]:
+        if self.case.ranks == 1:
+            return range(total)
         return local_positions(total, rank=rank, world_size=self.case.ranks, interleave=self.case.interleave)
 
     def _metadata(self, rank: int, block_table: torch.Tensor, lengths: Sequence[int]) -> MLACommonDecodeMetadata:

@@ -98,7 +98,9 @@ class _Judge:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
-        return self._picked(returned.call.name, [returned.call], golden, *_unpack(returned.value))
+        output, lse = _unpack(returned.value)
+        judged = lse if returned.call.judges_lse(self.problem) else None
+        return self._picked(returned.call.name, [returned.call], golden, output, judged)
 
     def _picked(
         self,

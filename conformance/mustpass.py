@@ -1,8 +1,9 @@
 """Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
 
 A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
-determinism included. The profile
-``core`` binds every backend. Any other one binds a backend unless it declares all of its cases unsupported.
+determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes, and
+each backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
+unsupported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.capabilities import CAPABILITIES
 from mla_conformance.case import Case, CaseError
 from mla_conformance.inputs import InputError, read_text
@@ -18,12 +20,16 @@ from mla_conformance.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
+DECODE = "decode"
+_ON_A_GPU = ("cuda_graph", "streams", "large_offsets", "many_rows")
+_DECODE_PAGE = 64
 
 
 def profile_of(case: Case) -> str:
     """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
+    core = CORE if case.role is Role.PREFILL else DECODE
     if CAPABILITIES[case.capability].probes_refusals:
-        return CORE
+        return core
     asked = [
         CAPABILITIES[case.capability].needs,
         f"dims_{case.dims}" if case.dims != "r1" else "",
@@ -31,7 +37,24 @@ def profile_of(case: Case) -> str:
         "quant_output" if case.quant != "none" else "",
         "own_merge" if case.merge != "golden" else "",
     ]
+    if case.capability in _ON_A_GPU:
+        asked.append("cuda")
+    if case.role is Role.LAYER:
+        asked = ["layer", *asked, *_asked_of_decode(case)]
+    if case.role is Role.DECODE:
+        asked = [DECODE, *asked, *_asked_of_decode(case)]
     return "+".join(filter(None, asked)) or CORE
+
+
+def _asked_of_decode(case: Case) -> list[str]:
+    """What a case asks for beyond one query token a request and a plain cache of pages of 64 tokens."""
+    several = "uniform" if len(set(case.q)) == 1 else "nonuniform"
+    return [
+        f"page_{case.page}" if case.page != _DECODE_PAGE else "",
+        case.cache if case.cache != "auto" else "",
+        several if max(case.q) > 1 else "",
+        "dcp" if case.ranks > 1 else "",
+    ]
 
 
 @dataclass(frozen=True)
@@ -85,12 +108,23 @@ class MustPass:
             waivable: whether an expected failure counts as passed.
         """
         enough = (Status.PASS, Status.EXPECTED_FAILURE) if waivable else (Status.PASS,)
-        for profile, cases in self.profiles.items():
-            found = [records.get(case) for case in cases]
-            if profile == CORE or not all(record and record.status is Status.UNSUPPORTED for record in found):
-                for case, record in zip(cases, found, strict=True):
-                    if record is None or record.status not in enough:
-                        yield case, f"{profile}: {record.status if record else 'not in the report'}"
+        for profile in self._binding(records):
+            for case in self.profiles[profile]:
+                record = records.get(case)
+                if record is None or record.status not in enough:
+                    yield case, f"{profile}: {record.status if record else 'not in the report'}"
+
+    def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
+        """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
+        binding = [profile for profile in self.profiles if not self._unsupported(profile, records)]
+        if CORE not in binding and DECODE not in binding:
+            yield CORE
+        yield from binding
+
+    def _unsupported(self, profile: str, records: Mapping[str, Record]) -> bool:
+        """Whether a backend declares all cases of a profile unsupported."""
+        found = [records.get(case) for case in self.profiles[profile]]
+        return all(record is not None and record.status is Status.UNSUPPORTED for record in found)
 
 
 def shipped() -> Path:

@@ -84,10 +84,12 @@ class Block:
     def scores(self) -> Iterator[tuple[slice, Tensor | None, Tensor]]:
         """(keys of the span, score magnitudes [h, r, c] in low precision or None, scores [h, r, c] float64)."""
         q = self.request.q[self.chosen, self.heads].transpose(0, 1).to(torch.float64) * self.scale
-        low = None if self.span.low is None else q.abs().to(self.span.low[0].dtype)
+        magnitudes = None if self.span.low is None else self.span.low[0]
+        low = None if magnitudes is None else q.abs().to(magnitudes.dtype)
         for keys in cuts(self._visible(self.chosen.stop - 1), self.width):
             scores = self._hidden(torch.bmm(q, self.span.k[:, keys].mT), keys)
-            yield keys, None if low is None else torch.bmm(low, self.span.low[0][:, keys].mT), scores
+            bounds = None if low is None or magnitudes is None else torch.bmm(low, magnitudes[:, keys].mT)
+            yield keys, bounds, scores
 
     def absolute_sums(self) -> Tensor:
         """[h, r, V] float32, or [h, 1, V] for all rows: Σ |v| over the visible keys of the span."""

@@ -37,50 +37,43 @@ def weigh(scores: Tensor, shift: Tensor | None, magnitudes: Tensor | None, total
     if magnitudes is None:
         totals.total.add_(_exponentials(scores, shift).sum(-1, keepdim=True))
         return None
-    sums = (totals.total, totals.largest, totals.score_total)
-    if not scores.is_cuda or scores.numel() < _COMPILED_ELEMENTS or scores.shape[-1] % _SEGMENT:
-        return _products(scores, shift, magnitudes, *sums)
-    # Always a shift: without one it would be another kernel.
-    return _compiled()(scores, torch.zeros_like(totals.total) if shift is None else shift, magnitudes, *sums)
+    assert totals.largest is not None and totals.score_total is not None
+    heads, rows, keys = scores.shape
+    fused = scores.is_cuda and scores.numel() >= _COMPILED_ELEMENTS and keys % _SEGMENT == 0
+    shift = torch.zeros_like(totals.total) if shift is None else shift
+    width, step = (_SEGMENT, _compiled()) if fused else (keys, _products)
+    # One row for each segment, so that the number of rows is all that differs between blocks.
+    shifts = shift.expand(-1, -1, keys // width).reshape(-1, 1)
+    total, largest, score_total, *low = step(scores.view(-1, width), shifts, magnitudes.view(-1, width))
+    totals.total.add_(total.view(heads, rows, -1).sum(-1, keepdim=True))
+    totals.largest.copy_(torch.maximum(totals.largest, largest.view(heads, rows, -1).amax(-1, keepdim=True)))
+    totals.score_total.add_(score_total.view(heads, rows, -1).sum(-1, keepdim=True))
+    p, weighted, squared = (x.view(scores.shape) for x in low)
+    return p, weighted, squared
 
 
 def _exponentials(scores: Tensor, shift: Tensor | None) -> Tensor:
     return (scores if shift is None else scores.sub_(shift)).exp_()
 
 
-def _products(
-    scores: Tensor, shift: Tensor | None, magnitudes: Tensor, total: Tensor, largest: Tensor, score_total: Tensor
-) -> Products:
+def _products(scores: Tensor, shift: Tensor, magnitudes: Tensor) -> tuple[Tensor, ...]:
+    """Of each row [m, width]: sum of p, largest p, sum of p·magnitude; then p, p·magnitude and p²."""
     p = _exponentials(scores, shift)
     low = p.to(magnitudes.dtype)
     weighted = magnitudes.mul_(low)
-    total.add_(p.sum(-1, keepdim=True))
-    largest.copy_(torch.maximum(largest, low.amax(-1, keepdim=True)))
-    score_total.add_(weighted.sum(-1, keepdim=True, dtype=torch.float32))
-    return low, weighted, low.square()
-
-
-def _products_in_segments(
-    scores: Tensor, shift: Tensor, magnitudes: Tensor, total: Tensor, largest: Tensor, score_total: Tensor
-) -> Products:
-    """The same for keys in whole segments, each summed by itself, so that a kernel reads every score once."""
-    cut = (*scores.shape[:2], -1, _SEGMENT)
-    p = scores.view(cut).sub_(shift.unsqueeze(-1)).exp_()
-    low = p.to(magnitudes.dtype)
-    weighted = magnitudes.view(cut).mul_(low)
-    total.add_(p.sum(-1).sum(-1, keepdim=True))
-    largest.copy_(torch.maximum(largest, low.amax(-1).amax(-1, keepdim=True)))
-    score_total.add_(weighted.sum(-1, dtype=torch.float32).sum(-1, keepdim=True))
-    return low.view_as(scores), weighted.view_as(scores), low.square().view_as(scores)
+    return p.sum(-1), low.amax(-1), weighted.sum(-1, dtype=torch.float32), low, weighted, low.square()
 
 
 @cache
-def _compiled() -> Callable[..., Products]:
-    """The products as one kernel, or as they stand where this machine has no compiler for it."""
-    compiled = torch.compile(_products_in_segments, dynamic=True)
+def _compiled() -> Callable[..., tuple[Tensor, ...]]:
+    """The products as one kernel for any number of rows, or as they stand where this machine has no compiler."""
+    compiled = torch.compile(_products)
+    scores, shift = torch.zeros(96, _SEGMENT, device="cuda"), torch.zeros(96, 1, device="cuda")
+    operands = (scores.double(), shift.double(), scores.bfloat16())
+    for operand in operands:
+        torch._dynamo.mark_dynamic(operand, 0)
     try:
-        scores, sums = torch.zeros(2, 3, 4 * _SEGMENT, device="cuda"), torch.zeros(2, 3, 1, device="cuda")
-        compiled(scores.double(), sums.double(), scores.bfloat16(), sums.double(), sums, sums.clone())
+        compiled(*operands)
     except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
         return _products
     return compiled

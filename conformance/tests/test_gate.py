@@ -128,6 +128,32 @@ def test_the_shipped_must_pass_list_is_what_the_vocabulary_gives(capsys: pytest.
 def test_profiles_follow_from_what_a_case_asks_for() -> None:
     texts = ("lse:q=[1]", "lse:q=[1];dtype=fp16", "lse:q=[1];dims=glm;quant=fp8", "refusals:q=[1];dtype=fp64")
     assert [profile_of(Case.parse(text)) for text in texts] == [CORE, "fp16", "dims_glm+quant_output", CORE]
+    decodes = (
+        "q=[1];kv=[5];page=64",
+        "q=[2,2];kv=[5,5];page=64",
+        "q=[1,2];kv=[5,5];page=16",
+        "q=[1];kv=[5];page=64;cache=fp8;dtype=fp16",
+    )
+    found = [
+        profile_of(replace(Case.parse(f"decode:{text}"), ranks=ranks))
+        for text, ranks in zip(decodes, (1, 1, 1, 3), strict=True)
+    ]
+    assert found == ["decode", "decode+uniform", "decode+page_16+nonuniform", "decode+fp16+fp8+dcp"]
+    assert profile_of(Case.parse("refusals:call=decode;q=[1];kv=[5];dtype=fp64")) == "decode"
+
+
+def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:
+    listed = MustPass.of([(CORE, CASES[0]), ("decode", CASES[1]), ("decode+dcp", CASES[2])])
+    names = {case: PASSED[0].backend for case in CASES[:3]}
+
+    def missing(*unsupported: int) -> list[str]:
+        statuses = [Status.UNSUPPORTED if index in unsupported else Status.FAIL for index in range(3)]
+        found = zip(names, statuses, strict=True)
+        records = {case: replace(PASSED[0], case=case, status=status) for case, status in found}
+        return [why.partition(":")[0] for _, why in listed.missing(records)]
+
+    assert missing() == [CORE, "decode", "decode+dcp"]
+    assert (missing(0), missing(1, 2), missing(0, 1, 2)) == (["decode", "decode+dcp"], [CORE], [CORE])
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "core\n", "core lse:nope=1\n"])

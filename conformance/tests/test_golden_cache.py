@@ -20,9 +20,9 @@ def problem(seed: int, case: str = "new_tokens:dims=small;heads=2;q=[5]") -> Pro
 
 
 def states(value: float, merged: bool = False) -> States:
-    wide, narrow = torch.full((100, 2, 16), value), torch.full((2, 100), value)
-    terms = ErrorTerms(wide, wide.clone(), wide.clone(), wide.clone(), narrow)
-    state = AttentionState(torch.full((100, 2, 16), value), torch.full((2, 100), value), terms)
+    rows, lse = torch.full((100, 2, 16), value), torch.full((2, 100), value)
+    terms = ErrorTerms(rows.clone(), rows.clone(), rows.clone(), rows.clone(), lse.clone())
+    state = AttentionState(rows, lse, terms)
     return (state,), state if merged else None
 
 

@@ -76,7 +76,7 @@ def test_a_constant_on_all_logits(qkv: tuple[Tensor, ...], offset: float) -> Non
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_bad_numbers_as_the_definition_has_them(qkv: tuple[Tensor, ...], poison: float, where: str) -> None:
-    operands = {name: x.clone() for name, x in zip("qkv", qkv, strict=True)}
+    operands: dict[str, Any] = {name: x.clone() for name, x in zip("qkv", qkv, strict=True)}
     operands[where][6] = poison
     options = {**BATCH, "causal": True, "with_terms": True}
     bad = operands["q"], operands["k"], operands["v"]

@@ -1,0 +1,1 @@
+"""What the golden pass, the suite and the judged kernels cost; ratios within one run, medians with their spread."""

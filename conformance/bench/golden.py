@@ -1,0 +1,114 @@
+"""Time and extra memory of the golden pass beside the definition and other projects' references, on the same inputs.
+
+On a CPU each measurement has a process of its own, so that peaks are its own; a GPU's are counted by its allocator.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, golden
+from mla_conformance.bench.timing import REPETITIONS, timed
+
+_SHAPES = {
+    "cpu": (Shape(16, 512, 512), Shape(16, 1024, 2048)),
+    "cuda": (Shape(16, 8192, 8192), Shape(16, 32768, 32768), Shape(128, 8192, 8192)),
+}
+_SCALES = {
+    "cpu": [Shape(heads, keys, keys) for heads in (16, 128) for keys in (256, 1024)],
+    "cuda": [
+        Shape(heads, min(keys, 2**15), keys) for heads in (16, 128) for keys in (2**10, 2**13, 2**15, 2**17, 2**20)
+    ],
+}
+_WHOLE_OPERATIONS = {"cpu": 1e11, "cuda": 2e13}
+_ROWS = 512
+
+Measured = dict[str, float | str]
+
+
+def compare(device: str) -> Iterator[str]:
+    """Lines that compare the formulas, shape by shape."""
+    for shape in _SHAPES[device]:
+        found = {name: _process(device, name, shape) for name in FORMULAS}
+        yield f"{shape}, causal:"
+        for name, measured in found.items():
+            yield f"  {name:<8} {_text(measured, found['plain'] if name == 'golden' else found['golden'], name)}"
+
+
+def scale(device: str) -> Iterator[str]:
+    """A table of the golden pass over contexts and heads; rows are chosen where all are too much."""
+    yield "heads    keys   rows       time      memory   useful TFLOP/s"
+    for shape in _SCALES[device]:
+        measured = _process(device, "scale", shape)
+        rows = min(shape.queries, int(measured.get("rows", shape.queries)))
+        line = f"{shape.heads:>5} {shape.keys:>7} {rows:>6}"
+        if "error" in measured:
+            yield f"{line}   {measured['error']}"
+        else:
+            yield f"{line} {measured['seconds']:>8.4f} s {measured['megabytes']:>8.0f} MB {measured['tflops']:>8.2f}"
+
+
+def _text(measured: Measured, other: Measured, name: str) -> str:
+    if "error" in measured:
+        return str(measured["error"])
+    text = f"{measured['timing']}, {measured['megabytes']:.0f} MB, {measured['tflops']:.3g} useful TFLOP/s"
+    if "error" in other:
+        return text
+    ratio = float(measured["seconds"]) / float(other["seconds"])
+    return f"{text}; {ratio:.2f} × the time of {'plain' if name == 'golden' else 'golden'}"
+
+
+def _process(device: str, name: str, shape: Shape) -> Measured:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return _measure(torch.device("cuda", torch.cuda.current_device()), name, shape)
+    command = [sys.executable, "-m", "mla_conformance.bench.golden", device, name]
+    command += map(str, (shape.heads, shape.queries, shape.keys))
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if finished.returncode:
+        return {"error": (finished.stderr.strip().splitlines() or ["ended without a word"])[-1][:100]}
+    measured: Measured = json.loads(finished.stdout)
+    return measured
+
+
+def _measure(device: torch.device, name: str, shape: Shape) -> Measured:
+    rows, operations = None, shape.operations
+    if name == "scale" and operations > _WHOLE_OPERATIONS[device.type]:
+        rows = [number * shape.queries // _ROWS for number in range(_ROWS)]
+        operations *= _ROWS / shape.queries
+    try:
+        operands = Operands.of(shape, device)
+        before = _peak(device, reset=True)
+        work = (lambda: golden(operands, rows)) if name == "scale" else (lambda: FORMULAS[name](operands))
+        timing = timed(work, device, 3 if name == "scale" else REPETITIONS)
+    except torch.cuda.OutOfMemoryError:
+        return {"error": "out of memory"}
+    return {
+        "seconds": timing.median,
+        "timing": str(timing),
+        "megabytes": _peak(device) - before,
+        "tflops": operations / timing.median / 1e12,
+        "rows": len(rows) if rows else shape.queries,
+    }
+
+
+def _peak(device: torch.device, reset: bool = False) -> float:
+    """Megabytes: the most that was allocated on a GPU since the reset, the largest resident size of this process."""
+    if device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.max_memory_allocated(device) / 1e6
+
+
+def _main(arguments: Sequence[str]) -> None:
+    device, name, *numbers = arguments
+    sys.stdout.write(json.dumps(_measure(torch.device(device), name, Shape(*map(int, numbers)))))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""Where the time of a run of the suite goes, and what the plugin costs a run that does not use it."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from mla_conformance import trial as steps
+from mla_conformance.bench.timing import timed
+from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.execute import execute
+from mla_conformance.subject import Subject
+
+_PARTS = {"build_problem": "generation", "expect": "golden", "run_calls": "kernel", "judge": "judge"}
+"""Steps of a trial, by the names under which it calls them."""
+
+
+def split(backend: str, tier: Tier, device: torch.device) -> Iterator[str]:
+    """Lines that say how long the cases of a tier take on one backend, in one process, and what of it each step."""
+    subject = Subject.of(backend, device)
+    cases = [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
+    seconds: dict[str, float] = defaultdict(float)
+    started = time.perf_counter()
+    with _clocked(seconds, device):
+        for case in cases:
+            execute(steps.Trial(subject, case))
+    total = time.perf_counter() - started
+    shares = ", ".join(f"{part} {seconds[part] / total:.0%}" for part in _PARTS.values())
+    rest = 1 - sum(seconds.values()) / total
+    yield f"{backend}, tier {tier}, {len(cases)} cases in one process: {total:.1f} s: {shares}, rest {rest:.0%}"
+
+
+@contextmanager
+def _clocked(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
+    """Add up what each step of a trial takes, the device's work included."""
+
+    def clocked(part: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = step(*arguments, **options)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[part] += time.perf_counter() - started
+            return result
+
+        return run
+
+    with ExitStack() as patches:
+        for name, part in _PARTS.items():
+            patches.enter_context(patch.object(steps, name, clocked(part, getattr(steps, name))))
+        yield
+
+
+def plugin_cost() -> Iterator[str]:
+    """A line on a pytest run that has nothing to do with the suite."""
+    bare, loaded = (_pytest_seconds(arguments) for arguments in (["-p", "no:mla_conformance"], []))
+    yield f"an unrelated pytest run: {loaded - bare:+.3f} s with the plugin ({bare:.3f} s without)"
+
+
+def _pytest_seconds(arguments: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        test = Path(folder, "test_nothing.py")
+        test.write_text("def test_nothing():\n    pass\n")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), *arguments]
+        run = lambda: subprocess.run(command, capture_output=True, check=True, cwd=folder)  # noqa: E731
+        return timed(run, torch.device("cpu")).median

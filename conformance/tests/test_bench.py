@@ -1,0 +1,67 @@
+"""The benchmark's parts: formulas agree, times are of the work, and the split adds up."""
+
+import time
+
+import pytest
+import torch
+
+from mla_conformance.bench import golden, suite
+from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
+from mla_conformance.bench.timing import Timing, timed
+from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.cli import main
+from mla_conformance.reference.attention import AttentionState
+
+CPU = torch.device("cpu")
+
+
+def test_the_formulas_compute_the_same() -> None:
+    operands = Operands.of(Shape(2, 33, 70), CPU)
+    expected = plain(operands)
+    assert isinstance(expected, AttentionState)
+    found = FORMULAS["golden"](operands)
+    assert isinstance(found, AttentionState)
+    torch.testing.assert_close(found.output, expected.output, rtol=1e-12, atol=1e-13)
+    output, lse = materialised(operands)
+    torch.testing.assert_close(output.double(), expected.output, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=1e-4)
+
+
+def test_useful_operations_count_visible_pairs() -> None:
+    assert Shape(2, 3, 5).operations == 2 * (192 + 128) * 2 * (3 + 4 + 5)
+
+
+def test_a_time_is_the_median_of_its_repetitions() -> None:
+    lengths = iter([0.2, 0.03, 0.01, 0.02])
+    timing = timed(lambda: time.sleep(next(lengths)), CPU, 3)
+    assert 0.01 <= timing.shortest < timing.median < timing.longest and 0.02 <= timing.median < 0.03
+    assert str(Timing(1.0, 0.5, 2.0)) == "1 s (0.5 to 2)"
+
+
+def test_a_comparison_names_every_formula_with_its_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(golden, "_SHAPES", {"cpu": (Shape(2, 16, 16),)})
+    head, *lines = golden.compare("cpu")
+    assert head == "2 heads, 16 queries, 16 keys, causal:"
+    assert [line.split()[0] for line in lines] == list(FORMULAS)
+    assert all("× the time of" in line for line in lines)
+
+
+def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(golden, "_SCALES", {"cpu": [Shape(2, -1, 16)]})
+    _, line = golden.scale("cpu")
+    assert "Error" in line
+
+
+def test_the_split_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"new_tokens": CAPABILITIES["new_tokens"]}
+    monkeypatch.setattr(suite, "CAPABILITIES", few)
+    (line,) = suite.split("EAGER", Tier.SMOKE, CPU)
+    shares = [int(word.rstrip("%,")) for word in line.split() if word.rstrip(",").endswith("%")]
+    assert len(shares) == 5 and 97 <= sum(shares) <= 103
+    assert f"{len(few['new_tokens'].smoke)} cases" in line
+
+
+def test_the_command_prints_its_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(golden, "_SCALES", {"cpu": [Shape(1, 8, 8)]})
+    assert main(["bench", "--scale", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["heads", "keys", "rows"]

@@ -1,0 +1,389 @@
+"""The judge of decode: every way of being wrong is caught by its check, on a listed case; honest kernels pass."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.loading import BackendReference
+from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.case import CACHES, TAILS, Call, Case, Layout
+from mla_conformance.defects.honest_decode import HONEST_DECODES
+from mla_conformance.execute import execute, failing
+from mla_conformance.problem import build_problem
+from mla_conformance.subject import Subject
+from mla_conformance.trial import Trial
+from mla_conformance.verdict import Check, Status, Verdict
+
+CPU = torch.device("cpu")
+
+
+class TopLeft(EagerDecodeBackend):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        top_left = torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
+        return top_left if queries > 1 else super()._visible(queries, request, seq_len, tile)
+
+
+class Unmasked(EagerDecodeBackend):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        return torch.ones(queries, tile.stop - tile.start, dtype=torch.bool)
+
+
+class LastTokenOnly(EagerDecodeBackend):
+    def _attend(self, q: torch.Tensor, *rest: Any) -> Any:
+        return super()._attend(q[-1:].expand_as(q), *rest)
+
+
+class OneKeyTooFew(EagerDecodeBackend):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        visible = super()._visible(queries, request, seq_len, tile)
+        return visible & (torch.arange(tile.start, tile.stop) < seq_len - 1)
+
+
+class Base2(EagerDecodeBackend):
+    def run_decode(self, *operands: torch.Tensor) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output, lse / math.log(2)
+
+
+class TransposedLse(EagerDecodeBackend):
+    def run_decode(self, *operands: torch.Tensor) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output, lse.mT.contiguous()
+
+
+class ScaleOfLatent(EagerDecodeBackend):
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super()._scores(q, k) / (self.scale * q.shape[-1] ** 0.5)
+
+
+class ValueOfTheWholeEntry(EagerDecodeBackend):
+    def _values(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys[..., -self.kv_lora_rank :]
+
+
+class WholePages(EagerDecodeBackend):
+    def _attend(
+        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> Any:
+        page = kv_cache.shape[1]
+        return super()._attend(q, request, -(-seq_len // page) * page, kv_cache, k_scale)
+
+
+class WeighsPoisonWithZero(WholePages):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        true = int(self._decode_metadata.seq_lens[request])
+        return torch.arange(tile.start, tile.stop).expand(queries, -1) < true
+
+
+class NextRow(EagerDecodeBackend):
+    def _blocks(self, request: int, pages: torch.Tensor) -> torch.Tensor:
+        table = self._decode_metadata.block_table
+        return table.roll(-1, dims=0)[request][pages].long()
+
+
+class DereferencesTheTail(EagerDecodeBackend):
+    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+        everything = kv_cache[self._decode_metadata.block_table[request].long()]
+        return everything.flatten(0, 1)[tile]
+
+
+class PackedBlocks(EagerDecodeBackend):
+    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+        packed = torch.empty(0, dtype=kv_cache.dtype).set_(kv_cache.untyped_storage())
+        return super()._entries(packed[: kv_cache.numel()].view(kv_cache.shape), request, tile)
+
+
+class ShortIds(EagerDecodeBackend):
+    def _blocks(self, request: int, pages: torch.Tensor) -> torch.Tensor:
+        return self._decode_metadata.block_table[request][pages].to(torch.int16).long()
+
+
+class AsManyForEach(EagerDecodeBackend):
+    def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
+        count = len(decode_metadata.seq_lens)
+        each = int(decode_metadata.query_start_loc[-1]) // count
+        starts = torch.arange(0, (count + 1) * each, each)[: count + 1]
+        super().prepare_metadata(MLACommonDecodeMetadata(**{**vars(decode_metadata), "query_start_loc": starts}))
+
+
+class OneLengthForAll(EagerDecodeBackend):
+    def _attend(
+        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> Any:
+        return super()._attend(q, request, int(self._decode_metadata.seq_lens.min()), kv_cache, k_scale)
+
+
+class LosesTheTileEdge(EagerDecodeBackend):
+    def _tiles(self, keys: int) -> Any:
+        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start > 1 or keys == 1)
+
+
+class Codes(EagerDecodeBackend):
+    """EAGER, whose keys are changed after their codes were read."""
+
+    layout = "fp8"
+
+    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        keys = super()._dequantise(rows, k_scale)
+        return self.changed(keys, rows, k_scale) if self.kv_cache_dtype == self.layout else keys
+
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        return keys
+
+
+class NoScale(Codes):
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        return keys / k_scale
+
+
+class ScalesEveryCache(EagerDecodeBackend):
+    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        keys = super()._dequantise(rows, k_scale)
+        return keys if self.kv_cache_dtype == "fp8" else keys * k_scale
+
+
+class RopeWithoutScale(Codes):
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        return torch.cat((keys[:, : self.kv_lora_rank], keys[:, self.kv_lora_rank :] / k_scale), dim=-1)
+
+
+class ScaleOfScoresOnly(Codes):
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        self._k_scale = k_scale
+        return keys
+
+    def _values(self, keys: torch.Tensor) -> torch.Tensor:
+        return super()._values(keys) / (self._k_scale if self.kv_cache_dtype == "fp8" else 1)
+
+
+class DivisorForFactor(Codes):
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        return keys / k_scale.square()
+
+
+class Tiles(Codes):
+    layout = "fp8_ds_mla"
+
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        scales = rows[:, 512:528].contiguous().view(torch.float32)
+        return keys * torch.cat(
+            (self.factors(scales).repeat_interleave(128, dim=1), self.rope_factor(scales).expand(-1, 64)), dim=1
+        )
+
+    def factors(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(scales)
+
+    def rope_factor(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(scales[:, :1])
+
+
+class PowersOfTwo(Tiles):
+    def factors(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.log2().round().exp2() / scales
+
+
+class FirstTileForAll(Tiles):
+    def factors(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales[:, :1] / scales
+
+
+class ScaledRope(Tiles):
+    def rope_factor(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales[:, 3:]
+
+
+class KScaleForTiles(Codes):
+    layout = "fp8_ds_mla"
+
+    def changed(self, keys: torch.Tensor, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+        return keys * k_scale
+
+
+class LocalBound(EagerDecodeBackend):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        last = torch.arange(queries).unsqueeze(1) + seq_len - queries
+        return torch.arange(tile.start, tile.stop) <= last
+
+
+class NoInterleave(EagerDecodeBackend):
+    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> torch.Tensor:
+        return torch.arange(tile.start, tile.stop) * metadata.dcp_world_size + metadata.dcp_rank
+
+
+class EmptyRankIsNaN(EagerDecodeBackend):
+    def run_decode(self, *operands: torch.Tensor) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse
+
+
+class EmptyRankIsFinite(EagerDecodeBackend):
+    def run_decode(self, *operands: torch.Tensor) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output, lse.clamp(min=-5e4)
+
+
+class WritesTheCache(EagerDecodeBackend):
+    def run_decode(self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, *rest: Any) -> Any:
+        returned = super().run_decode(ql_nope, q_pe, kv_cache, *rest)
+        kv_cache[0, 0] = 1
+        return returned
+
+
+class RemembersTheFirstBatch(EagerDecodeBackend):
+    def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
+        if not hasattr(self, "_decode_metadata"):
+            super().prepare_metadata(decode_metadata)
+
+
+class KeepsWhatItRead(EagerDecodeBackend):
+    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+        kept: dict[Any, torch.Tensor] = vars(self).setdefault("_kept", {})
+        address = (kv_cache.data_ptr(), kv_cache.shape, request, tile.start, tile.stop)
+        return kept.setdefault(address, super()._entries(kv_cache, request, tile))
+
+
+class ReadsToTheMaximum(EagerDecodeBackend):
+    def _attend(
+        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> Any:
+        if self._decode_metadata.max_seq_len > int(self._decode_metadata.seq_lens_cpu.max()):
+            raise RuntimeError("the workspace is too small")
+        return super()._attend(q, request, seq_len, kv_cache, k_scale)
+
+
+WRONG: dict[type[EagerDecodeBackend], tuple[str, Check]] = {
+    TopLeft: ("decode_multi_token", Check.LSE),
+    Unmasked: ("decode_multi_token", Check.LSE),
+    LastTokenOnly: ("decode_multi_token", Check.LSE),
+    OneKeyTooFew: ("decode", Check.OUTPUT),
+    Base2: ("decode_lse", Check.LSE),
+    TransposedLse: ("decode", Check.SHAPE),
+    ScaleOfLatent: ("decode", Check.OUTPUT),
+    ValueOfTheWholeEntry: ("decode", Check.OUTPUT),
+    WholePages: ("decode", Check.MASK),
+    WeighsPoisonWithZero: ("decode", Check.MASK),
+    NextRow: ("decode", Check.MASK),
+    DereferencesTheTail: ("paged_cache", Check.CALL),
+    PackedBlocks: ("paged_cache", Check.MASK),
+    ShortIds: ("paged_cache", Check.LSE),
+    AsManyForEach: ("decode_multi_token", Check.LSE),
+    OneLengthForAll: ("decode", Check.OUTPUT),
+    LosesTheTileEdge: ("decode", Check.OUTPUT),
+    NoScale: ("kv_cache_fp8", Check.LSE),
+    ScalesEveryCache: ("decode", Check.OUTPUT),
+    RopeWithoutScale: ("kv_cache_fp8", Check.LSE),
+    ScaleOfScoresOnly: ("kv_cache_fp8", Check.OUTPUT),
+    DivisorForFactor: ("kv_cache_fp8", Check.LSE),
+    PowersOfTwo: ("kv_cache_fp8_ds_mla", Check.LSE),
+    FirstTileForAll: ("kv_cache_fp8_ds_mla", Check.LSE),
+    ScaledRope: ("kv_cache_fp8_ds_mla", Check.LSE),
+    KScaleForTiles: ("kv_cache_fp8_ds_mla", Check.LSE),
+    LocalBound: ("dcp", Check.LSE),
+    NoInterleave: ("dcp", Check.LSE),
+    EmptyRankIsNaN: ("dcp", Check.MASK),
+    EmptyRankIsFinite: ("dcp", Check.MASK),
+    WritesTheCache: ("decode", Check.MUTATED_INPUT),
+    RemembersTheFirstBatch: ("dcp", Check.MASK),
+    KeepsWhatItRead: ("call_order", Check.LSE),
+    ReadsToTheMaximum: ("loose_maxima", Check.CALL),
+}
+"""The capability that kills each first, by its first three cases, and by which check."""
+
+
+def subject_of(kernel: type) -> Subject:
+    return Subject(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__qualname__}"), CPU)
+
+
+def decodes(capability: str) -> list[Case]:
+    return [case for case in CAPABILITIES[capability].cases if case.call == Call.DECODE]
+
+
+DECIDED = [name for name in CAPABILITIES if name in {capability for capability, _ in WRONG.values()}]
+"""In the order of the vocabulary."""
+
+
+@pytest.mark.parametrize("capability", DECIDED)
+def test_a_capability_kills_its_wrong_kernels_and_none_that_is_for_a_later_one(capability: str) -> None:
+    found: dict[type, Verdict] = {}
+    later = DECIDED[DECIDED.index(capability) :]
+    for case in decodes(capability)[:3]:
+        for kernel in (kernel for kernel, (killer, _) in WRONG.items() if killer in later and kernel not in found):
+            verdict = execute(Trial(subject_of(kernel), case))
+            if failing(verdict):
+                found[kernel] = verdict
+    expected = {kernel: check for kernel, (killer, check) in WRONG.items() if killer == capability}
+    assert {kernel: verdict.check for kernel, verdict in found.items()} == expected, found
+
+
+@pytest.mark.parametrize("capability", [name for name in CAPABILITIES if decodes(name)])
+def test_honest_kernels_pass_the_first_cases_of_every_capability(capability: str) -> None:
+    subjects = [*map(subject_of, HONEST_DECODES), Subject.of("TORCH_SDPA", CPU)]
+    for case in decodes(capability)[:3]:
+        for subject in subjects:
+            verdict = execute(Trial(subject, case))
+            assert verdict.status is Status.PASS and verdict.used.worst <= 1, f"{subject.name} {verdict.message}"
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Case:
+    requests = draw(st.integers(1, 3))
+    dims = draw(st.sampled_from(["small", "r1", "64-64-128-256"]))
+    return Case(
+        capability="decode",
+        q=tuple(draw(st.integers(1, 8)) for _ in range(requests)),
+        kv=tuple(draw(st.integers(0, 70) | st.integers(0, 300)) for _ in range(requests)),
+        dims=dims,
+        dtype=draw(st.sampled_from(["bf16", "fp16"])),
+        heads=draw(st.integers(1, 4)),
+        page=draw(st.sampled_from([1, 16, 64])),
+        cache=draw(st.sampled_from(CACHES if dims == "r1" else CACHES[:2])),
+        kscale=draw(st.integers(3000, 10**7)),
+        tails=draw(st.sampled_from(TAILS)),
+        layers=draw(st.integers(1, 2)),
+        ranks=draw(st.sampled_from([1, 1, 2, 3])),
+        interleave=draw(st.sampled_from([1, 16, 1000])),
+        pad=draw(st.sampled_from([0, 2])),
+        layout=draw(st.sampled_from(list(Layout))),
+        data=draw(st.sampled_from(["normal", "needle", "hot_tail", "large_logits", "low_rank", "outliers", "ones"])),
+        scale=draw(st.sampled_from([50, 100, 159, 300])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA", "KeysOfTheModel", "StoredSplits"])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(case=drawn())
+def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
+    kernels = {kernel.__name__: kernel for kernel in HONEST_DECODES}
+    subject = subject_of(kernels[kernel]) if kernel in kernels else Subject.of(kernel, CPU)
+    verdict = execute(Trial(subject, case))
+    assert verdict.status is Status.PASS, f"{case.id}: {verdict.message}"
+
+
+@pytest.mark.parametrize(("name", "said"), [("FLEX_ATTENTION", "prefill only"), ("EagerDecodeBackend", "decode only")])
+def test_a_backend_without_the_role_is_unsupported_even_where_refusals_are_asked_for(name: str, said: str) -> None:
+    subject = subject_of(EagerDecodeBackend) if name == "EagerDecodeBackend" else Subject.of(name, CPU)
+    capability = CAPABILITIES["refusals"]
+    case = next(case for case in capability.cases if (case.call == Call.DECODE) == (said == "prefill only"))
+    verdict = execute(Trial(subject, case))
+    assert (verdict.status, verdict.message) == (Status.UNSUPPORTED, said)
+
+
+def test_the_golden_states_of_the_ranks_merge_to_that_of_one() -> None:
+    from mla_conformance.golden import expect
+    from mla_conformance.reference.merge import merge_states
+
+    problem = build_problem(Case.parse("dcp:call=decode;dims=small;q=[3,1];kv=[40,0];ranks=3;interleave=4"), CPU)
+    expectation = expect(problem)
+    merged, *others = expectation.calls
+    for other in others:
+        merged = merge_states(merged, other)
+    assert expectation.merged is not None
+    assert torch.allclose(merged.output, expectation.merged.output, atol=1e-12)
+    assert torch.allclose(merged.lse, expectation.merged.lse, atol=1e-12)
