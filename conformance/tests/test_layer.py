@@ -18,6 +18,7 @@ from mla_conformance.layer_weights import PackedLinear, as_linear
 from mla_conformance.memory import storage_bytes
 from mla_conformance.problem import build_problem
 from mla_conformance.reference.cache_layout import encode
+from mla_conformance.shrink import simpler
 from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Status, Verdict
@@ -247,6 +248,19 @@ def test_a_batch_that_no_layer_has_is_refused(changes: str, said: str) -> None:
     with pytest.raises(CaseError) as caught:
         Case.parse(f"cache_write:{';'.join([*kept, changes])}")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ("q=[9,7,1,2];kv=[4,5,6,7];decodes=2", {((9, 7), 0), ((1, 2), 2), ((9, 1, 2), 2), ((9, 7, 1), 1)}),
+        ("q=[1,2,9];kv=[6,7,4];decodes=2;order=decodes_first", {((2, 9), 1), ((1, 9), 1), ((1, 2), 2)}),
+    ],
+)
+def test_a_simpler_batch_decodes_what_decoded(batch: str, expected: set[tuple[tuple[int, ...], int]]) -> None:
+    case = Case.parse(f"mixed_batch:call=layer;dims=32-16-32-64;{batch}")
+    fewer = {(simple.q, simple.decodes) for simple in simpler(case) if len(simple.q) < len(case.q)}
+    assert expected <= fewer
 
 
 def test_decodes_belong_to_layers() -> None:
