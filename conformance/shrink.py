@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from mla_conformance.case import Case, CaseError
+from mla_conformance.case import Case, CaseError, Order
 
 _STRUCTURE = {"capability", "call", "q", "kv", "heads", "dims"}
 _SMALL = "small"
@@ -37,11 +37,16 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
 def _fewer_requests(case: Case) -> Iterator[dict[str, Any]]:
     """Without half of the requests, a quarter, and so on down to one."""
     count = len(case.q)
-    size = count // 2
+    first = 0 if case.order == Order.DECODES_FIRST else count - case.decodes
+    decoding, size = range(first, first + case.decodes), count // 2
     while size:
         for start in range(0, count, size):
             kept = [i for i in range(count) if not start <= i < start + size]
-            yield {"q": tuple(case.q[i] for i in kept), "kv": tuple(case.kv[i] for i in kept) if case.kv else ()}
+            yield {
+                "q": tuple(case.q[i] for i in kept),
+                "kv": tuple(case.kv[i] for i in kept) if case.kv else (),
+                "decodes": sum(i in decoding for i in kept),
+            }
         size //= 2
 
 

@@ -24,6 +24,7 @@ _JUDGE = (
     "layer.py",
     "layer_blocks.py",
     "layer_graph.py",
+    "layer_packed.py",
     "layer_problem.py",
     "layer_support.py",
     "layer_weights.py",
