@@ -57,6 +57,11 @@ class TorchSDPADecodeBackend(MLADecodeBackend):
         """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientDecodeBackend
 
+    def kernel_evidence(self) -> dict[str, str]:
+        """PyTorch's version, and which of its kernels serves the calls."""
+        kernel = "efficient attention" if isinstance(self, TorchEfficientDecodeBackend) else "CPU flash attention"
+        return {"torch": torch.__version__, "kernel": kernel}
+
     def run_decode(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,9 @@ from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
 DECODE = "decode"
-_ON_A_GPU = ("cuda_graph", "streams", "large_offsets", "many_rows")
+_DEVICE_PROFILES = {"cuda_graph": "graph", "graph_replay": "graph"} | dict.fromkeys(
+    ("streams", "large_offsets", "many_rows"), "cuda"
+)
 _DECODE_PAGE = 64
 
 
@@ -37,8 +39,7 @@ def profile_of(case: Case) -> str:
         "quant_output" if case.quant != "none" else "",
         "own_merge" if case.merge != "golden" else "",
     ]
-    if case.capability in _ON_A_GPU:
-        asked.append("cuda")
+    asked.append(_DEVICE_PROFILES.get(case.capability, ""))
     if case.role is Role.LAYER:
         asked = ["layer", *asked, *_asked_of_decode(case)]
     if case.role is Role.DECODE:

@@ -77,6 +77,7 @@ def describe_failure(record: Record) -> str:
 
 _SHORT_SECONDS = 0.5
 _MOST_EXPLAINED = 3
+_MOST_REQUESTS = 256
 _explained: dict[str, set[str]] = {}
 
 
@@ -87,6 +88,7 @@ def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
     """
     told = _explained.setdefault(trial.subject.name, set())
     long = seconds > _SHORT_SECONDS and bool(_explained.keys() - {trial.subject.name} or told)
+    long = long or len(trial.case.q) > _MOST_REQUESTS  # the candidates take one request after the other
     if trial.case.capability in told or len(told) >= _MOST_EXPLAINED or long or _device_lost(trial):
         return ""
     told.add(trial.case.capability)

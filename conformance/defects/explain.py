@@ -3,6 +3,7 @@
 Each of them goes through the same procedure; the one whose result is nearest to the observed one explains it best.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from mla_conformance.subject import Subject
 from mla_conformance.trial import Trial
 from mla_conformance.verdict import Verdict
 
+_PATIENCE = 60.0
+"""Seconds after which no further candidate is tried."""
 _WORTH_TELLING = 0.8
 _INFINITE, _NOT_A_NUMBER = 1e4, 2e4
 
@@ -56,8 +59,11 @@ def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
         trial: the trial that failed; its last observation is compared.
         verdict: its verdict.
     """
-    found = []
+    found: list[Explanation] = []
+    started = time.monotonic()
     for name, family, cls in _candidates(trial.case.role):
+        if time.monotonic() - started > _PATIENCE:
+            break
         subject = Subject(BackendReference(name, f"{cls.__module__}:{cls.__name__}"), trial.subject.device)
         other = Trial(subject, trial.case)
         outcome = execute(other)

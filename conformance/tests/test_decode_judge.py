@@ -321,12 +321,18 @@ def test_a_capability_kills_its_wrong_kernels_and_none_that_is_for_a_later_one(c
     assert {kernel: verdict.check for kernel, verdict in found.items()} == expected, found
 
 
-@pytest.mark.parametrize("capability", [name for name in CAPABILITIES if decodes(name)])
+NEED_A_GPU = ("streams", "large_offsets", "many_rows")
+
+
+@pytest.mark.parametrize("capability", [name for name in CAPABILITIES if decodes(name) and name not in NEED_A_GPU])
 def test_honest_kernels_pass_the_first_cases_of_every_capability(capability: str) -> None:
     subjects = [*map(subject_of, HONEST_DECODES), Subject.of("TORCH_SDPA", CPU)]
     for case in decodes(capability)[:3]:
         for subject in subjects:
-            verdict = execute(Trial(subject, case))
+            trial = Trial(subject, case)
+            if capability == "cuda_graph" and trial.unsupported():
+                continue
+            verdict = execute(trial)
             assert verdict.status is Status.PASS and verdict.used.worst <= 1, f"{subject.name} {verdict.message}"
 
 
