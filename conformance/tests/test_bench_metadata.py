@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_conformance import bench_metadata
+from mla_conformance.bench import metadata as bench_metadata
 
 
 def test_the_loop_makes_what_the_builder_makes() -> None:
