@@ -150,23 +150,23 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
         return device_capability is not None and device_capability.major == 9
 
     @classmethod
-    def library(cls) -> Library:
+    def package(cls) -> Library:
         """The build that is installed, fa3-fwd first."""
         return cls.upstream if cls.libraries[0].missing() and not cls.upstream.missing() else cls.libraries[0]
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
         """Either build will do."""
-        return cls.library().missing()
+        return cls.package().missing()
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
         """Why the installed build does not import."""
-        return cls.library().broken()
+        return cls.package().broken()
 
     def kernel_evidence(self) -> dict[str, str]:
         """Which build served."""
-        library = self.library()
+        library = self.package()
         return {library.distribution: library.version(), "module": library.module, "variant": self.variant}
 
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
@@ -175,7 +175,7 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
         output, lse, *_ = (
-            self.library()
+            self.package()
             .load()
             .flash_attn_varlen_func(
                 q, k, v, **self._lengths(batch), softmax_scale=self.scale, causal=batch.causal, return_attn_probs=True

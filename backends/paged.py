@@ -10,7 +10,7 @@ import torch
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.backends.library import LibraryKernel
+from mla_conformance.backends.packaged import LibraryKernel
 
 
 class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):

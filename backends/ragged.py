@@ -11,8 +11,8 @@ import torch
 from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.library import LibraryKernel
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.packaged import LibraryKernel
 
 
 class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):

@@ -90,7 +90,7 @@ def test_choice_by_device_and_what_is_installed(capability: Any, missing: Any, c
 
 def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any) -> None:
     module = installed("flash_attn_interface")
-    assert _VARIANTS["fa3"].library().load() is module
+    assert _VARIANTS["fa3"].package().load() is module
 
 
 def test_the_family_itself_has_no_kernel(conforms: Any) -> None:
