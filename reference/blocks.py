@@ -1,17 +1,18 @@
 """How golden attention is cut into blocks, so that its workspace stays bounded whatever the context's length."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle, repeat
+from itertools import chain, zip_longest
 
 import torch
 
 LANES = 2
-"""Blocks in flight on a GPU: while one is in its matrix products, another one moves memory."""
+"""Panels in work at a time on a GPU: while one is in its matrix products, another one moves memory."""
+_END = object()
 
-_GPU_BYTES = 2_700_000_000
+_GPU_BYTES = 3_040_000_000
 _CPU_BYTES = 48_000_000
 _SHARE_OF_FREE = 0.5
 
@@ -22,34 +23,37 @@ class Blocks:
 
     Attributes:
         heads: heads in a batch of matrix products.
-        queries: queries in a block.
+        panel: queries whose sums are taken together, a multiple of ``queries``.
+        queries: queries in a block, ``step`` times a power of two.
+        step: queries in the smallest block, half of which may be hidden.
         keys: keys in a block.
-        span: keys that are widened to float64 at a time, a multiple of ``keys`` or all of them.
+        span: keys that are widened to float64 at a time, a multiple of ``keys``.
     """
 
     heads: int
+    panel: int
     queries: int
+    step: int
     keys: int
     span: int
 
 
-def plan_blocks(
-    device: torch.device, *, heads: int, queries: int, keys: int, key_bytes: int, pair_bytes: int
-) -> Blocks:
-    """Blocks for ``queries`` rows against ``keys`` keys.
+def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes: int) -> Blocks:
+    """Blocks that fit the workspace.
 
     key_bytes: of a widened key of one head. pair_bytes: of a row's score against it, and of the products made of it.
 
-    Tall blocks waste products on the diagonal, small ones leave a GPU idle and a CPU in its dispatcher.
+    Tall blocks have few products that wait for one another, small ones leave a GPU idle and a CPU in its dispatcher.
     """
     gpu = device.type == "cuda"
-    workspace = _workspace(device)
-    group = min(heads, 16 if gpu else 4)
-    rows = max(1, min(queries, 1024 if gpu else 128))
-    elements = int(0.7 * workspace) // (pair_bytes * (LANES if gpu else 1))
-    width = _rounded(min(elements // (group * rows), 4096 if gpu else 1024), 512)
-    span = _rounded(int(0.3 * workspace) // (group * key_bytes), width)
-    return Blocks(heads=group, queries=rows, keys=width, span=min(span, max(1, keys)))
+    lane = _workspace(device) // (LANES if gpu else 1)
+    group, rows = min(heads, 8 if gpu else 4), 2048 if gpu else 128
+    width = _rounded(int(0.625 * lane) // (pair_bytes * group * rows), 512, 2 * rows)
+    # A row and its sums take half as much again as a key. A triangle has as many keys as rows, and when its keys are
+    # there those of a span no longer are.
+    panel = _rounded(int(0.375 * lane) // (group * key_bytes * 5 // 2), rows, 4 * rows)
+    span = _rounded(int(0.15 * lane) // (group * key_bytes), width)
+    return Blocks(heads=group, panel=panel, queries=rows, step=rows // 8, keys=width, span=span)
 
 
 def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:
@@ -66,23 +70,32 @@ def _workspace(device: torch.device) -> int:
     return min(_GPU_BYTES, int(_SHARE_OF_FREE * (free + cached)))
 
 
-def _rounded(number: int, multiple: int) -> int:
-    """``number`` rounded down to a multiple, at least one of it."""
-    return max(multiple, number // multiple * multiple)
+def _rounded(number: int, multiple: int, most: int = 2**30) -> int:
+    """``number`` rounded down to a multiple, at least one of it and ``most`` at most."""
+    return min(most, max(multiple, number // multiple * multiple))
 
 
-@contextmanager
-def lanes(device: torch.device, blocks: int) -> Iterator[Iterator[AbstractContextManager[object]]]:
-    """Contexts to run ``blocks`` blocks in: alternating streams of a GPU, joined at the end; nothing on a CPU."""
-    if device.type != "cuda" or blocks < LANES:
-        yield repeat(nullcontext())
+def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
+    """Run every work to its end, in turn step by step; on a GPU each on a stream of its own."""
+    if device.type != "cuda":
+        deque(chain.from_iterable(works), maxlen=0)
         return
-    main, streams = torch.cuda.current_stream(device), _streams(device)
+    main, streams = torch.cuda.current_stream(device), _streams(device)[: len(works)]
     for stream in streams:
         stream.wait_stream(main)
-    yield (torch.cuda.stream(stream) for stream in cycle(streams))
+    for step in zip_longest(*(_on(stream, work) for stream, work in zip(streams, works, strict=True))):
+        del step
     for stream in streams:
         main.wait_stream(stream)
+
+
+def _on(stream: torch.cuda.Stream, work: Iterator[object]) -> Iterator[None]:
+    """The steps of a work, each on the stream."""
+    while True:
+        with torch.cuda.stream(stream):
+            if next(work, _END) is _END:
+                return
+        yield
 
 
 @cache

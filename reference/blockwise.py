@@ -16,7 +16,7 @@ On an H200 (59.7 TFLOP/s in float64, 4.8 TB/s) that is 10.7 + 1.5 ps of arithmet
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
-from mla_conformance.reference.blocks import Blocks, cuts, lanes, plan_blocks
-from mla_conformance.reference.row_sums import RowSums
-from mla_conformance.reference.span import Block, Span
+from mla_conformance.reference.blocks import LANES, cuts, in_lanes, plan_blocks
+from mla_conformance.reference.panel import Panel
+from mla_conformance.reference.row_sums import empty_state, store
+from mla_conformance.reference.tiles import Keys
 from mla_conformance.reference.visible import Request, requests_of
 
 _LARGEST_EXPONENT = 32.0
@@ -84,7 +85,7 @@ def blockwise_attention(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """Passes over all blocks of all requests.
+    """All rows of all requests, panel by panel.
 
     Attributes:
         requests: the rows and their keys.
@@ -102,91 +103,74 @@ class _Sweep:
 
     def state(self) -> AttentionState | None:
         """The state of all rows; None where operands are not finite."""
-        bounds = self.bounds()
-        if not bool(bounds.isfinite().all() & self._finite_values()):
+        largest = self._largest_score()
+        if not math.isfinite(largest):
             return None
-        beyond = (bounds - _LARGEST_EXPONENT).clamp(min=0.0)
-        sums = self.run(beyond if bool(beyond.any()) else None)
-        if not self.in_range(sums):
-            sums = self.run(self.maxima())
+        shift = None if largest <= _LARGEST_EXPONENT else (self._bounds() - _LARGEST_EXPONENT).clamp(min=0.0)
+        state, panels = empty_state(self._rows, *self.shape, self.low is not None, self.device), self._panels()
+        shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
+        found = [
+            self._fill(state, panels[at : at + LANES], shifts[at : at + LANES]) for at in range(0, len(panels), LANES)
+        ]
+        # Asked at the end, since to answer the device must have done its work, and meanwhile nothing new is sent.
+        for panel, (least, largest) in zip(panels, torch.cat(found).tolist(), strict=True):
+            if not (least >= _LEAST_SUM and math.isfinite(largest)):
+                self._fill(state, [panel], [panel.maxima()])
+        return state
+
+    def _fill(self, state: AttentionState, panels: Sequence[Panel], shifts: Sequence[Tensor | None]) -> Tensor:
+        """Write the rows of some panels into the state; [panels, 2] their sums' extremes."""
+        works = [(panel, panel.zeros(shift)) for panel, shift in zip(panels, shifts, strict=True)]
+        in_lanes(self.device, [panel.add_to(sums) for panel, sums in works])
         # A margin, since terms must not be too small for the rounding of their products.
-        return sums.state(1.0 if self.low is None else 1.0 + 2 * torch.finfo(self.low).eps)
+        margin = 1.0 if self.low is None else 1.0 + 2 * torch.finfo(self.low).eps
+        for panel, sums in works:
+            store(panel.own(sums), margin, _part(state, panel.at, panel.heads))
+        return torch.stack([panel.extremes(sums) for panel, sums in works])
 
     @property
-    def rows(self) -> int:
-        """Rows of all requests."""
+    def _rows(self) -> int:
         return sum(len(request.positions) for request in self.requests)
 
-    def bounds(self) -> Tensor:
-        """[N, T, 1] float64, bounds of the scores: |scale|·|q|·(the largest |k| of the request)."""
-        bounds = torch.zeros(self.shape[0], self.rows, 1, dtype=torch.float64, device=self.device)
+    def _largest_score(self) -> float:
+        """A bound of all scores, |scale|·|q|·|k|; not finite where an operand is not."""
+        largest = [_largest_norm([getattr(request, name) for request in self.requests]) for name in "qkv"]
+        q, k, v = torch.stack(largest).tolist()
+        return abs(self.scale) * q * k + 0.0 * v
+
+    def _bounds(self) -> Tensor:
+        """[N, T, 1] float64, bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request)."""
+        bounds = torch.zeros(self.shape[0], self._rows, 1, dtype=torch.float64, device=self.device)
         for request in self.requests:
             if request.k.shape[0]:
                 product = abs(self.scale) * _norms(request.q) * _norms(request.k).amax(dim=0)
                 bounds[:, request.rows] = product.mT.unsqueeze(-1)
         return bounds
 
-    def run(self, shift: Tensor | None) -> RowSums:
-        """The sums over all visible keys, relative to e^shift, [N, T, 1] or None for 0."""
-        sums = RowSums.zeros(self.shape[0], self.rows, self.shape[1], shift, self.low is not None, self.device)
+    def _panels(self) -> list[Panel]:
+        key_bytes = Keys.bytes_of_key(self.requests[0].k.shape[2], self.shape[1], self.low)
+        pair_bytes = 8 if self.low is None else 8 + 3 * self.low.itemsize
+        blocks = plan_blocks(self.device, heads=self.shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
+        return [
+            Panel(request, heads, rows, blocks, self.scale, self.low)
+            for request in self.requests
+            for rows in cuts(len(request.positions), blocks.panel)
+            for heads in cuts(self.shape[0], blocks.heads)
+        ]
 
-        def add(block: Block) -> None:
-            part = sums.part(block.heads, block.rows)
-            for keys, magnitudes, scores in block.scores():
-                part.add(scores, magnitudes, block.span.values(keys))
-            if part.terms is not None:
-                part.terms.absolute.add_(block.absolute_sums())
 
-        self._visit(add)
-        return sums
+def _part(state: AttentionState, rows: slice, heads: slice) -> AttentionState:
+    """A view of some rows and heads."""
+    terms = state.terms and ErrorTerms(
+        **{name: x[heads, rows] if name == "lse_score" else x[rows, heads] for name, x in state.terms.by_name().items()}
+    )
+    return AttentionState(state.output[rows, heads], state.lse[heads, rows], terms)
 
-    def maxima(self) -> Tensor:
-        """[N, T, 1] float64, the largest visible score of each row; 0 where there is none."""
-        largest = torch.full((self.shape[0], self.rows, 1), -torch.inf, dtype=torch.float64, device=self.device)
 
-        def compare(block: Block) -> None:
-            part = largest[block.heads, block.rows]
-            for _, _, scores in block.scores():
-                part.copy_(torch.maximum(part, scores.amax(dim=-1, keepdim=True)))
-
-        self._visit(compare)
-        return largest.masked_fill_(largest == -torch.inf, 0.0)
-
-    def in_range(self, sums: RowSums) -> bool:
-        """Whether every row that sees a key has a sum that its low-precision products did not fall short of."""
-        counts = torch.cat([request.counts for request in self.requests])
-        held = ((sums.total.squeeze(-1) >= _LEAST_SUM) | (counts == 0)).all()
-        return bool(held if sums.terms is None else held & sums.terms.squares.isfinite().all())
-
-    def _finite_values(self) -> Tensor:
-        return torch.stack([_norms(request.v).isfinite().all() for request in self.requests]).all()
-
-    def _visit(self, visit: Callable[[Block], None]) -> None:
-        """Call ``visit`` with every block of rows and keys that has a visible pair."""
-        for request in self.requests:
-            plan = self._plan(request)
-            for heads in cuts(self.shape[0], plan.heads):
-                for keys in cuts(request.visible(-1), plan.span):
-                    span = Span.widened(request, heads, keys, self.low)
-                    blocks = [
-                        Block(request, span, rows, plan.keys, self.scale)
-                        for rows in cuts(len(request.positions), plan.queries)
-                        if request.visible(rows.stop - 1) > keys.start
-                    ]
-                    with lanes(self.device, len(blocks)) as lane:
-                        for block in blocks:
-                            with next(lane):
-                                visit(block)
-
-    def _plan(self, request: Request) -> Blocks:
-        return plan_blocks(
-            self.device,
-            heads=self.shape[0],
-            queries=len(request.positions),
-            keys=request.k.shape[0],
-            key_bytes=Span.bytes_of_key(request.k.shape[2], self.shape[1], self.low),
-            pair_bytes=8 if self.low is None else 8 + 3 * self.low.itemsize,
-        )
+def _largest_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest length of a row of any of them, float64; 0 without rows."""
+    found = [_norms(x).amax().double() for x in tensors if x.numel()]
+    return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
 
 
 def _norms(x: Tensor) -> Tensor:
