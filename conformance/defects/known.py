@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from mla_conformance.backends.attention_layer import AttentionBackend
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.cases.capabilities import CAPABILITIES
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_conformance.backends.attention_types import AttentionType
-from mla_conformance.backends.layer_config import (
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
     MLAAttentionSpec,
@@ -78,8 +78,8 @@ class Layer:
 
     def common(self, call: "LayerCall") -> Any:
         """The batch as all layers of a model see it."""
-        from mla_conformance.backends.mla_requests import common_metadata
-        from mla_conformance.backends.mla_sharding import Sharding
+        from mla_conformance.backends.layer.mla_requests import common_metadata
+        from mla_conformance.backends.layer.mla_sharding import Sharding
 
         return common_metadata(
             call.requests,

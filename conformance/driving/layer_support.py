@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.attention_types import AttentionType
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.cases.case import Case, Order
 

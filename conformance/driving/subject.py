@@ -11,6 +11,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.decode import MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import (
     BackendReference,
     parse_reference,
@@ -18,7 +19,6 @@ from mla_conformance.backends.loading import (
     roles_of,
     unavailable_reasons,
 )
-from mla_conformance.backends.mla_layer import mla_backend
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role

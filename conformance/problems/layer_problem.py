@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_conformance.backends.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_requests import LayerRequest
 from mla_conformance.cases.case import Order
 from mla_conformance.cases.hazards import Site
 from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache

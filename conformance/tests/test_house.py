@@ -25,27 +25,38 @@ def imported(path: Path) -> set[str]:
     return modules | {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
-ROOMS = sorted(path.parent for path in (ROOT / "conformance").glob("*/__init__.py"))
+ROOMS = {
+    f"{floor}/{path.parent.name}": path
+    for floor in ("backends", "conformance")
+    for path in (ROOT / floor).glob("*/__init__.py")
+}
 
 
-def stated(room: Path) -> set[str]:
-    """The rooms that a room imports from, as the last line of its description says."""
-    description = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+def stated(room: str) -> set[str]:
+    """The rooms of its floor that a room imports from, as the last line of its description says."""
+    description = ast.get_docstring(ast.parse(ROOMS[room].read_text(encoding="utf-8"))) or ""
     law = description.splitlines()[-1]
-    return set() if law == "Imports from no other room." else set(law.removeprefix("Imports from: ")[:-1].split(", "))
+    names = law.removeprefix("Imports from: ").removesuffix(".").split(", ")
+    return set() if law == "Imports from no other room." else {f"{room.split('/')[0]}/{name}" for name in names}
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_imports_from_the_rooms_that_it_names(room: Path) -> None:
-    names = {name for path in sources(f"conformance/{room.name}") for name in imported(path)}
-    ours = {name.split(".")[1] for name in names if name.startswith("mla_conformance.")}
-    assert "mla_conformance" not in names, "name the module, not the package that it is taken from"
-    assert ours - {room.name, "reference", "backends", "fixtures", "version"} == stated(room)
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_imports_from_the_rooms_that_it_names(room: str) -> None:
+    floor = room.split("/")[0]
+    package = {"backends": "mla_conformance.backends.", "conformance": "mla_conformance."}[floor]
+    names = {name for path in sources(room) for name in imported(path)}
+    assert package.removesuffix(".") not in names, "name the module, not the package that it is taken from"
+    others = {f"{floor}/{name.removeprefix(package).split('.')[0]}" for name in names if name.startswith(package)}
+    assert others & ROOMS.keys() - {room} == stated(room)
 
 
 def test_the_rooms_stand_in_an_order() -> None:
-    order = list(TopologicalSorter({room.name: stated(room) for room in ROOMS}).static_order())
-    assert sorted(order) == [room.name for room in ROOMS]
+    assert set(TopologicalSorter({room: stated(room) for room in ROOMS}).static_order()) == ROOMS.keys()
+
+
+def test_no_room_imports_the_commands_or_the_plugin() -> None:
+    tops = {"mla_conformance.cli", "mla_conformance.plugin", "mla_conformance.capture", "mla_conformance.captured"}
+    assert [room for room in ROOMS for path in sources(room) if imported(path) & tops] == []
 
 
 @pytest.mark.parametrize("floor", FLOORS)

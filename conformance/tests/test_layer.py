@@ -160,7 +160,7 @@ def test_rows_of_padding_count_unless_they_stand_behind_prefills() -> None:
 SOURCE = """
 from types import SimpleNamespace
 
-from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.eager_layer import EagerLayer
 
 

@@ -7,10 +7,10 @@ import inspect
 from functools import cache
 from typing import Any
 
-from mla_conformance.backends.adapted import AdaptedPrefillBackend
-from mla_conformance.backends.earlier_adapter import EarlierAdapter
-from mla_conformance.backends.present_adapter import PresentAdapter
-from mla_conformance.backends.vllm import Dialect, VllmDialect, is_from_vllm
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
+from mla_conformance.backends.generations.earlier_adapter import EarlierAdapter
+from mla_conformance.backends.generations.present_adapter import PresentAdapter
+from mla_conformance.backends.generations.vllm import Dialect, VllmDialect, is_from_vllm
 
 
 def as_prefill_backend(loaded: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.generations.present import ContextChunk
+from mla_conformance.backends.generations.present_metadata import planned_runs, present_metadata
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
-from mla_conformance.backends.present import ContextChunk
-from mla_conformance.backends.present_metadata import planned_runs, present_metadata
 
 
 class PresentAdapter(AdaptedPrefillBackend):

@@ -5,7 +5,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from mla_conformance.backends.attention_types import AttentionLayer, AttentionMetadata, AttentionType
+from mla_conformance.backends.layer.attention_types import AttentionLayer, AttentionMetadata, AttentionType
 from mla_conformance.backends.quant_key import QuantKey
 
 T = TypeVar("T", bound=AttentionMetadata)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.attention_types import AttentionMetadata
-from mla_conformance.backends.cache_ops import advance_step
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.layer.attention_types import AttentionMetadata
+from mla_conformance.backends.layer.cache_ops import advance_step
+from mla_conformance.backends.layer.mla_workspace import ContextPlan
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.mla_workspace import ContextPlan
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
 
 M = TypeVar("M")
 

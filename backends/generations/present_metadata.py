@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_conformance.backends.generations.present import ChunkedContextMetadata, ContextChunk, MLACommonPrefillMetadata
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata as PlannedMetadata
-from mla_conformance.backends.present import ChunkedContextMetadata, ContextChunk, MLACommonPrefillMetadata
 
 
 class Run(NamedTuple):

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.attention_impl import MLAAttentionImpl
-from mla_conformance.backends.attention_types import AttentionType
-from mla_conformance.backends.cache_format import cache_format
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.mla_weights import split_kv_b_proj
+from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_weights import split_kv_b_proj
 
 
 class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):

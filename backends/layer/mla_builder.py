@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
 from mla_conformance.backends.block_size import accepts_block_size
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.mla_batch import Batch, check_common, count_decodes
-from mla_conformance.backends.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.mla_requests import LayerRequest, common_metadata
-from mla_conformance.backends.mla_sharding import Sharding
-from mla_conformance.backends.mla_workspace import ContextPlan, plan_context, workspace_tokens
+from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.mla_batch import Batch, check_common, count_decodes
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
+from mla_conformance.backends.layer.mla_sharding import Sharding
+from mla_conformance.backends.layer.mla_workspace import ContextPlan, plan_context, workspace_tokens
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):

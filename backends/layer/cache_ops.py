@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_conformance.backends.cache_format import cache_format
+from mla_conformance.backends.layer.cache_format import cache_format
 
 
 def concat_and_cache_mla(

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.mla_sharding import Sharding, local_seq_lens
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
 
 
 def check_lengths(query_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:

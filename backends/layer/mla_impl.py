@@ -5,11 +5,11 @@ Each step is a method that a subclass may replace.
 
 import torch
 
-from mla_conformance.backends.attention_types import AttentionLayer
-from mla_conformance.backends.cache_ops import concat_and_cache_mla, gather_cache
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.mla_kernels import MLAKernels
-from mla_conformance.backends.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.attention_types import AttentionLayer
+from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, gather_cache
+from mla_conformance.backends.layer.mla_kernels import MLAKernels
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.reference.merge import merge
 
 State = tuple[torch.Tensor, torch.Tensor]

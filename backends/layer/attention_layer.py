@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.attention_impl import AttentionImpl, MLAAttentionImpl
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.attention_types import (
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, MLAAttentionImpl
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_types import (
     AttentionLayer,
     AttentionMetadata,
     AttentionType,
     is_quantized_kv_cache,
 )
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.platform import DeviceCapability
 
 __all__ = [

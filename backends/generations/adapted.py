@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.generations.vllm import Dialect, minimal_vllm_config
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
-from mla_conformance.backends.vllm import Dialect, minimal_vllm_config
 from mla_conformance.reference.dimensions import MLADimensions
 
 NOMINAL_DTYPE = torch.bfloat16

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.earlier import MLAPrefillBuilderState, MLAPrefillSelectorConfig
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.generations.earlier import MLAPrefillBuilderState, MLAPrefillSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.layer_config import MLAAttentionSpec
+from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey

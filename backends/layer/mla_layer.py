@@ -5,16 +5,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends import cache_ops
-from mla_conformance.backends.attention_layer import AttentionBackend
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.cache_format import cache_format
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.mla_builder import MLACommonMetadataBuilder
-from mla_conformance.backends.mla_impl import MLACommonImpl
-from mla_conformance.backends.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.mla_state import MLACommonState
+from mla_conformance.backends.layer import cache_ops
+from mla_conformance.backends.layer.attention_layer import AttentionBackend
+from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.backends.platform import DeviceCapability
 
 _ROPE = 64

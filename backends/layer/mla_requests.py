@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.mla_batch import check_lengths
-from mla_conformance.backends.mla_sharding import Sharding, local_seq_lens, local_token
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.mla_batch import check_lengths
+from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens, local_token
 
 
 class LayerRequest(NamedTuple):
