@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends import earlier, present
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerKernel, EagerPrefillBackend
+from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.generations import as_prefill_backend
+from mla_conformance.backends.generations.recognition import as_prefill_backend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.registry import ENUMS, BackendEnum, resolve_class
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling

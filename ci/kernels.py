@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.case import Case
-from mla_conformance.driver import run_calls
-from mla_conformance.problem import build_problem
-from mla_conformance.subject import Subject
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import run_calls
+from mla_conformance.driving.subject import Subject
+from mla_conformance.problems.problem import build_problem
 
 _CASES = {
     Role.PREFILL: Case(capability="lse", q=(5, 130)),

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mla_conformance.captured import case_of_call, observed
-from mla_conformance.case_files import place_of, write_case
+from mla_conformance.cases.case_files import place_of, write_case
 
 VARIABLE = "MLA_CONFORMANCE_CAPTURE"
 LIMIT = 1000

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mla_conformance.case import Call, Case, Layout
-from mla_conformance.problem import TORCH_DTYPES
+from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.problems.problem import TORCH_DTYPES
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}

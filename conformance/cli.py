@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from mla_conformance import certify_cli, gating_cli, replay_cli
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.inputs import InputError
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.tiers import tier_lines
+from mla_conformance.commands import certify_cli, gating_cli, replay_cli
+from mla_conformance.commands.request import select
+from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
-from mla_conformance.request import select
-from mla_conformance.tiers import tier_lines
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _backends(options: argparse.Namespace) -> int:
-    from mla_conformance.selection import known_names
+    from mla_conformance.running.selection import known_names
 
     names = known_names()
     subjects = select(names, options.device).subjects
@@ -89,7 +89,7 @@ def _capabilities(options: argparse.Namespace) -> int:
 
 
 def _defects(options: argparse.Namespace) -> int:
-    from mla_conformance.capabilities import CapabilityError, find_tier
+    from mla_conformance.cases.capabilities import CapabilityError, find_tier
     from mla_conformance.defects.matrix import run_matrix
     from mla_conformance.defects.report import deciding_digest, summarise, terminal_lines, with_section
     from mla_conformance.report.json_report import write_json

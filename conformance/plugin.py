@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mla_conformance import limits
-from mla_conformance.devices import take_place, use_gpu, use_jit_cache
-from mla_conformance.journal import Journal
-from mla_conformance.record import EXPLORED
-from mla_conformance.recording import Recorder, attach, identity, record_of
-from mla_conformance.verdict import Nonconformance, Status
-from mla_conformance.watchdog import WORKERS_FOLDER, Watchdog
+from mla_conformance.isolation import limits
+from mla_conformance.isolation.devices import take_place, use_gpu, use_jit_cache
+from mla_conformance.isolation.journal import Journal
+from mla_conformance.isolation.watchdog import WORKERS_FOLDER, Watchdog
+from mla_conformance.judging.record import EXPLORED
+from mla_conformance.judging.verdict import Nonconformance, Status
+from mla_conformance.running.recording import Recorder, attach, identity, record_of
 
 if TYPE_CHECKING:
-    from mla_conformance.explore import Exploration
-    from mla_conformance.selection import Selection
-    from mla_conformance.subject import Subject
-    from mla_conformance.trial import Trial
+    from mla_conformance.driving.subject import Subject
+    from mla_conformance.running.selection import Selection
+    from mla_conformance.trials.explore import Exploration
+    from mla_conformance.trials.trial import Trial
 
 _SELECTION = pytest.StashKey["Selection"]()
 _RECORDER = pytest.StashKey[Recorder]()
@@ -120,7 +120,7 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     names = [match[2] for match in _KEYWORD.finditer(expression)]
     if not names:
         return
-    from mla_conformance.selection import known_names
+    from mla_conformance.running.selection import known_names
 
     known = known_names(config.option.backend)
     for name in names:
@@ -147,7 +147,7 @@ def _backends(option: Any) -> list[str]:
 def _selection(config: pytest.Config) -> "Selection":
     """What this run judges; made when an option selects, or else when the first suite test is collected."""
     if _SELECTION not in config.stash:
-        from mla_conformance.selection import Selection, SelectionError
+        from mla_conformance.running.selection import Selection, SelectionError
 
         option = config.option
         try:
@@ -241,8 +241,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture
 def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
     """The subject and case of a suite test."""
-    from mla_conformance.capabilities import find_capability
-    from mla_conformance.trial import Trial
+    from mla_conformance.cases.capabilities import find_capability
+    from mla_conformance.trials.trial import Trial
 
     subject, case = request.param
     current = Trial(subject, case)
@@ -265,7 +265,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
 @pytest.fixture
 def exploration(request: pytest.FixtureRequest) -> "Exploration":
     """The drawn cases of a subject; the item's trial is the one that was started last."""
-    from mla_conformance.explore import Exploration
+    from mla_conformance.trials.explore import Exploration
 
     def start(current: "Trial") -> None:
         record = replace(identity(current), capability=EXPLORED)
@@ -315,7 +315,7 @@ def _disarm(config: pytest.Config) -> None:
 
 def _retire(config: pytest.Config, trial: "Trial") -> None:
     """End a process that cannot judge further cases."""
-    from mla_conformance.memory import device_lost
+    from mla_conformance.problems.memory import device_lost
 
     is_worker = hasattr(config, "workerinput")
     if device_lost(trial.subject.device):

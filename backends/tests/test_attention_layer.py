@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mla_conformance.backends.attention_layer import (
+from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
@@ -17,7 +17,7 @@ from mla_conformance.backends.attention_layer import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer_config import (
+from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
     ModelConfig,

@@ -11,19 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_conformance.backends import earlier
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_generations import (
     EagerPrefillImpl,
     EarlierEagerPrefillBackend,
     PresentEagerPrefillBackend,
 )
-from mla_conformance.backends.generations import as_prefill_backend
+from mla_conformance.backends.generations import earlier
+from mla_conformance.backends.generations.present_metadata import planned_runs, runs_of
+from mla_conformance.backends.generations.recognition import as_prefill_backend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.loading import BackendReferenceError, load_backend, parse_reference
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.present_metadata import planned_runs, runs_of
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS
 
@@ -313,8 +313,11 @@ def test_a_class_is_adapted_once_and_one_of_ours_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("from mla_conformance.backends.present import MLAPrefillBackend", "lacks get_name, run_prefill_new_tokens"),
-        ("from mla_conformance.backends.earlier import MLAPrefillBackend", "lacks get_name$"),
+        (
+            "from mla_conformance.backends.generations.present import MLAPrefillBackend",
+            "lacks get_name, run_prefill_new_tokens",
+        ),
+        ("from mla_conformance.backends.generations.earlier import MLAPrefillBackend", "lacks get_name$"),
     ],
 )
 def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, source: str, said: str) -> None:

@@ -6,11 +6,11 @@ import torch
 
 from mla_conformance.backends.loading import known_backends, known_variants
 from mla_conformance.bench.timing import Timing, timed
-from mla_conformance.case import Case
-from mla_conformance.driver import one_line
-from mla_conformance.needs import operations_of
-from mla_conformance.problem import build_problem
-from mla_conformance.subject import Subject
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import one_line
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.needs import operations_of
+from mla_conformance.problems.problem import build_problem
 
 _CASES = {
     "cpu": Case(capability="new_tokens", heads=4, q=(512,), layout="packed"),

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla_conformance.backends.layer_config import (
+from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
     MLAAttentionSpec,
     ModelConfig,
     SchedulerConfig,
 )
-from mla_conformance.backends.mla_builder import MLACommonMetadataBuilder
-from mla_conformance.backends.mla_requests import LayerRequest
-from mla_conformance.backends.mla_workspace import plan_context
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
+from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_workspace import plan_context
 from mla_conformance.reference.chunking import plan_context_chunks
 
 _REPETITIONS = 7

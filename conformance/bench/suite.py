@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import torch
 
-from mla_conformance import trial as steps
 from mla_conformance.bench.timing import timed
-from mla_conformance.capabilities import CAPABILITIES, Tier
-from mla_conformance.execute import execute
-from mla_conformance.subject import Subject
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.driving.subject import Subject
+from mla_conformance.trials import trial as steps
+from mla_conformance.trials.execute import execute
 
 _PARTS = {"build_problem": "generation", "expect": "golden", "run_calls": "kernel", "judge": "judge"}
 """Steps of a trial, by the names under which it calls them."""

@@ -7,43 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mla_conformance import mustpass
-from mla_conformance.capabilities import CAPABILITIES
-
-_JUDGE = (
-    "cache_bytes.py",
-    "calls.py",
-    "counter_normal.py",
-    "decode_problem.py",
-    "driver.py",
-    "execute.py",
-    "golden.py",
-    "golden_cache.py",
-    "hazards.py",
-    "judge.py",
-    "layer.py",
-    "layer_blocks.py",
-    "layer_graph.py",
-    "layer_packed.py",
-    "layer_problem.py",
-    "layer_support.py",
-    "layer_weights.py",
-    "judged_rows.py",
-    "locate.py",
-    "memory.py",
-    "operands.py",
-    "paging.py",
-    "policies.py",
-    "problem.py",
-    "process_state.py",
-    "rounding.py",
-    "tolerance.py",
-    "tolerance.toml",
-    "transform.py",
-    "trial.py",
-    "verdict.py",
-)
-"""What a verdict depends on, beside the cases, the suite's tests and the reference."""
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.gating import mustpass
+from mla_conformance.judging.sources import judging_sources
 
 
 def installed_digests() -> dict[str, str]:
@@ -55,12 +21,6 @@ def suite_digest() -> str:
     """SHA-256 of the case list, the tolerance table and the sources of judge and suite."""
     cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
     return _sha256([cases.encode(), *_contents(judging_sources())])
-
-
-def judging_sources() -> list[Path]:
-    """The files that decide a verdict, beside the cases and the reference."""
-    root = _folder("mla_conformance")
-    return [*(root / name for name in _JUDGE), *sorted((root / "suite").glob("test_*.py"))]
 
 
 def reference_digest() -> str:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.digests import installed_digests, seal
-from mla_conformance.certify import Run
-from mla_conformance.mustpass import MustPass, shipped
-from mla_conformance.record import Record
+from mla_conformance.gating.mustpass import MustPass, shipped
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.verdict import Status
+from mla_conformance.running.certify import Run
 from mla_conformance.version import SUITE_VERSION, __version__
 
 SCHEMA = "mla-conformance-certificate/2"

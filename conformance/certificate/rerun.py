@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.certificate.verify import Certificate
-from mla_conformance.certify import Run, RunError
-from mla_conformance.inputs import InputError
-from mla_conformance.record import Record
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.selection import Selection, SelectionError
+from mla_conformance.running.certify import Run, RunError
+from mla_conformance.running.selection import Selection, SelectionError
 
 
 def rerun(certificate: Certificate, number: int, reference: str | None, device: str | None) -> Iterator[str]:

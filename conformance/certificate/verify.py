@@ -8,13 +8,13 @@ from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import BackendReferenceError, known_backends, known_variants, load_backend
-from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.issue import COUNTED, SCHEMA, count
-from mla_conformance.inputs import InputError, read_json_object
-from mla_conformance.mustpass import MustPass, shipped
-from mla_conformance.record import Record
-from mla_conformance.verdict import Status
+from mla_conformance.files.inputs import InputError, read_json_object
+from mla_conformance.gating.mustpass import MustPass, shipped
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 _FORM: dict[str, type | tuple[type, ...]] = {

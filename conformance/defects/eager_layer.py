@@ -2,7 +2,7 @@
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.mla_layer import MLACommonBackend
+from mla_conformance.backends.layer.mla_layer import MLACommonBackend
 
 
 class EagerLayer(MLACommonBackend):

@@ -13,12 +13,12 @@ from mla_conformance.backends.loading import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.known import Judged, judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
-from mla_conformance.driver import Observation
-from mla_conformance.execute import execute, failing
-from mla_conformance.golden import expect
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Verdict
+from mla_conformance.driving.driver import Observation
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.verdict import Verdict
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 _PATIENCE = 60.0
 """Seconds after which no further candidate is tried."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.eager_layer import EagerLayer
 
 

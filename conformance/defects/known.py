@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from mla_conformance.backends.attention_layer import AttentionBackend
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
-from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.cases.capabilities import CAPABILITIES
 
 _PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")

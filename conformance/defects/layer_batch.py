@@ -2,8 +2,8 @@
 
 from dataclasses import fields, replace
 
-from mla_conformance.backends.mla_builder import MLACommonMetadataBuilder
-from mla_conformance.backends.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.eager_layer import EagerLayer
 from mla_conformance.defects.known import known_defect
 

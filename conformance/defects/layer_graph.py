@@ -1,6 +1,6 @@
 """A layer whose graph runs over what an earlier batch has left in its buffers."""
 
-from mla_conformance.backends.mla_state import MLACommonState
+from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.eager_layer import EagerLayer
 from mla_conformance.defects.known import known_defect
 

@@ -1,6 +1,6 @@
 """A layer whose decode does not use the weights that it was given."""
 
-from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.eager_layer import EagerLayer
 from mla_conformance.defects.known import known_defect
 

@@ -15,19 +15,19 @@ import torch
 from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.loading import BackendReference, known_backends
 from mla_conformance.backends.roles import Role
-from mla_conformance.capabilities import CAPABILITIES, Tier
-from mla_conformance.case import Call, Case
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.case import Call, Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
-from mla_conformance.driver import run_calls
-from mla_conformance.execute import execute, failing
-from mla_conformance.golden import expect
-from mla_conformance.judge import judge
-from mla_conformance.policies import POLICIES, Golden, twice_low_precision
-from mla_conformance.problem import build_problem
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Status
+from mla_conformance.driving.driver import run_calls
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.judge import judge
+from mla_conformance.judging.policies import POLICIES, Golden, twice_low_precision
+from mla_conformance.judging.verdict import Status
+from mla_conformance.problems.problem import build_problem
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 OURS = "this suite's rules"
 NORMAL, CHOSEN = "N(0,1)", "this suite's data"

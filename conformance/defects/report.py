@@ -8,11 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.certificate.digests import judging_sources
+from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.defects.known import FAMILIES, KnownDefect, known_defects
 from mla_conformance.defects.matrix import CHOSEN, NORMAL, OURS, Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
+from mla_conformance.judging.sources import judging_sources
 
 _EMULATION = ("eager", "eager_decode", "latent_entries", "online_softmax")
 """The kernels that the known defects are made from."""

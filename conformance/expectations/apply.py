@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.expectations.entry import Expectation, read_expectations
-from mla_conformance.inputs import InputError
-from mla_conformance.record import Record
-from mla_conformance.verdict import Status
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 
 
 def facts(environment: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from mla_conformance.case import Case
+from mla_conformance.cases.case import Case
 from mla_conformance.expectations.condition import Condition
 from mla_conformance.expectations.query import CaseQuery
-from mla_conformance.inputs import InputError, read_text
-from mla_conformance.record import Record
-from mla_conformance.verdict import Check, Status
+from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.version import SUITE_VERSION
 
 _NOT_EXPECTABLE = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from mla_conformance.expectations.apply import facts
 from mla_conformance.expectations.entry import FIELDS, Expectation, read_expectations
-from mla_conformance.inputs import InputError
-from mla_conformance.record import Record
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.verdict import Status
 
 _DEFAULTS = Expectation(backend="*", case="*")
 

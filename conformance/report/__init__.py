@@ -1,1 +1,4 @@
-"""Reports: the outcome of a run as data, and views of it."""
+"""Reports: the outcome of a run as data, and views of it.
+
+Imports from: files, cases, judging.
+"""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary
-from mla_conformance.verdict import Status
 
 RULES = {"element": "each element", "row": "each row", "lse": "each LSE"}
 BINS = 20

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from mla_conformance.files.outputs import write_output
 from mla_conformance.report.diff import DRIFT_FACTOR, compare
-from mla_conformance.report.files import write_output
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.junit import junit

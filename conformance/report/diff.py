@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mla_conformance.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, worst
-from mla_conformance.verdict import Status
 
 DRIFT_FACTOR = 2.0
 DRIFT_FLOOR = 0.1

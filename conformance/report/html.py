@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.record import EXPLORED, Record
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line
-from mla_conformance.verdict import Status
 
 _CLOSEST = 8
 

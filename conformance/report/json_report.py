@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.record import Record
-from mla_conformance.report.files import write_whole
+from mla_conformance.files.outputs import write_whole
+from mla_conformance.judging.record import Record
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, RunSummary
 
 SCHEMA_NAME = "mla-conformance-report"

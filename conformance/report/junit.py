@@ -3,9 +3,9 @@
 import re
 from xml.etree import ElementTree
 
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.verdict import Status
 
 _NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)

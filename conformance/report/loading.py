@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mla_conformance.case import Case
-from mla_conformance.inputs import InputError, read_json_object
-from mla_conformance.record import EXPLORED, Record
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.files.inputs import InputError, read_json_object
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import FAILURE_FIELDS, SCHEMA_NAME, SCHEMA_VERSION, report_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.sharding import Shard
-from mla_conformance.verdict import Status
 
 _T = TypeVar("_T")
 _TEXTS = ("check", "clause", "message", "explanation", "detail", "judged", "expectation")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import closing_line
 

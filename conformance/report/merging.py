@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mla_conformance.inputs import InputError
-from mla_conformance.record import EXPLORED
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.sharding import Shard
 
 _Named = tuple[str, Shard]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mla_conformance.record import EXPLORED, Record
-from mla_conformance.sharding import Shard
-from mla_conformance.verdict import Status
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 
 
 class Outcome(StrEnum):

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.record import Record, detection
-from mla_conformance.recording import describe_failure
+from mla_conformance.judging.record import Record, describe_failure, detection
 from mla_conformance.report.summary import (
     BackendSummary,
     CapabilitySummary,

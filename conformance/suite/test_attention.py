@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_conformance.trial import Trial
+from mla_conformance.trials.trial import Trial
 
 
 @pytest.mark.capability("new_tokens")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mla_conformance.far import judged_far_away
-from mla_conformance.graph import replays
-from mla_conformance.streams import side_stream, two_streams
-from mla_conformance.trial import Trial
+from mla_conformance.trials.far import judged_far_away
+from mla_conformance.trials.graph import replays
+from mla_conformance.trials.streams import side_stream, two_streams
+from mla_conformance.trials.trial import Trial
 
 
 @pytest.mark.capability("cuda_graph")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mla_conformance.execute import failing
-from mla_conformance.explore import Exploration
-from mla_conformance.verdict import Nonconformance, Status
+from mla_conformance.judging.verdict import Nonconformance, Status
+from mla_conformance.trials.execute import failing
+from mla_conformance.trials.explore import Exploration
 
 
 @pytest.mark.explore

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_conformance.problem import build_problem, segments
-from mla_conformance.transform import overwrite, regroup, scale_values
-from mla_conformance.trial import Trial, results, returned_bytes
-from mla_conformance.verdict import Check
+from mla_conformance.judging.verdict import Check
+from mla_conformance.problems.problem import build_problem, segments
+from mla_conformance.problems.transform import overwrite, regroup, scale_values
+from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
 

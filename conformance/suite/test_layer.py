@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mla_conformance.layer_blocks import moves_blocks, shapes_cache
-from mla_conformance.layer_graph import replays
-from mla_conformance.layer_packed import loads_packed
-from mla_conformance.problem import build_problem
-from mla_conformance.trial import Trial
+from mla_conformance.problems.problem import build_problem
+from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
+from mla_conformance.trials.layer_graph import replays
+from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.trial import Trial
 
 
 @pytest.mark.capability("mixed_batch")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_conformance.trial import Trial, returned_bytes
+from mla_conformance.trials.trial import Trial, returned_bytes
 
 
 @pytest.mark.capability("v_padding")

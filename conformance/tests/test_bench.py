@@ -8,7 +8,7 @@ import torch
 from mla_conformance.bench import golden, suite
 from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
 from mla_conformance.bench.timing import Timing, timed
-from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cli import main
 from mla_conformance.reference.attention import AttentionState
 

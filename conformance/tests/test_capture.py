@@ -9,13 +9,13 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
-from mla_conformance.case import Case
-from mla_conformance.case_files import place_of, read_case, read_cases, write_case
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import place_of, read_case, read_cases, write_case
 from mla_conformance.cli import main
-from mla_conformance.driver import run_calls
-from mla_conformance.inputs import InputError
-from mla_conformance.problem import build_problem
-from mla_conformance.subject import Subject
+from mla_conformance.driving.driver import run_calls
+from mla_conformance.driving.subject import Subject
+from mla_conformance.files.inputs import InputError
+from mla_conformance.problems.problem import build_problem
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]

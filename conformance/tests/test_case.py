@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
-from mla_conformance.case import CACHES, DTYPES, TAILS, Call, Case, CaseError, Layout
+from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.cases.case import CACHES, DTYPES, TAILS, Call, Case, CaseError, Layout
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]

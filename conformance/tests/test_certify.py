@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.capabilities import Tier, find_capability
-from mla_conformance.case import Call, Case
+from mla_conformance.cases.capabilities import Tier, find_capability
+from mla_conformance.cases.case import Call, Case
 from mla_conformance.cli import main
 
 SMOKE = ["--tier", "smoke", "--device", "cpu", "-n", "1", "--capability"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
-from mla_conformance.verdict import Status
 
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 CERTIFY = ["certify", "--device", "cpu"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mla_conformance.capabilities import CAPABILITIES, Tier, nightly_cases
-from mla_conformance.case import Call, Case
-from mla_conformance.combinations import (
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier, nightly_cases
+from mla_conformance.cases.case import Call, Case
+from mla_conformance.cases.combinations import (
     COMBINATIONS,
     DIMENSIONS,
     PAIRS,
@@ -14,11 +14,11 @@ from mla_conformance.combinations import (
     row_of,
     strength_share,
 )
-from mla_conformance.covering import cover
-from mla_conformance.hazards import REGIMES
-from mla_conformance.long_contexts import LONG_CONTEXTS
-from mla_conformance.needs import memory_need, operations_of
-from mla_conformance.tiers import tier_lines
+from mla_conformance.cases.covering import cover
+from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.cases.long_contexts import LONG_CONTEXTS
+from mla_conformance.cases.tiers import tier_lines
+from mla_conformance.judging.needs import memory_need, operations_of
 
 
 def cases_of(tier: Tier) -> list[Case]:

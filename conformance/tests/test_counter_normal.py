@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mla_conformance import counter_normal, problem
-from mla_conformance.case import Case
-from mla_conformance.counter_normal import fill_normal
-from mla_conformance.problem import build_problem
+from mla_conformance.cases.case import Case
+from mla_conformance.problems import counter_normal, problem
+from mla_conformance.problems.counter_normal import fill_normal
+from mla_conformance.problems.problem import build_problem
 
 
 def test_mean_variance_and_kurtosis_are_those_of_a_normal_distribution() -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.loading import BackendReference
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.case import CACHES, TAILS, Call, Case, Layout
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import CACHES, TAILS, Call, Case, Layout
 from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.execute import execute, failing
-from mla_conformance.problem import build_problem
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Status, Verdict
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.problems.problem import build_problem
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 
@@ -382,7 +382,7 @@ def test_a_backend_without_the_role_is_unsupported_even_where_refusals_are_asked
 
 
 def test_the_golden_states_of_the_ranks_merge_to_that_of_one() -> None:
-    from mla_conformance.golden import expect
+    from mla_conformance.judging.golden import expect
     from mla_conformance.reference.merge import merge_states
 
     problem = build_problem(Case.parse("dcp:call=decode;dims=small;q=[3,1];kv=[40,0];ranks=3;interleave=4"), CPU)

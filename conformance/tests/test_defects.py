@@ -13,8 +13,8 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.capabilities import CAPABILITIES, Tier
-from mla_conformance.case import Case
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
@@ -30,11 +30,11 @@ from mla_conformance.defects.report import (
     summarise,
     terminal_lines,
 )
-from mla_conformance.execute import execute, failing
-from mla_conformance.golden import expect
-from mla_conformance.policies import POLICIES, Golden, close, either, twice_low_precision
-from mla_conformance.problem import build_problem
-from mla_conformance.trial import Trial
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.policies import POLICIES, Golden, close, either, twice_low_precision
+from mla_conformance.problems.problem import build_problem
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()

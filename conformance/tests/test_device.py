@@ -9,14 +9,14 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.case import Case, CaseError
-from mla_conformance.execute import execute
-from mla_conformance.far import far_problem
-from mla_conformance.reach import Reach, needed_bytes
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Status, Verdict
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.driving.reach import Reach, needed_bytes
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.far import far_problem
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
@@ -92,8 +92,8 @@ def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
 
 def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
-    monkeypatch.setattr("mla_conformance.device_needs._NEEDS_CUDA", ())
-    monkeypatch.setattr("mla_conformance.device_needs._memory_reasons", lambda case, device: [])
+    monkeypatch.setattr("mla_conformance.driving.device_needs._NEEDS_CUDA", ())
+    monkeypatch.setattr("mla_conformance.driving.device_needs._memory_reasons", lambda case, device: [])
     case = "large_offsets:call=context_chunk;dims=small;heads=2;q=[9];kv=[40];far=rows31"
     assert verdict(EagerPrefillBackend, case).status is Status.PASS
     found = verdict(WrapsAround, case)

@@ -9,12 +9,12 @@ import torch
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.case import Case
-from mla_conformance.execute import execute
-from mla_conformance.reach import Reach
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Status, Verdict
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.reach import Reach
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.trial import Trial
 
 _KV = "kv=[200,64,30,129,17,100,40,5];page=16"
 GRAPHS = [
@@ -84,8 +84,8 @@ def test_a_graph_of_several_tokens_must_be_declared() -> None:
 
 def test_far_blocks_are_judged(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("cache", 2**16)))
-    monkeypatch.setattr("mla_conformance.device_needs._NEEDS_CUDA", ())
-    monkeypatch.setattr("mla_conformance.device_needs._memory_reasons", lambda case, device: [])
+    monkeypatch.setattr("mla_conformance.driving.device_needs._NEEDS_CUDA", ())
+    monkeypatch.setattr("mla_conformance.driving.device_needs._memory_reasons", lambda case, device: [])
     case = "large_offsets:call=decode;dims=small;heads=2;q=[1,1];kv=[200,70];far=cache31"
     assert verdict(EagerDecodeBackend, case).status is Status.PASS
     found = verdict(WrapsAround, case)

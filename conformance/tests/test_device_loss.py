@@ -8,14 +8,14 @@ from mla_conformance.cli import main
 
 # Without a GPU the loss is played: the library's error, and what a look at the device says from then on.
 _BACKEND = """
-import mla_conformance.memory
+import mla_conformance.problems.memory
 from mla_conformance.backends.eager import EagerPrefillBackend
 
 
 class Destroys(EagerPrefillBackend):
     def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
         if len(self._prefill_metadata.query_lens_cpu) == 1:
-            mla_conformance.memory.device_lost = lambda device: True
+            mla_conformance.problems.memory.device_lost = lambda device: True
             raise RuntimeError("CUDA error: misaligned address")
         return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
 """

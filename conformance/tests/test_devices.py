@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.case import Case
-from mla_conformance.certify import Run, default_workers
-from mla_conformance.devices import VISIBLE, jit_caches, take_place, use_gpu, use_jit_cache, visible_gpus
-from mla_conformance.memory import wait_for_memory
-from mla_conformance.needs import memory_need
-from mla_conformance.selection import Selection
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Nonconformance, Status
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.subject import Subject
+from mla_conformance.isolation.devices import VISIBLE, jit_caches, take_place, use_gpu, use_jit_cache, visible_gpus
+from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.verdict import Nonconformance, Status
+from mla_conformance.problems.memory import wait_for_memory
+from mla_conformance.running.certify import Run, default_workers
+from mla_conformance.running.selection import Selection
+from mla_conformance.trials.trial import Trial
 
 CUDA = torch.device("cuda")
 HOLD = """
 import sys, pathlib
-from mla_conformance.devices import take_place
+from mla_conformance.isolation.devices import take_place
 print(take_place(pathlib.Path(sys.argv[1]), 3), flush=True)
 sys.stdin.read()
 """
@@ -86,7 +86,7 @@ def test_a_worker_compiles_into_a_folder_of_its_own_unless_told_otherwise(
 
 
 def test_a_place_is_shared_rather_than_waited_for_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.devices._PATIENCE", 0.3)
+    monkeypatch.setattr("mla_conformance.isolation.devices._PATIENCE", 0.3)
     assert take_place(tmp_path, 1) == take_place(tmp_path, 1) == 0
 
 
@@ -128,13 +128,13 @@ def test_every_worker_of_a_run_has_its_own(tmp_path: Path) -> None:
 
 def test_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10, 20, 30])
-    monkeypatch.setattr("mla_conformance.memory.free_memory", lambda device: next(free))
+    monkeypatch.setattr("mla_conformance.problems.memory.free_memory", lambda device: next(free))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert wait_for_memory(CUDA, 25, 60) == 30
 
 
 def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.memory.free_memory", lambda device: 2**20)
+    monkeypatch.setattr("mla_conformance.problems.memory.free_memory", lambda device: 2**20)
     trial = Trial(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0])
     with pytest.raises(Nonconformance, match=r"out of memory: needs at least \d+ MiB, 1 MiB are free after 0 s"):
         trial.require_memory(0)

@@ -9,18 +9,18 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.loading import BackendReference
-from mla_conformance.capabilities import CAPABILITIES, Tier
-from mla_conformance.case import Case
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.explain import explain, explanations
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
-from mla_conformance.execute import execute, failing
-from mla_conformance.judged_rows import JudgedRows
-from mla_conformance.locate import extent
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Verdict
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.locate import extent
+from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 DEFECTS = known_defects()

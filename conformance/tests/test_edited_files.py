@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.capabilities import CAPABILITIES
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import SCHEMA, count, installed_digests
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
-from mla_conformance.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.sharding import Shard
-from mla_conformance.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 ODD: tuple[Any, ...] = (None, 7, "odd", [[]])

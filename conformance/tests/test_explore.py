@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.loading import BackendReference, parse_reference
-from mla_conformance.case import Case
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.strategies import CONFIGURATIONS, cases, profile
 from mla_conformance.cli import main
-from mla_conformance.execute import execute, failing
-from mla_conformance.explore import DRAWN, Exploration
-from mla_conformance.strategies import CONFIGURATIONS, cases, profile
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Status, Verdict
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.explore import DRAWN, Exploration
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--device", "cpu", "-n", "1", "--tier", "smoke", "--capability", "new_tokens", "--explore"]
@@ -140,7 +140,7 @@ def test_what_cannot_be_explored(options: list[str], said: str, capsys: pytest.C
 def test_without_hypothesis_the_message_says_how_to_get_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.selection.find_spec", lambda name: None)
+    monkeypatch.setattr("mla_conformance.running.selection.find_spec", lambda name: None)
     assert main(["certify", "--device", "cpu", "--backend", "EAGER", "--explore", "5"]) == 2
     assert "pip install 'hypothesis>=6.130'" in capsys.readouterr().err
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.bounded_log import KEPT_BYTES
-from mla_conformance.certify import LOG_NAME, Run
-from mla_conformance.console import run_and_report
-from mla_conformance.record import Record
-from mla_conformance.selection import Selection
-from mla_conformance.verdict import Check, Status
+from mla_conformance.commands.console import run_and_report
+from mla_conformance.isolation.bounded_log import KEPT_BYTES
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.running.certify import LOG_NAME, Run
+from mla_conformance.running.selection import Selection
 
 CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
 FAULTY = CASES[1]

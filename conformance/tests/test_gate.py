@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.case import Case
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.expectations.update import to_toml
-from mla_conformance.mustpass import CORE, MustPass, profile_of, shipped
-from mla_conformance.record import Record
-from mla_conformance.verdict import Status
+from mla_conformance.gating.mustpass import CORE, MustPass, profile_of, shipped
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 
 Write = Callable[..., Path]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]

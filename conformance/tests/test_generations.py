@@ -7,12 +7,12 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.defects.known import KnownDefect, known_defects
-from mla_conformance.execute import execute, failing
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Status
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Status
+from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 INEXPRESSIBLE = {"earlier": ("out_tensor", "merge_states", "quant_output_fp8"), "present": ("empty_rows",)}

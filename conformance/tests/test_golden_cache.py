@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance import golden_cache
-from mla_conformance.case import Case
-from mla_conformance.golden import expect
-from mla_conformance.golden_cache import FOLDER_VARIABLE, GoldenCache, States
-from mla_conformance.problem import Problem, build_problem
+from mla_conformance.cases.case import Case
+from mla_conformance.judging import golden_cache
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden_cache import FOLDER_VARIABLE, GoldenCache, States
+from mla_conformance.problems.problem import Problem, build_problem
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 
 CPU = torch.device("cpu")

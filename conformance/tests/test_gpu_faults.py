@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.certify import Run
-from mla_conformance.console import run_and_report
-from mla_conformance.record import Record
-from mla_conformance.selection import Selection
-from mla_conformance.verdict import Check, Status
+from mla_conformance.commands.console import run_and_report
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.running.certify import Run
+from mla_conformance.running.selection import Selection
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

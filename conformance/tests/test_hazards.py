@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.calls import AttentionCall
-from mla_conformance.capabilities import CAPABILITIES
-from mla_conformance.case import Case, Layout
-from mla_conformance.golden import expect
-from mla_conformance.hazards import REGIMES
-from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import Problem, build_problem, segments
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.judging.golden import expect
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import Problem, build_problem, segments
+from mla_conformance.problems.transform import overwrite, regroup, scale_values
 from mla_conformance.reference.attention import attention
-from mla_conformance.transform import overwrite, regroup, scale_values
 
 CPU = torch.device("cpu")
 SPEC = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """The laws of the house: floors import downwards only, and nothing outside a backend's file names the backend."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,40 @@ def imported(path: Path) -> set[str]:
     return modules | {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
+ROOMS = {
+    f"{floor}/{path.parent.name}": path
+    for floor in ("backends", "conformance")
+    for path in (ROOT / floor).glob("*/__init__.py")
+}
+
+
+def stated(room: str) -> set[str]:
+    """The rooms of its floor that a room imports from, as the last line of its description says."""
+    description = ast.get_docstring(ast.parse(ROOMS[room].read_text(encoding="utf-8"))) or ""
+    law = description.splitlines()[-1]
+    names = law.removeprefix("Imports from: ").removesuffix(".").split(", ")
+    return set() if law == "Imports from no other room." else {f"{room.split('/')[0]}/{name}" for name in names}
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_imports_from_the_rooms_that_it_names(room: str) -> None:
+    floor = room.split("/")[0]
+    package = {"backends": "mla_conformance.backends.", "conformance": "mla_conformance."}[floor]
+    names = {name for path in sources(room) for name in imported(path)}
+    assert package.removesuffix(".") not in names, "name the module, not the package that it is taken from"
+    others = {f"{floor}/{name.removeprefix(package).split('.')[0]}" for name in names if name.startswith(package)}
+    assert others & ROOMS.keys() - {room} == stated(room)
+
+
+def test_the_rooms_stand_in_an_order() -> None:
+    assert set(TopologicalSorter({room: stated(room) for room in ROOMS}).static_order()) == ROOMS.keys()
+
+
+def test_no_room_imports_the_commands_or_the_plugin() -> None:
+    tops = {"mla_conformance.cli", "mla_conformance.plugin", "mla_conformance.capture", "mla_conformance.captured"}
+    assert [room for room in ROOMS for path in sources(room) if imported(path) & tops] == []
+
+
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_floor_imports_from_below_only(floor: str) -> None:
     for path in sources(floor):
@@ -35,16 +70,15 @@ def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
     for name in (
         "reference/dimensions.py",
         "reference/chunking.py",
-        "conformance/case.py",
-        "conformance/capabilities.py",
+        "conformance/cases/case.py",
+        "conformance/cases/capabilities.py",
     ):
         assert "torch" not in imported(ROOT / name), name
 
 
 def test_no_case_test_or_judge_names_a_backend() -> None:
     names = {backend.name for backend in known_backends() if "[" not in backend.name}
-    files = [*sources("conformance/suite"), *(ROOT / "conformance" / f"{name}.py" for name in ("caselists", "judge"))]
-    files += [ROOT / "conformance" / f"{name}.py" for name in ("capabilities", "hazards", "diagnosis", "driver")]
+    files = [path for room in ("cases", "driving", "judging", "suite") for path in sources(f"conformance/{room}")]
     for path in files:
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not names & {value for value in strings if isinstance(value, str)}, path.name

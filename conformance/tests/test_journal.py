@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.journal import Journal
+from mla_conformance.isolation.journal import Journal
 
 AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \udc80\n"
 

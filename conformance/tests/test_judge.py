@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.case import Call, Case, Layout
-from mla_conformance.subject import Subject
+from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Check, Nonconformance, Status, Verdict
 from mla_conformance.suite import test_memory as memory_suite
 from mla_conformance.suite import test_validation as validation_suite
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Check, Nonconformance, Status, Verdict
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 PLAIN = "new_tokens:dims=small;heads=3;q=[5,9];lse=0"

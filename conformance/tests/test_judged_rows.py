@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance import judged_rows
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.loading import BackendReference
-from mla_conformance.case import Case
-from mla_conformance.execute import execute
-from mla_conformance.golden import expect
-from mla_conformance.judged_rows import JudgedRows, choose_rows
-from mla_conformance.locate import Place
-from mla_conformance.needs import operations_of
-from mla_conformance.problem import build_problem
-from mla_conformance.record import detection
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging import judged_rows
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
+from mla_conformance.judging.locate import Place
+from mla_conformance.judging.needs import operations_of
+from mla_conformance.judging.record import detection
+from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.problems.problem import build_problem
 from mla_conformance.reference.attention import attention
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Status, Verdict
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 CASES = [

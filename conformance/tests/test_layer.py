@@ -9,19 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.cache_bytes import CacheImage
-from mla_conformance.case import CACHES, Case, CaseError, Order
+from mla_conformance.cases.case import CACHES, Case, CaseError, Order
+from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
-from mla_conformance.execute import execute
-from mla_conformance.layer_problem import LayerCall
-from mla_conformance.layer_weights import PackedLinear, as_linear
-from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import build_problem
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.problems.cache_bytes import CacheImage
+from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.problems.layer_weights import PackedLinear, as_linear
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import build_problem
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.shrink import simpler
-from mla_conformance.subject import Subject
-from mla_conformance.trial import Trial
-from mla_conformance.verdict import Status, Verdict
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.trial import Trial
 
 CPU = torch.device("cpu")
 EAGER = "mla_conformance.defects.eager_layer:EagerLayer"
@@ -160,7 +160,7 @@ def test_rows_of_padding_count_unless_they_stand_behind_prefills() -> None:
 SOURCE = """
 from types import SimpleNamespace
 
-from mla_conformance.backends.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.eager_layer import EagerLayer
 
 

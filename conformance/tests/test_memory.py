@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_conformance.memory import Guarded, Snapshot, poison, storage_bytes
+from mla_conformance.problems.memory import Guarded, Snapshot, poison, storage_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.case import Case
-from mla_conformance.case_files import read_case, write_case
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import read_case, write_case
+from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
-from mla_conformance.minimize import NothingToMinimize, minimize
-from mla_conformance.record import Record
-from mla_conformance.shrink import simpler
-from mla_conformance.verdict import Check, Status, Verdict, failed
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status, Verdict, failed
+from mla_conformance.running.minimize import NothingToMinimize, minimize
 
 LARGE = Case(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 

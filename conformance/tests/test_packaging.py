@@ -62,8 +62,9 @@ def test_the_suite_runs_from_the_wheel_in_another_folder(wheel: Path, tmp_path: 
     elsewhere.mkdir()
     run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel], elsewhere)
     environment = {"PYTHONPATH": str(site)}
-    imported = "import mla_conformance.judge; print(mla_conformance.judge.__file__)"
-    assert run([sys.executable, "-c", imported], elsewhere, environment).strip() == f"{site}/mla_conformance/judge.py"
+    imported = "import mla_conformance.judging.judge as judge; print(judge.__file__)"
+    found = run([sys.executable, "-c", imported], elsewhere, environment).strip()
+    assert found == f"{site}/mla_conformance/judging/judge.py"
     selected = ["--backend", "TORCH_SDPA", "--mla-tier", "smoke", "--mla-device", "cpu"]
     suite = [sys.executable, "-m", "pytest", "--trace-config", "--pyargs", "mla_conformance.suite", *selected]
     assert f"{site}/mla_conformance/plugin.py" in run([*suite], elsewhere, environment)

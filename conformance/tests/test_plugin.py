@@ -94,7 +94,7 @@ def test_a_named_backend_that_cannot_run_here_is_no_success(tmp_path: Path) -> N
 def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
         "import sys\n\ndef test_modules():\n    assert 'mla_conformance.plugin' in sys.modules\n"
-        "    assert not {'torch', 'numpy', 'mla_conformance.selection'} & set(sys.modules)\n"
+        "    assert not {'torch', 'numpy', 'mla_conformance.running.selection'} & set(sys.modules)\n"
     )
     status, printed = run(tmp_path, "-k", "modules and not backend")
     assert status == 0 and "1 passed" in printed and "= mla-conformance =" not in printed, printed

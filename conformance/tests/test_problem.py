@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mla_conformance.case import Case
-from mla_conformance.hazards import REGIMES
-from mla_conformance.memory import storage_bytes
-from mla_conformance.problem import Problem, ProblemError, build_problem
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import Problem, ProblemError, build_problem
 
 CPU = torch.device("cpu")
 CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
 from mla_conformance.report.terminal import backend_lines, closing_line, failure_lines
-from mla_conformance.verdict import Check, Status, failed
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.diff import compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.verdict import Status
 
 A, B = "lse:q=[1]", "lse:q=[2]"
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH

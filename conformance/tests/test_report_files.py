@@ -10,12 +10,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mla_conformance.cli import main
-from mla_conformance.inputs import InputError
-from mla_conformance.record import Record
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import SCHEMA, report_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.verdict import Status
 
 SCHEMA_FILE = json.loads((files("mla_conformance.report") / "schema.json").read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA_FILE)

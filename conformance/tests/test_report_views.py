@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.record import Record
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.html import html
 from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.verdict import Status
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "a<b", "torch": "2"}
 NASTY = 'a|b `c` <script>alert("x")</script> 50%\n::error::d, e: [f](g)'

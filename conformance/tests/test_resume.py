@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.capabilities import Tier, find_capability
+from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
-from mla_conformance.journal import Journal
+from mla_conformance.isolation.journal import Journal
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 LSE = ["--capability", "lse", "--device", "cpu"]

@@ -59,13 +59,16 @@ def test_a_place_exists_or_a_reason_is_given(key: tuple[str, str, str]) -> None:
 
 
 def exists(place: str) -> bool:
-    """Whether ``module.Class.member`` below the package can be looked up."""
+    """Whether ``room.module.Class.member`` below the package can be looked up."""
+    found: Any = import_module("mla_conformance")
     parts = place.split(".")
-    found: Any = import_module(f"mla_conformance.{'.'.join(parts[:2])}")
-    for name in parts[2:]:
-        if not hasattr(found, name):
+    for name in parts:
+        if inspect.ismodule(found) and not hasattr(found, name):
+            found = import_module(f"{found.__name__}.{name}")
+        elif not hasattr(found, name):
             return name == parts[-1] and is_instance_attribute(found, name)
-        found = getattr(found, name)
+        else:
+            found = getattr(found, name)
     return True
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mla_conformance.cases.sharding import Shard, split
 from mla_conformance.cli import main
-from mla_conformance.inputs import InputError
+from mla_conformance.files.inputs import InputError
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.loading import load_report
-from mla_conformance.sharding import Shard, split
 
 Json = dict[str, Any]
 CASES = [f"lse:q=[{i}]" for i in range(1, 8)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_conformance.tolerance import Tolerance, ToleranceError, read_tolerance, tolerance
+from mla_conformance.judging.tolerance import Tolerance, ToleranceError, read_tolerance, tolerance
 
 NAMES = tuple(Tolerance.__dataclass_fields__)
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.attention_metadata import CommonAttentionMetadata
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer_config import MLAAttentionSpec
-from mla_conformance.backends.mla_requests import LayerRequest
-from mla_conformance.backends.mla_workspace import plan_context, workspace_tokens
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
+from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_workspace import plan_context, workspace_tokens
 from mla_conformance.reference.chunking import plan_context_chunks
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.cache_format import CACHE_FORMATS, cache_format
-from mla_conformance.backends.cache_ops import (
+from mla_conformance.backends.layer.cache_format import CACHE_FORMATS, cache_format
+from mla_conformance.backends.layer.cache_ops import (
     advance_step,
     concat_and_cache_mla,
     copy_blocks_mla,

@@ -8,8 +8,8 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.mla_impl import MLACommonImpl
-from mla_conformance.backends.mla_layer import MLACommonBackend
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_layer import MLACommonBackend
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 
 PREFILLS = [(5, 0, True), (3, 6, True), (4, 21, True)]

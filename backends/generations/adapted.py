@@ -1,0 +1,182 @@
+"""The base of the adapters: a class of another generation or package, driven as an :class:`MLAPrefillBackend`.
+
+An adapter is a class made for the class it drives, so that what is declared is asked of that class, before an instance
+exists. It translates; it does not repair.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.generations.vllm import Dialect, minimal_vllm_config
+from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.quant_key import QuantKey
+from mla_conformance.reference.dimensions import MLADimensions
+
+NOMINAL_DTYPE = torch.bfloat16
+"""The model's dtype in a configuration that is made before any batch is known."""
+
+
+class AdaptedPrefillBackend(MLAPrefillBackend):
+    """A class whose methods are this generation's, from a package with types of its own.
+
+    Attributes:
+        wrapped: the class that is driven.
+        dialect: how its package spells head dims and quantisation keys.
+    """
+
+    wrapped: ClassVar[Any]
+    dialect: ClassVar[Dialect]
+
+    @classmethod
+    def adapt(cls, wrapped: Any, dialect: Dialect) -> type[Self]:
+        """A class that drives ``wrapped`` and says of itself what that one says."""
+        adapted: Any = type(
+            wrapped.__name__,
+            (cls,),
+            {
+                "__module__": wrapped.__module__,
+                "__doc__": wrapped.__doc__,
+                "wrapped": wrapped,
+                "dialect": dialect,
+                "get_name": staticmethod(wrapped.get_name),
+                "supported_dtypes": wrapped.supported_dtypes,
+                "declaration": cls.declared(getattr(wrapped, "declaration", None) or dialect.declaration),
+                "needed_capability": getattr(wrapped, "needed_capability", ""),
+                "variant": getattr(wrapped, "variant", ""),
+                "decode_backend": getattr(wrapped, "decode_backend", None),
+                **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),
+            },
+        )
+        adapted.__abstractmethods__ = frozenset(getattr(wrapped, "__abstractmethods__", ()))
+        return adapted
+
+    @classmethod
+    def declared(cls, declaration: Declaration) -> Declaration:
+        """The declaration of the class that is driven, with what the adapter itself deviates in."""
+        return declaration
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """What the driven class says."""
+        return bool(cls.wrapped.supports_compute_capability(device_capability))
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """What the driven class says."""
+        return bool(cls.wrapped.supports_dtype(dtype))
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """What the driven class says."""
+        return bool(cls.wrapped.is_available())
+
+    @classmethod
+    def missing_dependencies(cls) -> list[str]:
+        """What the driven class says, if it does."""
+        return list(getattr(cls.wrapped, "missing_dependencies", list)())
+
+    @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """What the driven class says, if it does."""
+        return list(getattr(cls.wrapped, "broken_dependencies", list)())
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """What the driven class says, in its own terms."""
+        translated = cls.dialect.dimensions(dimensions)
+        if hasattr(cls.wrapped, "supports_mla_dimensions"):
+            return bool(cls.wrapped.supports_mla_dimensions(translated))
+        return not cls.wrapped.supported_mla_dimensions or translated in cls.wrapped.supported_mla_dimensions
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
+    ) -> list[str]:
+        """What the driven class says, in its own terms."""
+        translated = selector_config._replace(mla_dimensions=cls.dialect.dimensions(selector_config.mla_dimensions))
+        return list(cls.wrapped.validate_configuration(device_capability, translated))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._target: Any = self._start()
+
+    def _start(self) -> Any:
+        """The object that the calls go to."""
+        return self.wrapped(**self._configuration(NOMINAL_DTYPE))
+
+    def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""
+        dimensions = MLADimensions(
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+        config = self.vllm_config
+        return {
+            "num_heads": self.num_heads,
+            "scale": self.scale,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "vllm_config": minimal_vllm_config(dimensions, self.num_heads, dtype) if config is None else config,
+        }
+
+    def supports_quant_output(self, quant_key: QuantKey) -> bool:
+        """What the driven object says, in its own terms."""
+        return bool(self._target.supports_quant_output(self.dialect.quant_key(quant_key)))
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """What the driven object says, if it does."""
+        return dict(getattr(self._target, "kernel_evidence", dict)())
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        """Hand the metadata on."""
+        self._target.prepare_metadata(prefill_metadata)
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Hand the call on; see :class:`MLAPrefillBackend`."""
+        given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
+        return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the call on; see :class:`MLAPrefillBackend`."""
+        return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
+
+
+def _merge_attn_states(self: AdaptedPrefillBackend, *args: Any, **kwargs: Any) -> None:
+    """The driven object's own merge; only a class that has one gets this method."""
+    self._target.merge_attn_states(*args, **kwargs)
+
+
+def first_columns(result: Any, width: int) -> Any:
+    """A call's result with the output's first ``width`` columns, as the callers of a padding kernel take them."""
+    if isinstance(result, tuple):
+        return result[0][..., :width], *result[1:]
+    return result[..., :width]
+
+
+def copied_to(out: torch.Tensor, result: Any) -> Any:
+    """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
+
+    Raises:
+        ValueError: the output has another shape, which a copy would broadcast.
+    """
+    output = result[0] if isinstance(result, tuple) else result
+    if output.shape != out.shape:
+        raise ValueError(f"expected an output of shape {list(out.shape)}, got {list(output.shape)}")
+    out.copy_(output)
+    return (out, *result[1:]) if isinstance(result, tuple) else out

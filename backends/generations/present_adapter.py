@@ -1,0 +1,113 @@
+"""Drives a class of the present generation as vLLM's metadata builder and layer do.
+
+That layer hands over the rows that the metadata count and no others, so any further rows of a call stay behind here.
+"""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
+from mla_conformance.backends.generations.present import ContextChunk
+from mla_conformance.backends.generations.present_metadata import planned_runs, present_metadata
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+
+
+class PresentAdapter(AdaptedPrefillBackend):
+    """Stands for one metadata builder, which clones the backend once and prepares the clone for each batch."""
+
+    def _start(self) -> Any:
+        original = super()._start()
+        clone = original.clone()
+        if clone is original or type(clone) is not type(original):
+            raise TypeError(f"clone() must return another {type(original).__name__}, got {clone!r}")
+        return clone
+
+    def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
+        """Translate the metadata and hand it on."""
+        self._plan = planned_runs(prefill_metadata)
+        translated = present_metadata(prefill_metadata, self._plan, self._target)
+        context = translated.chunked_context
+        self._only_chunk = context is not None and len(context.chunks) == 1 and not context.empty_token_slices
+        self._output_dtype = translated.output_dtype
+        self._query_rows = int(translated.query_start_loc[-1])
+        super().prepare_metadata(translated)
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
+        rows = self._query_rows
+        if rows < q.shape[0]:
+            q_rows, k_rows, v_rows = (x[:rows] for x in (q, k, v))
+            counted = None if out is None else out[:rows]
+            result = self.run_prefill_new_tokens(q_rows, k_rows, v_rows, return_softmax_lse, counted, output_scale)
+            return _lengthened(result, q.shape[0], out)
+        supports_out = self._target.supports_out()
+        if supports_out or output_scale is not None:
+            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse)
+        result = first_columns(result, self.v_head_dim)
+        return result if out is None else copied_to(out, result)
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the backend for every run of the chunk; a row of no run is 0 with LSE -inf, as the layer fills it."""
+        runs = self._plan[chunk_idx]
+        if self._only_chunk and runs[0].chunk.token_slice.stop == q.shape[0]:
+            return self._call(runs[0].chunk, q, k[runs[0].keys], v[runs[0].keys], None)
+        output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=self._output_dtype)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        # The layer lets a backend write in place unless it merges the result, or takes it as a whole.
+        in_place = self._target.supports_out() and not self._only_chunk
+        for chunk, keys in runs:
+            rows = output[chunk.token_slice]
+            given = rows if in_place and not chunk.is_continuation else None
+            part, part_lse = self._call(chunk, q[chunk.token_slice], k[keys], v[keys], given)
+            if given is None:
+                _place("output", part, rows)
+            elif part.data_ptr() != rows.data_ptr():
+                raise ValueError(f"{self.get_name()} supports out and returned another tensor than the one given")
+            _place("lse", part_lse, lse[:, chunk.token_slice])
+        return output, lse
+
+    def _call(
+        self, chunk: ContextChunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = {} if out is None else {"out": out}
+        result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
+        return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
+
+
+def _lengthened(result: Any, rows: int, out: torch.Tensor | None) -> Any:
+    """A call's result with rows of 0 and LSE -inf behind it; in ``out`` if that is where the result is."""
+    output, *lse = result if isinstance(result, tuple) else (result,)
+    counted = output.shape[0]
+    if out is not None and output.data_ptr() == out.data_ptr():
+        out[counted:].zero_()
+        whole = out
+    else:
+        whole = torch.cat([output, output.new_zeros(rows - counted, *output.shape[1:])])
+    if not lse:
+        return whole
+    return whole, torch.cat([lse[0], lse[0].new_full((lse[0].shape[0], rows - counted), -torch.inf)], dim=1)
+
+
+def _place(name: str, part: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy one run's result to its rows of the whole; a copy alone would hide another dtype or a broadcast.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if part.shape != rows.shape or part.dtype != rows.dtype:
+        raise ValueError(
+            f"context chunk: expected {name} {list(rows.shape)} {rows.dtype}, got {list(part.shape)} {part.dtype}"
+        )
+    rows.copy_(part)

@@ -1,0 +1,269 @@
+"""The attention-layer interface: a backend names its classes and says what it supports (vLLM's ``AttentionBackend``).
+
+Names and keywords are those of ``vllm.v1.attention.backend``; the module's other names are re-exported here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, MLAAttentionImpl
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_types import (
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionType,
+    is_quantized_kv_cache,
+)
+from mla_conformance.backends.platform import DeviceCapability
+
+__all__ = [
+    "BLOCK_SIZES",
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionType",
+    "CommonAttentionMetadata",
+    "MLAAttentionImpl",
+    "MultipleOf",
+    "is_quantized_kv_cache",
+    "subclass_attention_backend",
+    "subclass_attention_backend_with_overrides",
+]
+
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+"""Page sizes, in tokens, that vLLM's configuration admits (``BlockSize`` of its cache configuration)."""
+
+
+class AttentionBackend(ABC):
+    """One way to compute the attention of a layer: its classes, the shape of its cache, and what it supports.
+
+    Attributes:
+        accept_output_buffer: whether the caller allocates the output.
+        supported_dtypes: dtypes of the model.
+        supported_kv_cache_dtypes: cache dtypes by name; empty means any.
+    """
+
+    accept_output_buffer: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Page sizes that the kernel reads, in tokens; empty means any."""
+        return [MultipleOf(1)]
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Name by which the backend is chosen and reported."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        """The class that computes."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """The class that turns a batch into metadata."""
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Logical shape of one layer's cache.
+
+        Args:
+            num_blocks: pages.
+            block_size: tokens of a page.
+            num_kv_heads: heads of keys and values; 1 for MLA.
+            head_size: elements of a head; L + R for MLA.
+            cache_dtype_str: name of the cache's dtype.
+        """
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Order of the cache's dimensions in memory, outermost first, as a permutation of the logical ones.
+
+        Args:
+            include_num_layers_dimension: whether a dimension of layers is prepended to the logical shape; a result
+                of the length without it means that the memory has none.
+
+        Raises:
+            NotImplementedError: the memory is laid out as the logical shape.
+        """
+        raise NotImplementedError("the cache lies in memory as its logical shape says")
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Module and qualified name."""
+        return cls.__module__, cls.__qualname__
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Head sizes in elements; empty means any."""
+        return []
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether heads may have ``head_size`` elements."""
+        sizes = cls.get_supported_head_sizes()
+        return not sizes or head_size in sizes
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """Whether the model may have ``dtype``."""
+        return dtype in cls.supported_dtypes
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Whether the cache may have this dtype; None stands for whatever the backend prefers."""
+        supported = cls.supported_kv_cache_dtypes
+        return kv_cache_dtype is None or not supported or kv_cache_dtype in supported
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether a configuration may have pages of ``block_size`` tokens.
+
+        A multiple of what the kernel reads is enough, even of a fixed size: the layer above can split its pages.
+        """
+        if block_size is None:
+            return True
+        bases = [size.base if isinstance(size, MultipleOf) else size for size in cls.get_supported_kernel_block_sizes()]
+        return block_size in BLOCK_SIZES and (not bases or any(block_size % base == 0 for base in bases))
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Whether the cache holds latents."""
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether attention sinks are computed."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether the tokens of an image may attend to each other in both directions."""
+        return False
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Whether each query attends to chosen keys only."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Whether an ``AttentionType`` is computed."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        """Whether the kernels run on such a device; None is a device without compute capability, such as a CPU."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        device_capability: DeviceCapability | None,
+    ) -> str | None:
+        """The reason why settings that are supported singly are not supported together, or None."""
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability | None,
+        attn_type: str,
+    ) -> list[str]:
+        """Reasons why the backend cannot be used, in the order of vLLM's; an empty list means that it can."""
+        device = (
+            cls.supports_compute_capability(device_capability),
+            f"compute capability not supported: got {device_capability or 'a device without one'}",
+        )
+        attention = (cls.supports_attn_type(attn_type), f"attention type {attn_type} not supported")
+        checks = (
+            *cls._size_checks(head_size, dtype, kv_cache_dtype, block_size),
+            *cls._feature_checks(use_mla, has_sink, use_sparse, use_mm_prefix),
+            device,
+            attention,
+        )
+        reasons = [reason for supported, reason in checks if not supported]
+        combination = cls.supports_combination(
+            head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, device_capability
+        )
+        return reasons if combination is None else [*reasons, combination]
+
+    @classmethod
+    def _size_checks(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int
+    ) -> Iterator[tuple[bool, str]]:
+        """Whether each setting is supported, and what to say if it is not."""
+        yield cls.supports_head_size(head_size), _refusal("head_size", head_size, cls.get_supported_head_sizes())
+        yield cls.supports_dtype(dtype), _refusal("dtype", dtype, cls.supported_dtypes)
+        layouts = cls.supported_kv_cache_dtypes
+        yield cls.supports_kv_cache_dtype(kv_cache_dtype), _refusal("kv_cache_dtype", kv_cache_dtype, layouts)
+        blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
+        yield cls.supports_block_size(block_size), _refusal("block_size", block_size, [blocks])
+
+    @classmethod
+    def _feature_checks(
+        cls, use_mla: bool, has_sink: bool, use_sparse: bool, use_mm_prefix: bool
+    ) -> Iterator[tuple[bool, str]]:
+        """Whether each feature is as the configuration wants it, and what to say if it is not."""
+        yield not use_mm_prefix or cls.supports_mm_prefix(), "partial multimodal token full attention not supported"
+        yield use_mla == cls.is_mla(), f"{'MLA' if use_mla else 'non-MLA'} not supported"
+        yield not has_sink or cls.supports_sink(), "sink setting not supported"
+        yield use_sparse == cls.is_sparse(), f"{'sparse' if use_sparse else 'non-sparse'} not supported"
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """The layout that the cache must have, or None if any will do."""
+        return None
+
+
+def _refusal(setting: str, got: object, supported: list[Any]) -> str:
+    return f"{setting} not supported: got {got} (supported: {', '.join(map(str, supported))})"
+
+
+def subclass_attention_backend(
+    name_prefix: str,
+    attention_backend_cls: type[AttentionBackend],
+    builder_cls: type[AttentionMetadataBuilder[Any]],
+) -> type[AttentionBackend]:
+    """A subclass, its name prefixed, whose ``get_builder_cls`` returns ``builder_cls``."""
+    return subclass_attention_backend_with_overrides(
+        name_prefix, attention_backend_cls, {"get_builder_cls": staticmethod(lambda: builder_cls)}
+    )
+
+
+def subclass_attention_backend_with_overrides(
+    name_prefix: str, attention_backend_cls: type[AttentionBackend], overrides: dict[str, Any]
+) -> type[AttentionBackend]:
+    """A subclass, its name prefixed, with the attributes of ``overrides``."""
+    return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), overrides)

@@ -1,0 +1,170 @@
+"""From a ``CommonAttentionMetadata`` to the fields of an MLA layer's metadata, and what is refused on the way."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
+
+
+def check_lengths(query_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Refuse lengths that contradict each other; a sequence of 0 with a query of 1 is a row of padding.
+
+    Args:
+        query_lens: [B] integers, on the host.
+        seq_lens: [B] integers, on the host.
+
+    Raises:
+        ValueError: a negative length, or a query longer than its sequence.
+    """
+    for name, wrong, expected in (
+        ("query", query_lens < 0, "0 or more tokens"),
+        ("sequence", seq_lens < 0, "0 or more tokens"),
+        (
+            "query",
+            (query_lens > seq_lens) & ~((seq_lens == 0) & (query_lens == 1)),
+            "no more tokens than its sequence, whose length counts the new tokens",
+        ),
+    ):
+        if bool(wrong.any()):
+            request = int(wrong.int().argmax())
+            raise ValueError(
+                f"request {request}: expected a {name} of {expected}, got query_len {int(query_lens[request])} and "
+                f"seq_len {int(seq_lens[request])}"
+            )
+
+
+def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sharding) -> None:
+    """Refuse a batch whose fields contradict each other.
+
+    Raises:
+        ValueError: contradictory lengths, too few slots, or a block table that is too short.
+    """
+    query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+    seq_lens = common.host_seq_lens()[: common.num_reqs]
+    if not common.num_reqs or len(query_lens) != common.num_reqs or len(seq_lens) != common.num_reqs:
+        raise ValueError(
+            f"expected at least one request, with a query and a sequence, got num_reqs {common.num_reqs}, "
+            f"{len(query_lens)} queries and {len(seq_lens)} sequences"
+        )
+    check_lengths(query_lens, seq_lens)
+    tokens, slots = int(query_lens.sum()), common.slot_mapping.shape[0]
+    if not tokens <= common.num_actual_tokens <= slots:
+        raise ValueError(
+            f"expected {tokens} tokens by query_start_loc, no more than num_actual_tokens, and a slot for each of "
+            f"these, got num_actual_tokens {common.num_actual_tokens} and {slots} slots"
+        )
+    rows, columns = common.block_table_tensor.shape
+    longest = int(local_seq_lens(seq_lens, sharding).max())
+    if rows < common.num_reqs or columns * block_size < longest:
+        raise ValueError(
+            f"the block table is too short: expected {common.num_reqs} rows for up to {longest} tokens in blocks of "
+            f"{block_size}, got {rows} rows of {columns} blocks"
+        )
+
+
+def count_decodes(query_lens: torch.Tensor, threshold: int | None, uniform: bool) -> int:
+    """Decodes at the front of a batch.
+
+    Args:
+        query_lens: [B] integers, on the host.
+        threshold: longest query that decodes; None if none does.
+        uniform: whether decodes must have one length; a short query of another length then prefills.
+
+    Raises:
+        ValueError: a decode behind a prefill.
+    """
+    if threshold is None:
+        return 0
+    short = query_lens <= threshold
+    if uniform:
+        short &= query_lens == query_lens[0]
+    decodes = int(short.int().cumprod(dim=0).sum())
+    late = short[decodes:]
+    if not uniform and bool(late.any()):
+        request = decodes + int(late.int().argmax())
+        raise ValueError(
+            f"expected the decodes, queries of up to {threshold} tokens, before the prefills, got a query of "
+            f"{int(query_lens[request])} as request {request} behind one of {int(query_lens[decodes])}; "
+            "reorder the batch"
+        )
+    return decodes
+
+
+class Batch(NamedTuple):
+    """A checked batch: ``prefills`` of its requests prefill, before its decodes or after them."""
+
+    common: CommonAttentionMetadata
+    prefills: int
+    prefills_first: bool
+
+    def counts(self) -> dict[str, Any]:
+        """The fields of ``MLACommonMetadata`` that are numbers."""
+        prefill_queries, decode_queries = self._split(self._query_lens())
+        prefill_seqs, decode_seqs = self._split(self._seq_lens())
+        return {
+            "num_prefills": self.prefills,
+            "num_decodes": self.common.num_reqs - self.prefills,
+            "num_prefill_tokens": int(prefill_queries.sum()),
+            "num_decode_tokens": int(decode_queries.sum()),
+            "prefills_first": self.prefills_first,
+            "seq_lens": self._seq_lens().tolist(),
+            "max_query_len": _longest(self._query_lens()),
+            "max_decode_query_len": _longest(decode_queries, default=1),
+            "max_prefill_seq_len": _longest(prefill_seqs),
+            "max_decode_seq_len": _longest(decode_seqs),
+        }
+
+    def tensors(self) -> dict[str, Any]:
+        """The fields of ``MLACommonMetadata`` that are tensors; views of the batch's where they can be."""
+        common, requests = self.common, self.common.num_reqs
+        seq_lens = common.seq_lens[:requests]
+        return {
+            "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
+            "seq_lens_tensor": seq_lens,
+            "query_start_loc": common.query_start_loc[: requests + 1],
+            "query_lens_cpu": self._query_lens(),
+            "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
+            # A row of padding has more queries than keys.
+            "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
+            "block_tables": common.block_table_tensor[:requests],
+        }
+
+    def shard(self, sharding: Sharding) -> dict[str, Any]:
+        """The fields of ``MLACommonMetadata`` that say which tokens this rank stores."""
+        fields = {
+            "dcp_world_size": sharding.world_size,
+            "dcp_rank": sharding.rank,
+            "cp_kv_cache_interleave_size": sharding.interleave,
+        }
+        if sharding.world_size == 1:
+            return fields
+        given, requests = self.common.dcp_local_seq_lens, self.common.num_reqs
+        on_device = local_seq_lens(self.common.seq_lens, sharding) if given is None else given
+        local = {
+            "dcp_local_seq_lens": on_device[:requests],
+            "dcp_local_seq_lens_cpu": local_seq_lens(self._seq_lens(), sharding),
+        }
+        return fields | local
+
+    def prefill_context_lens(self) -> torch.Tensor:
+        """[prefills] tokens computed before, on the host."""
+        return self._split(self._seq_lens() - self._query_lens())[0]
+
+    def _query_lens(self) -> torch.Tensor:
+        return self.common.query_start_loc_cpu[: self.common.num_reqs + 1].diff()
+
+    def _seq_lens(self) -> torch.Tensor:
+        return self.common.host_seq_lens()[: self.common.num_reqs]
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(those of the prefills, those of the decodes)."""
+        if self.prefills_first:
+            return rows[: self.prefills], rows[self.prefills :]
+        decodes = len(rows) - self.prefills
+        return rows[decodes:], rows[:decodes]
+
+
+def _longest(lengths: torch.Tensor, default: int = 0) -> int:
+    return int(lengths.max()) if lengths.numel() else default

@@ -1,0 +1,151 @@
+"""The constructor of an MLA layer's computation: sizes, kernels, weights; the steps are in ``mla_impl``."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_weights import split_kv_b_proj
+
+
+class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
+    """What an MLA layer computes with.
+
+    Symbols: N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
+
+    Attributes:
+        attention_backend: the backend whose ``get_impl_cls`` returned the class; it names the kernels.
+        prefill: an instance of its prefill backend; None if it has none.
+        decode: an instance of its decode backend; None if it has none.
+        W_UK_T: [N, P, L], once weights are processed.
+        W_UV: [N, L, V], once weights are processed.
+    """
+
+    attention_backend: ClassVar[Any] = None
+    can_return_lse_for_decode = True
+    W_UK_T: torch.Tensor
+    W_UV: torch.Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+    ) -> None:
+        _refuse(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            indexer=indexer,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+        )
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+        self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.qk_head_dim = qk_nope_head_dim, qk_rope_head_dim, qk_head_dim
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_b_proj = kv_b_proj
+        self._prepared: tuple[object, object] = (None, None)
+        self._check_sizes()
+        self._make_kernels()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Split ``kv_b_proj`` into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+
+        Raises:
+            ValueError: a projection of another shape.
+        """
+        self.W_UK_T, self.W_UV = split_kv_b_proj(
+            self.kv_b_proj,
+            num_heads=self.num_heads,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=act_dtype,
+        )
+
+    def prepare(self, attn_metadata: MLACommonMetadata) -> None:
+        """Hand the batch to the kernels.
+
+        ``forward`` does so for a batch it has not seen; before a captured graph is replayed with new contents of the
+        same buffers, whoever replays it does.
+
+        Raises:
+            UnsupportedConfiguration: no kernel for a part of the batch.
+        """
+        parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
+        if attn_metadata.context_plan is not None and attn_metadata.dcp_world_size > 1:
+            raise UnsupportedConfiguration(
+                f"prefills with context on {attn_metadata.dcp_world_size} context-parallel ranks not supported"
+            )
+        for role, kernel, part in zip(("prefill", "decode"), (self.prefill, self.decode), parts, strict=True):
+            if part is not None and kernel is None:
+                raise UnsupportedConfiguration(f"the batch has a {role}, and the layer has no {role} backend")
+            if part is not None:
+                kernel.prepare_metadata(part)
+        self._prepared = parts
+
+    def is_prepared(self, attn_metadata: MLACommonMetadata) -> bool:
+        """Whether the last batch that the kernels were handed is this one, as it is now."""
+        prefill, decode = self._prepared
+        return prefill is attn_metadata.prefill_metadata and decode is attn_metadata.decode_metadata
+
+    def _check_sizes(self) -> None:
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        cache_format(self.kv_cache_dtype).entry_width(self.kv_lora_rank, self.qk_rope_head_dim)
+        for name, got, expected in (
+            ("head_size", self.head_size, width),
+            ("qk_head_dim", self.qk_head_dim, self.qk_nope_head_dim + self.qk_rope_head_dim),
+            ("num_kv_heads", self.num_kv_heads, 1),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"expected {name} {expected} for L = {self.kv_lora_rank}, P = {self.qk_nope_head_dim}, "
+                    f"R = {self.qk_rope_head_dim} and one latent head, got {got}"
+                )
+
+    def _make_kernels(self) -> None:
+        """An instance of each kernel that the backend names."""
+        backend = self.attention_backend
+        sizes = {
+            "num_heads": self.num_heads,
+            "scale": self.scale,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "vllm_config": backend.vllm_config,
+        }
+        prefill, decode = backend.prefill_backend, backend.decode_backend
+        if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
+            raise UnsupportedConfiguration(
+                f"{decode.get_name()}: cache dtype {self.kv_cache_dtype} not supported (supported: "
+                f"{', '.join(decode.supported_kv_cache_dtypes)})"
+            )
+        self.prefill: Any = None if prefill is None else prefill(**sizes)
+        self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
+
+
+def _refuse(**settings: object) -> None:
+    for name, value in settings.items():
+        if value is not None:
+            raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")

@@ -1,0 +1,179 @@
+"""The common MLA layer (vLLM's ``MLACommonBackend``), composed of a prefill and a decode backend."""
+
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.layer import cache_ops
+from mla_conformance.backends.layer.attention_layer import AttentionBackend
+from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.backends.platform import DeviceCapability
+
+_ROPE = 64
+
+
+class MLACommonBackend(AttentionBackend):
+    """An MLA layer over a prefill and a decode backend; :func:`mla_backend` makes one.
+
+    Attributes:
+        prefill_backend: computes prefills; None if the layer has none.
+        decode_backend: computes decodes; None if the layer has none.
+        impl_class: the computation; a subclass may replace one of its steps.
+        builder_class: builds the metadata.
+        vllm_config: what the kernels' constructors receive.
+    """
+
+    accept_output_buffer = True
+    prefill_backend: ClassVar[type[MLAPrefillBackend] | None] = None
+    decode_backend: ClassVar[type[MLADecodeBackend] | None] = None
+    impl_class: ClassVar[type[MLACommonImpl]] = MLACommonImpl
+    builder_class: ClassVar[type[MLACommonMetadataBuilder]] = MLACommonMetadataBuilder
+    vllm_config: ClassVar[Any] = None
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The kernels' names, joined if they differ."""
+        names = [kernel.get_name() for kernel in cls._kernels()]
+        return "+".join(dict.fromkeys(names)) or "MLA_COMMON"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[MLACommonImpl]:
+        """``impl_class``, bound to this backend's kernels."""
+        return _bound(cls.impl_class, cls)
+
+    @classmethod
+    def get_builder_cls(cls) -> type[MLACommonMetadataBuilder]:
+        """``builder_class``, bound to this backend's kernels."""
+        return _bound(cls.builder_class, cls)
+
+    @staticmethod
+    def get_metadata_cls() -> type[MLACommonMetadata]:
+        """The class that the builder makes."""
+        return MLACommonMetadata
+
+    @staticmethod
+    def get_state_cls() -> type[MLACommonState]:
+        """The class that holds the workspace and the graphs' buffers."""
+        return MLACommonState
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[blocks, page, entry]; an entry's elements are those of the cache's dtype.
+
+        Raises:
+            ValueError: several heads, or a layout that is unknown or holds no such latents.
+        """
+        if num_kv_heads != 1:
+            raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
+        # Only fp8_ds_mla asks how the entry is divided, and only 64 will do for it.
+        width = cache_format(cache_dtype_str).entry_width(head_size - _ROPE, _ROPE)
+        return num_blocks, block_size, width
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """As the logical shape; with layers, a block's layers lie together."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+    @staticmethod
+    def swap_blocks(src_kv_cache: torch.Tensor, dst_kv_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+        """Copy blocks [copies, 2] from one cache to another; see :func:`cache_ops.swap_blocks`."""
+        cache_ops.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+
+    @staticmethod
+    def copy_blocks(kv_caches: list[torch.Tensor], src_to_dists: torch.Tensor) -> None:
+        """Copy blocks [copies, 2] within each layer's cache; see :func:`cache_ops.copy_blocks_mla`."""
+        cache_ops.copy_blocks_mla(kv_caches, src_to_dists)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """L + R that the decode backend reads; that of DeepSeek's models for a layer without one."""
+        if cls.decode_backend is None:
+            return [576] if cls.prefill_backend is None else []
+        return [latent + rope for latent, rope in cls.decode_backend.supported_latent_dims]
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Page sizes that the decode backend reads."""
+        return [MultipleOf(1)] if cls.decode_backend is None else cls.decode_backend.get_supported_kernel_block_sizes()
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """The cache holds latents."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        """Whether both kernels run there."""
+        return all(kernel.supports_compute_capability(capability) for kernel in cls._kernels())
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        device_capability: DeviceCapability | None,
+    ) -> str | None:
+        """A layout that holds no such latents, or what must be installed first."""
+        try:
+            layout = cache_format(kv_cache_dtype or "auto")
+            layout.entry_width(head_size - _ROPE, _ROPE)
+            layout.cache_dtype(dtype)
+        except ValueError as error:
+            return str(error)
+        missing = [reason for kernel in cls._kernels() for reason in kernel.missing_dependencies()]
+        return f"required dependencies not available: {'; '.join(missing)}" if missing else None
+
+    @classmethod
+    def _kernels(cls) -> list[type[MLAPrefillBackend] | type[MLADecodeBackend]]:
+        return [kernel for kernel in (cls.prefill_backend, cls.decode_backend) if kernel is not None]
+
+
+def mla_backend(
+    prefill: type[MLAPrefillBackend] | None,
+    decode: type[MLADecodeBackend] | None,
+    base: type[MLACommonBackend] = MLACommonBackend,
+) -> type[MLACommonBackend]:
+    """The MLA layer of two kernels.
+
+    Args:
+        prefill: computes prefills; None for a layer that only decodes.
+        decode: computes decodes; None for a layer that only prefills.
+        base: the layer's class, such as one with another ``impl_class``.
+
+    Raises:
+        ValueError: no kernel at all.
+    """
+    kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
+    if not kernels:
+        raise ValueError("expected a prefill or a decode backend, got neither")
+    attributes = {
+        "__module__": base.__module__,
+        "prefill_backend": prefill,
+        "decode_backend": decode,
+        "supported_dtypes": [d for d in kernels[0].supported_dtypes if kernels[-1].supports_dtype(d)],
+        "supported_kv_cache_dtypes": ["auto", "fp8", "fp8_ds_mla"]
+        if decode is None
+        else decode.supported_kv_cache_dtypes,
+    }
+    return type(base.__name__, (base,), attributes)
+
+
+@cache
+def _bound(part: Any, backend: type[MLACommonBackend]) -> Any:
+    """A subclass of an implementation or a builder that knows its backend."""
+    return type(part.__name__, (part,), {"attention_backend": backend, "__module__": part.__module__})

@@ -1,0 +1,242 @@
+"""What an MLA layer is told of a batch of prefills and decodes (vLLM's ``MLACommonMetadata``)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.layer.attention_types import AttentionMetadata
+from mla_conformance.backends.layer.cache_ops import advance_step
+from mla_conformance.backends.layer.mla_workspace import ContextPlan
+from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
+
+
+@dataclass(kw_only=True)
+class MLACommonMetadata(AttentionMetadata):
+    """A batch of B requests, its prefills and its decodes each together; T tokens, requests end to end.
+
+    Of a request, ``context_len`` tokens were computed before, ``query_len`` are new, ``seq_len`` is their sum. A row of
+    padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
+
+    Attributes:
+        num_prefills: requests that prefill.
+        num_decodes: requests that decode, padding included.
+        num_prefill_tokens: new tokens of the prefills.
+        num_decode_tokens: new tokens of the decodes.
+        prefills_first: whether the prefills come before the decodes or after them.
+        slot_mapping: [T] int64; -1 for a token that is not stored.
+        seq_lens: B lengths, on the host.
+        seq_lens_tensor: [B] int32.
+        query_start_loc: [B + 1] int32.
+        query_lens_cpu: [B] int32, on the host.
+        seq_start_loc: [B + 1] int32, cumulative ``seq_lens``.
+        context_lens_tensor: [B] int32.
+        block_tables: [B, max blocks] int32.
+        max_query_len: longest query of the batch, in tokens.
+        max_decode_query_len: longest query of a decode; 1 without decodes.
+        max_prefill_seq_len: longest sequence of a prefill; 0 without prefills.
+        max_decode_seq_len: longest sequence of a decode; 0 without decodes. May exceed the true one.
+        dtype: of the model.
+        use_cuda_graph: whether the batch is padded to run in a captured graph.
+        head_dim: L + R.
+        is_profile_run: whether only the memory that a batch would take is of interest.
+        context_plan: the chunks of the prefills' context; None without any.
+        context_chunk_workspace: [workspace tokens, L + R], bound late.
+        dcp_world_size: ranks that share the sequences' tokens.
+        dcp_rank: this rank.
+        cp_kv_cache_interleave_size: consecutive tokens that a rank keeps.
+        dcp_local_seq_lens: [B] int32, tokens on this rank; None on one rank.
+        dcp_local_seq_lens_cpu: the same on the host.
+    """
+
+    num_prefills: int
+    num_decodes: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    prefills_first: bool
+    slot_mapping: torch.Tensor
+    seq_lens: list[int]
+    seq_lens_tensor: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_lens_cpu: torch.Tensor
+    seq_start_loc: torch.Tensor
+    context_lens_tensor: torch.Tensor
+    block_tables: torch.Tensor
+    max_query_len: int
+    max_decode_query_len: int
+    max_prefill_seq_len: int
+    max_decode_seq_len: int
+    dtype: torch.dtype
+    use_cuda_graph: bool = False
+    head_dim: int | None = None
+    is_profile_run: bool = False
+    context_plan: ContextPlan | None = None
+    context_chunk_workspace: torch.Tensor | None = None
+    dcp_world_size: int = 1
+    dcp_rank: int = 0
+    cp_kv_cache_interleave_size: int = 1
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu: torch.Tensor | None = None
+    _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
+    _cached_decode_metadata: MLACommonDecodeMetadata | None = None
+
+    @property
+    def prefill_requests(self) -> slice:
+        """Which requests prefill."""
+        return _part(self.num_prefills, self.num_decodes, self.prefills_first)
+
+    @property
+    def decode_requests(self) -> slice:
+        """Which requests decode."""
+        return _part(self.num_decodes, self.num_prefills, not self.prefills_first)
+
+    @property
+    def prefill_tokens(self) -> slice:
+        """Rows of the prefills' new tokens."""
+        return _part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
+
+    @property
+    def decode_tokens(self) -> slice:
+        """Rows of the decodes' new tokens."""
+        return _part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
+
+    @property
+    def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
+        """The prefills alone, for a prefill backend; None without any. The same object until the batch changes.
+
+        Raises:
+            ValueError: the prefills have context and no workspace was bound.
+        """
+        if self._cached_prefill_metadata is None and self.num_prefills:
+            part = self.prefill_requests
+            lengths = self.query_lens_cpu[part]
+            self._cached_prefill_metadata = MLACommonPrefillMetadata(
+                block_table=self.block_tables[part],
+                query_start_loc=self._starts(part),
+                max_query_len=int(lengths.max()),
+                chunked_context=self._chunked_context(),
+                q_data_type=self.dtype,
+                output_dtype=self.dtype,
+                query_lens_cpu=lengths,
+            )
+        return self._cached_prefill_metadata
+
+    @property
+    def decode_metadata(self) -> MLACommonDecodeMetadata | None:
+        """The decodes alone, for a decode backend; None without any. The same object until the batch changes."""
+        if self._cached_decode_metadata is None and self.num_decodes:
+            part, local = self.decode_requests, self.dcp_local_seq_lens
+            self._cached_decode_metadata = MLACommonDecodeMetadata(
+                block_table=self.block_tables[part],
+                seq_lens=(self.seq_lens_tensor if local is None else local)[part],
+                query_start_loc=self._starts(part),
+                max_query_len=self.max_decode_query_len,
+                max_seq_len=self.max_decode_seq_len,
+                query_lens_cpu=self.query_lens_cpu[part],
+                seq_lens_cpu=self._local_seq_lens_cpu()[part],
+                dcp_world_size=self.dcp_world_size,
+                dcp_rank=self.dcp_rank,
+                cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+                dcp_tot_seq_lens=None if local is None else self.seq_lens_tensor[part],
+            )
+        return self._cached_decode_metadata
+
+    def bind_workspace(self, workspace: torch.Tensor) -> None:
+        """Gather context into ``workspace`` [tokens, L + R] from now on."""
+        self.context_chunk_workspace = workspace
+        self._cached_prefill_metadata = None
+
+    def advance_step(
+        self,
+        model_input: Any,
+        sampled_token_ids: torch.Tensor | None,
+        block_size: int,
+        num_seqs: int,
+        num_queries: int,
+        turn_prefills_into_decodes: bool = False,
+    ) -> None:
+        """Become the next decode step's metadata, in place: every request has one new token, its sampled one.
+
+        Where nothing but decodes of one token precedes, all tensors keep their storage.
+
+        Args:
+            model_input: its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well.
+            sampled_token_ids: [num_queries]; None leaves ``input_tokens``.
+            block_size: tokens of a page.
+            num_seqs: requests, padding included.
+            num_queries: requests that count, the first ones.
+            turn_prefills_into_decodes: whether prefills in the batch decode from now on.
+
+        Raises:
+            ValueError: a batch that is no such step, or a block table without a page for a next token.
+        """
+        self._check_step(num_seqs, num_queries, turn_prefills_into_decodes)
+        advance_step(
+            num_seqs,
+            num_queries,
+            block_size,
+            model_input.input_tokens,
+            sampled_token_ids,
+            model_input.input_positions,
+            self.seq_lens_tensor,
+            self.slot_mapping,
+            self.block_tables,
+        )
+        self._become_decodes()
+        self.seq_lens[:num_queries] = [length + 1 for length in self.seq_lens[:num_queries]]
+        self.max_decode_seq_len = max(self.seq_lens)
+        self.context_lens_tensor[:num_queries] = self.seq_lens_tensor[:num_queries] - 1
+        self.seq_start_loc[1:] = self.seq_lens_tensor.cumsum(dim=0)
+        self._cached_prefill_metadata = self._cached_decode_metadata = None
+
+    def _check_step(self, num_seqs: int, num_queries: int, turn_prefills_into_decodes: bool) -> None:
+        if self.num_prefills and not turn_prefills_into_decodes:
+            raise ValueError(
+                f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes"
+            )
+        if self.max_decode_query_len != 1:
+            raise ValueError(
+                f"expected decodes of one token, got up to {self.max_decode_query_len}; build the next step's metadata"
+            )
+        if num_seqs != len(self.seq_lens) or not 0 <= num_queries <= num_seqs:
+            raise ValueError(
+                f"expected num_seqs {len(self.seq_lens)}, the batch's requests, and at most as many queries, got "
+                f"{num_seqs} and {num_queries}"
+            )
+        if self.dcp_world_size > 1:
+            raise ValueError(f"cannot advance on {self.dcp_world_size} context-parallel ranks; build the metadata anew")
+
+    def _become_decodes(self) -> None:
+        requests = len(self.seq_lens)
+        if self.num_prefills:
+            self.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=self.query_start_loc.device)
+            self.query_lens_cpu = torch.ones(requests, dtype=torch.int32)
+            self.slot_mapping = self.slot_mapping[:requests]
+        self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
+        self.num_decodes = self.num_decode_tokens = requests
+        self.max_query_len = 1
+        self.context_plan = None
+
+    def _starts(self, part: slice) -> torch.Tensor:
+        """Where the requests of ``part`` start among its tokens; a view if they are the batch's first."""
+        starts = self.query_start_loc[part.start : part.stop + 1]
+        return starts - starts[0] if part.start else starts
+
+    def _local_seq_lens_cpu(self) -> torch.Tensor:
+        local = self.dcp_local_seq_lens_cpu
+        return torch.tensor(self.seq_lens, dtype=torch.int32) if local is None else local
+
+    def _chunked_context(self) -> ChunkedContextMetadata | None:
+        if self.context_plan is None:
+            return None
+        if self.context_chunk_workspace is None:
+            raise ValueError(
+                "prefills with context need a workspace, got none; call MLACommonState.begin_forward first"
+            )
+        return ChunkedContextMetadata(**self.context_plan._asdict(), workspace=self.context_chunk_workspace)
+
+
+def _part(size: int, other: int, first: bool) -> slice:
+    """One of two neighbouring parts."""
+    return slice(0, size) if first else slice(other, other + size)

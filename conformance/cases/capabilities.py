@@ -1,0 +1,354 @@
+"""The capability vocabulary: what can be right or wrong about a backend, with definitions, clauses and cases.
+
+Adding a capability is one entry here and one test in the suite. The order goes from the general to the
+special, so that the first failed capability names a fault best. No torch: the plugin lists cases without it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from itertools import chain
+
+from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, prefill_caselists
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.combinations import COMBINATIONS, PAIRS, TRIPLES, further_cases, telling_cases
+from mla_conformance.cases.long_contexts import LONG_CONTEXTS
+from mla_conformance.cases.prefill_caselists import Fields
+
+
+class Tier(StrEnum):
+    """How many of the cases are run."""
+
+    SMOKE = "smoke"
+    """The most telling cases of each capability, and every value in `combinations` at least once."""
+    FULL = "full"
+    """All cases; they hold every pair of the values in `combinations`."""
+    NIGHTLY = "nightly"
+    """Those and every triple, and long contexts."""
+
+
+_SMOKE_CASES = 3
+
+
+class CapabilityError(ValueError):
+    """An unknown capability or tier."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One entry of the vocabulary.
+
+    Attributes:
+        name: as in ids, markers and reports.
+        clause: clause of SPEC.md that the definition rests on.
+        definition: one sentence.
+        cases: the cases that decide it, the most telling first.
+        smoke: those of them that the smoke tier takes.
+        probes_refusals: also run what the backend declares unsupported, which it must refuse.
+        needs: the attribute of a declaration without which it is unsupported; empty if there is none.
+    """
+
+    name: str
+    clause: str
+    definition: str
+    cases: tuple[Case, ...]
+    smoke: tuple[Case, ...]
+    probes_refusals: bool = False
+    needs: str = ""
+
+    def select(self, tier: Tier) -> tuple[Case, ...]:
+        """The cases of a tier."""
+        if tier is Tier.SMOKE:
+            return self.smoke
+        return self.cases if tier is Tier.FULL else (*self.cases, *nightly_cases(self.name))
+
+
+def _entry(
+    name: str,
+    clause: str,
+    definition: str,
+    *cases: Callable[[], Iterable[Fields]],
+    probes_refusals: bool = False,
+    needs: str = "",
+) -> Capability:
+    built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
+    return Capability(name, clause, definition, built, built[:_SMOKE_CASES], probes_refusals, needs)
+
+
+_VOCABULARY = (
+    _entry(
+        "new_tokens",
+        "3.1",
+        "New tokens attend causally to each other within their request.",
+        prefill_caselists.new_tokens,
+    ),
+    _entry(
+        "lse", "1.4", "The LSE is the natural logarithm, float32, [heads, tokens], by value.", prefill_caselists.lse
+    ),
+    _entry("mla_dims", "2.1", "Every declared combination of head dims is computed right.", prefill_caselists.mla_dims),
+    _entry("head_counts", "2.1", "Any number of heads on this rank is computed right.", prefill_caselists.head_counts),
+    _entry(
+        "empty_rows",
+        "1.6",
+        "A row that sees no key is 0 with LSE -inf, wherever it stands.",
+        prefill_caselists.empty_rows,
+    ),
+    _entry(
+        "context_chunk", "3.1", "New tokens attend, unmasked, to a chunk of context.", prefill_caselists.context_chunk
+    ),
+    _entry(
+        "chunked_context",
+        "1.7",
+        "Chunks of a paged context and the new tokens, merged by LSE, equal unchunked attention.",
+        prefill_caselists.chunked_context,
+    ),
+    _entry(
+        "merge_states",
+        "1.7",
+        "The backend's own merge of partial states obeys the merge law.",
+        prefill_caselists.merge_states,
+    ),
+    _entry(
+        "weights",
+        "1.1",
+        "The weights of a row add up to 1, hot keys and diffuse tails included.",
+        prefill_caselists.weights,
+    ),
+    _entry("logit_range", "1.1", "Logits far larger than usual are computed right.", prefill_caselists.logit_range),
+    _entry(
+        "shift_invariance",
+        "1.1",
+        "A constant on all logits of a row changes its LSE only.",
+        prefill_caselists.shift_invariance,
+    ),
+    _entry(
+        "softmax_scale",
+        "1.3",
+        "The softmax scale is the given one, not one of a head dim.",
+        prefill_caselists.softmax_scale,
+    ),
+    _entry(
+        "token_counts", "2.1", "Any number of tokens and requests is computed right.", prefill_caselists.token_counts
+    ),
+    _entry("dtypes", "4.2", "Every declared dtype stays within its own error budget.", prefill_caselists.dtypes),
+    _entry(
+        "v_padding", "3.3", "Padding of V never shows in the result's shape or values.", prefill_caselists.v_padding
+    ),
+    _entry(
+        "strided_inputs",
+        "3.2",
+        "Strided views of q, k and v are read as what they are.",
+        prefill_caselists.strided_inputs,
+    ),
+    _entry(
+        "out_tensor",
+        "3.4",
+        "A given out tensor holds the result, nothing around it changes.",
+        prefill_caselists.out_tensor,
+    ),
+    _entry(
+        "quant_output_fp8",
+        "3.5",
+        "Fused e4m3 output stores the rounded, saturated code of value / output_scale.",
+        prefill_caselists.quant_output_fp8,
+    ),
+    _entry(
+        "decode",
+        "6.2",
+        "One query token a request attends, absorbed, to the request's cached latents.",
+        decode_caselists.outputs,
+    ),
+    _entry("decode_lse", "1.4", "The LSE of a decode is the natural logarithm, by value.", decode_caselists.lses),
+    _entry(
+        "decode_multi_token",
+        "6.2",
+        "Several query tokens a request, as many for each or not, see what stands before them.",
+        decode_caselists.several_tokens,
+    ),
+    _entry(
+        "paged_cache",
+        "6.3",
+        "Pages of any declared size are read by block table and strides, and nothing else of the cache matters.",
+        decode_caselists.pages,
+    ),
+    _entry(
+        "kv_cache_fp8",
+        "6.4",
+        "Codes of an e4m3 cache mean code × k_scale, latent and rope alike; no other cache knows the scale.",
+        decode_caselists.fp8,
+    ),
+    _entry(
+        "kv_cache_fp8_ds_mla",
+        "6.5",
+        "Each tile of a mixed entry has a float32 scale, its rope values have none.",
+        decode_caselists.fp8_ds_mla,
+    ),
+    _entry(
+        "dcp",
+        "6.6",
+        "Ranks that share a sequence each return the state of their tokens; merged they equal one rank.",
+        decode_caselists.dcp,
+    ),
+    _entry(
+        "mixed_batch",
+        "6.7",
+        "A layer computes prefills and decodes of one batch, in either order, over one paged cache.",
+        layer_caselists.mixed_batch,
+    ),
+    _entry(
+        "cache_write",
+        "6.7",
+        "New latents stand in their slots, nothing else of the cache changes; blocks are copied byte by byte.",
+        layer_caselists.cache_write,
+    ),
+    _entry(
+        "weight_absorption",
+        "6.7",
+        "The absorbed weights are those of kv_b_proj, for every head, also after these were replaced.",
+        layer_caselists.weight_absorption,
+    ),
+    _entry(
+        "prefill_decode_agreement",
+        "6.7",
+        "The same tokens give the same result and the same cache, whether they prefill or decode.",
+        layer_caselists.prefill_decode_agreement,
+    ),
+    _entry(
+        "graph_padding",
+        "6.8",
+        "Rows of padding, with no token, slot -1 and block -1, are 0 and leave everything else as it is.",
+        layer_caselists.graph_padding,
+    ),
+    _entry(
+        "graph_replay",
+        "6.8",
+        "A layer over a graph's buffers computes the batch that was loaded into them last.",
+        layer_caselists.graph_replay,
+    ),
+    _entry(
+        "determinism",
+        "3.7",
+        "Equal calls return equal bits, if the backend declares so.",
+        prefill_caselists.determinism,
+        decode_caselists.determinism,
+        needs="deterministic",
+    ),
+    _entry(
+        "call_order",
+        "3.7",
+        "A result depends on its call and the metadata last prepared, not on earlier calls.",
+        prefill_caselists.call_order,
+        decode_caselists.call_order,
+    ),
+    _entry(
+        "no_side_effects",
+        "3.6",
+        "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
+        prefill_caselists.no_side_effects,
+        decode_caselists.no_side_effects,
+    ),
+    _entry(
+        "batch_invariance",
+        "3.7",
+        "A request's result does not depend on the others of its batch.",
+        prefill_caselists.batches,
+        decode_caselists.batches,
+    ),
+    _entry(
+        "request_order",
+        "3.7",
+        "Permuted requests give permuted results.",
+        prefill_caselists.batches,
+        decode_caselists.batches,
+    ),
+    _entry(
+        "causal_prefix",
+        "1.5",
+        "The first rows of a request do not depend on its later tokens.",
+        prefill_caselists.prefixes,
+    ),
+    _entry("split_invariance", "1.7", "Any chunking of the context gives the same state.", prefill_caselists.splits),
+    _entry(
+        "v_linearity", "1.1", "Values times a power of two give exactly that multiple.", prefill_caselists.value_factors
+    ),
+    _entry(
+        "loose_maxima",
+        "3.7",
+        "Maxima in the metadata may exceed the true ones.",
+        prefill_caselists.loose_maxima,
+        decode_caselists.loose_maxima,
+    ),
+    _entry(
+        "refusals",
+        "3.8",
+        "What is declared unsupported is refused with an exception, what is declared supported runs.",
+        prefill_caselists.refusals,
+        decode_caselists.refusals,
+        probes_refusals=True,
+    ),
+    _entry(
+        "cuda_graph",
+        "3.9",
+        "A captured call, replayed, computes the batch that stands in its buffers then.",
+        device_caselists.cuda_graph,
+    ),
+    _entry(
+        "streams",
+        "3.9",
+        "A call reads and writes in the order of the caller's stream, beside others on other streams.",
+        device_caselists.streams,
+    ),
+    _entry(
+        "large_offsets",
+        "3.9",
+        "Operands and results that reach beyond 2^31 elements are read and written there.",
+        device_caselists.large_offsets,
+    ),
+    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
+)
+
+_PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)
+
+# The last, since it shows that something fails together with others, where any other capability says what it is.
+_TOGETHER = Capability(
+    COMBINATIONS,
+    "3.1",
+    "What other capabilities vary one by one is computed right together.",
+    _PAIRS,
+    telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke]),
+)
+
+CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, _TOGETHER)}
+
+
+def nightly_cases(capability: str) -> tuple[Case, ...]:
+    """What the nightly tier adds to a capability's cases."""
+    return _triples() if capability == COMBINATIONS else tuple(c for c in LONG_CONTEXTS if c.capability == capability)
+
+
+@cache
+def _triples() -> tuple[Case, ...]:
+    return further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
+
+
+def find_capability(name: str) -> Capability:
+    """The entry of this name.
+
+    Raises:
+        CapabilityError: there is none; the message lists the names.
+    """
+    if name not in CAPABILITIES:
+        raise CapabilityError(f"unknown capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
+    return CAPABILITIES[name]
+
+
+def find_tier(name: str) -> Tier:
+    """The tier of this name.
+
+    Raises:
+        CapabilityError: there is none; the message lists the names.
+    """
+    if name not in list(Tier):
+        raise CapabilityError(f"unknown tier '{name}'; expected one of {', '.join(Tier)}")
+    return Tier(name)

@@ -1,0 +1,65 @@
+"""Simpler cases: what to try in the place of a failing one, the boldest step first."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from mla_conformance.cases.case import Case, CaseError, Order
+
+_STRUCTURE = {"capability", "call", "q", "kv", "heads", "dims"}
+_SMALL = "small"
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Valid cases that are one step simpler, with fewer requests, tokens or heads, or with fewer unusual fields."""
+    for changes in _steps(case):
+        try:
+            candidate = replace(case, **changes)
+        except CaseError:
+            continue
+        if candidate != case:
+            yield candidate
+
+
+def _steps(case: Case) -> Iterator[dict[str, Any]]:
+    yield from _fewer_requests(case)
+    if case.dims != _SMALL:
+        yield {"dims": _SMALL}
+    yield from ({"heads": heads} for heads in _smaller(case.heads, 1))
+    default = Case(capability=case.capability, call=case.call, q=(1,), kv=(0,))
+    for field in fields(case):
+        if field.name not in _STRUCTURE:
+            yield {field.name: getattr(default, field.name)}
+    yield from _shorter(case, "q", 1)
+    yield from _shorter(case, "kv", 0)
+
+
+def _fewer_requests(case: Case) -> Iterator[dict[str, Any]]:
+    """Without half of the requests, a quarter, and so on down to one."""
+    count = len(case.q)
+    first = 0 if case.order == Order.DECODES_FIRST else count - case.decodes
+    decoding, size = range(first, first + case.decodes), count // 2
+    while size:
+        for start in range(0, count, size):
+            kept = [i for i in range(count) if not start <= i < start + size]
+            yield {
+                "q": tuple(case.q[i] for i in kept),
+                "kv": tuple(case.kv[i] for i in kept) if case.kv else (),
+                "decodes": sum(i in decoding for i in kept),
+            }
+        size //= 2
+
+
+def _shorter(case: Case, name: str, least: int) -> Iterator[dict[str, Any]]:
+    lengths: tuple[int, ...] = getattr(case, name)
+    for index, length in enumerate(lengths):
+        for shorter in _smaller(length, least):
+            yield {name: (*lengths[:index], shorter, *lengths[index + 1 :])}
+
+
+def _smaller(value: int, least: int) -> Iterator[int]:
+    """The least value, then half of the way back to ``value``, a quarter, and so on to one less."""
+    distance = value - least
+    while distance > 0:
+        yield value - distance
+        distance //= 2

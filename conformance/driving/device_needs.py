@@ -1,0 +1,49 @@
+"""What a case needs of the device beyond the backend's own requirements, as reasons for a report."""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.reach import needed_bytes
+
+_NEEDS_CUDA = ("streams", "large_offsets", "many_rows")
+_GIB = 2**30
+
+
+def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    """Why a case cannot be judged on ``device``; an empty list means that it can."""
+    if case.capability in _NEEDS_CUDA and device.type != "cuda":
+        return ["needs a CUDA device"]
+    if case.capability == "graph_replay" and device.type == "cuda":
+        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
+        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    if case.capability == "cuda_graph":
+        return _graph_reasons(case, backend_class)
+    return _memory_reasons(case, device) if case.far != "none" else []
+
+
+def _graph_reasons(case: Case, backend_class: Any) -> list[str]:
+    declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
+    needed = AttentionCGSupport.UNIFORM_BATCH
+    if case.call != "decode":
+        needed = AttentionCGSupport.ALWAYS
+    elif max(case.q) == 1:
+        needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return _graph_support(declared, needed)
+
+
+def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> list[str]:
+    if declared.value >= needed.value:
+        return []
+    return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
+
+
+def _memory_reasons(case: Case, device: torch.device) -> list[str]:
+    needed = needed_bytes(case)
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free >= needed:
+        return []
+    return [f"needs {needed / _GIB:.0f} GiB of free device memory, {free / _GIB:.0f} GiB are free"]

@@ -1,0 +1,158 @@
+"""The driver: runs a problem's calls on a backend and observes everything that comes back."""
+
+import os
+import traceback
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.driving.phases import phase
+from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.merge import merge
+
+State = tuple[torch.Tensor, torch.Tensor]
+"""Output [T, N, V] and LSE [N, T]."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What one call gave back.
+
+    Attributes:
+        call: the call that was made.
+        value: the returned object as it is; None if the call raised.
+        error: one line for an exception, and the traceback behind it.
+        out: the output tensor that was handed in.
+        out_of_memory: the exception says that memory ran out.
+        miswritten: what the call should have written otherwise, beside its result.
+    """
+
+    call: AttentionCall
+    value: Any
+    error: str = ""
+    traceback: str = ""
+    out: Guarded | None = None
+    out_of_memory: bool = False
+    miswritten: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that running a problem showed.
+
+    Attributes:
+        returned: one entry per call; the last one may carry an error.
+        merged: (output, lse) of all calls merged in float64, where there are several and all returned two tensors.
+        mutated: caller-owned tensors whose bytes changed.
+        merge_error: what the backend's own merge raised.
+        device_lost: the calls left the GPU's context unusable, so nothing of them can be looked at.
+        disturbed: settings of the process that the calls changed; they are restored.
+    """
+
+    returned: tuple[Returned, ...]
+    merged: State | None
+    mutated: tuple[str, ...]
+    merge_error: str = ""
+    device_lost: bool = False
+    disturbed: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> Returned | None:
+        """The call that raised."""
+        return next((returned for returned in self.returned if returned.error), None)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text on one line that every encoding can carry."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "(its text cannot be made)"
+    text = " ".join(f"{type(error).__name__}: {said}".split())
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True) -> Observation:
+    """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
+    before = Snapshot(problem.caller_owned)
+    with ProcessState.watched() as disturbed:
+        returned = _make_calls(backend, problem, prepare)
+    if returned and returned[-1].error and device_lost(problem.device):
+        return Observation(tuple(returned), None, (), device_lost=True)
+    merged, merge_error = None, ""
+    try:
+        merged = _merge(backend, problem, returned)
+    except Exception as error:
+        merge_error = one_line(error)
+    return Observation(tuple(returned), merged, tuple(before.changed()), merge_error, disturbed=tuple(disturbed))
+
+
+def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
+    """Every call up to the first that raises."""
+    process = os.getpid()
+    returned: list[Returned] = []
+    for call in problem.calls:
+        with phase("calls"):
+            returned.append(_guarded_call(backend, problem, call, prepare))
+        if os.getpid() != process:
+            os._exit(0)  # the backend forked, and its child came back into a run that is not its own
+        if returned[-1].error:
+            break
+    return returned
+
+
+def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
+    out = _output_buffer(problem, call)
+    poison_allocator((*call.q.shape[:2], call.width), problem.dtype, problem.device, problem.case.poison)
+    try:
+        if prepare:
+            call.prepare(backend, problem)
+        value = call.invoke(backend, problem, out)
+        if problem.device.type == "cuda":
+            torch.cuda.synchronize(problem.device)
+    except (Exception, SystemExit) as error:
+        return Returned(call, None, one_line(error), traceback.format_exc(), out, out_of_memory(error))
+    return Returned(call, value, out=out, miswritten=call.wrong_writes())
+
+
+def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:
+    case = problem.case
+    if call.chunk_idx is not None or not (case.out or case.quant == "fp8"):
+        return None
+    dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.dtype
+    return Guarded.allocate((call.q.shape[0], case.heads, call.width), dtype, problem.device)
+
+
+def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -> State | None:
+    """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
+    if not problem.is_merged or len(returned) != len(problem.calls):
+        return None
+    if not all(_is_state(part, problem) for part in returned):
+        return None
+    rows = problem.query_start_loc[-1]
+    new, *chunks = [(part.value[0][:rows], part.value[1][:, :rows]) for part in returned]
+    combine = merge if problem.case.merge == "golden" else partial(_own_merge, backend)
+    return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
+
+
+def _own_merge(
+    backend: Any, prefix: torch.Tensor, prefix_lse: torch.Tensor, suffix: torch.Tensor, suffix_lse: torch.Tensor
+) -> State:
+    """The backend's merge into fresh, poisoned outputs."""
+    output = poison(suffix.shape, suffix.dtype, suffix.device)
+    lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
+    backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
+    return output, lse
+
+
+def _is_state(part: Returned, problem: Problem) -> bool:
+    """Whether a call returned two tensors of the right shapes, so that they can be merged."""
+    heads, tokens, width = problem.case.heads, part.call.q.shape[0], part.call.width
+    shapes = [(tokens, heads, width), (heads, tokens)]
+    return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == shapes

@@ -1,0 +1,151 @@
+"""A layer under test: an ``AttentionBackend``, driven as an engine drives it."""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.layer_config import (
+    CacheConfig,
+    LayerConfig,
+    MLAAttentionSpec,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from mla_conformance.cases.case import Case, Order
+from mla_conformance.problems.layer_weights import Linear, PackedLinear
+
+if TYPE_CHECKING:
+    from mla_conformance.problems.layer_problem import LayerCall
+
+
+class Layer:
+    """One layer of a model: its computation, its builder, its state.
+
+    Attributes:
+        backend: the class under test.
+        impl: its computation, once weights were loaded.
+        metadata: of the batch that was prepared last.
+    """
+
+    impl: Any
+    metadata: Any
+
+    def __init__(self, backend: Any, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+        self.backend, self._case, self._device = backend, case, device
+        self.config = _config(case, dtype)
+        spec = MLAAttentionSpec(
+            block_size=case.page, head_size=self.config.model_config.head_size, cache_dtype_str=case.cache
+        )
+        self.builder = backend.get_builder_cls()(spec, ["layer"], self.config, device)
+        self.state = backend.get_state_cls()(self._runner())
+        self._linear: Linear | PackedLinear | None = None
+
+    def load(self, linear: Linear | PackedLinear) -> None:
+        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed."""
+        if isinstance(self._linear, Linear) and isinstance(linear, Linear):
+            self._linear.weight.copy_(linear.weight)
+        else:
+            self._linear = linear
+            self.impl = self._make_impl(linear)
+        self.impl.process_weights_after_loading(self.config.model_config.dtype)
+
+    def prepare(self, call: "LayerCall") -> None:
+        """Build the metadata of a batch by the route that the case names."""
+        if self._case.order == Order.PREFILLS_FIRST:
+            self.metadata = self.builder.build_from_requests(call.requests, call.padding)
+            model_input = SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query)
+            self.state.begin_forward(model_input)
+        else:
+            self.metadata = self.builder.build(0, self.common(call))
+
+    def forward(self, call: "LayerCall") -> Any:
+        """The layer's result [T, N·V]."""
+        return self.impl.forward(
+            self.attention_layer(), call.query, call.kv_c, call.k_pe, call.image.cache, self.metadata
+        )
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """What the kernels say of themselves, by role."""
+        kernels = {role: getattr(getattr(self, "impl", None), role, None) for role in ("prefill", "decode")}
+        return {
+            f"{role} {name}": value
+            for role, kernel in kernels.items()
+            for name, value in getattr(kernel, "kernel_evidence", dict)().items()
+        }
+
+    def common(self, call: "LayerCall") -> Any:
+        """The batch as all layers of a model see it."""
+        from mla_conformance.backends.layer.mla_requests import common_metadata
+        from mla_conformance.backends.layer.mla_sharding import Sharding
+
+        return common_metadata(
+            call.requests,
+            padding=max(call.padding, 0) if call.padding_counts else 0,
+            block_size=self._case.page,
+            device=self._device,
+            sharding=Sharding(1, 0, 1),
+        )
+
+    def attention_layer(self) -> Any:
+        """The module that holds the scales; tensors and their twins on the host, all different but the keys'."""
+        k_scale = self._case.kscale / 1e6
+        scales = {"q": 0.7, "k": k_scale, "v": 1.9}
+        tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
+        floats = {f"_{name}_scale_float": x for name, x in scales.items()}
+        return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
+
+    def _make_impl(self, linear: Linear | PackedLinear) -> Any:
+        case, dims = self._case, self._case.dimensions
+        return self.backend.get_impl_cls()(
+            num_heads=case.heads,
+            head_size=case.kv_lora_rank + dims.qk_rope_head_dim,
+            scale=case.softmax_scale,
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype=case.cache,
+            logits_soft_cap=None,
+            attn_type=AttentionType.DECODER,
+            kv_sharing_target_layer_name=None,
+            q_lora_rank=None,
+            kv_lora_rank=case.kv_lora_rank,
+            qk_nope_head_dim=dims.qk_nope_head_dim,
+            qk_rope_head_dim=dims.qk_rope_head_dim,
+            qk_head_dim=dims.qk_head_dim,
+            v_head_dim=dims.v_head_dim,
+            kv_b_proj=linear,
+        )
+
+    def _runner(self) -> Any:
+        config = self.config
+        return SimpleNamespace(
+            model_config=config.model_config,
+            scheduler_config=config.scheduler_config,
+            cache_config=config.cache_config,
+            device=self._device,
+        )
+
+
+def _config(case: Case, dtype: torch.dtype) -> LayerConfig:
+    """A configuration whose workspace has the case's tokens, and whose decodes may be as long as the case's.
+
+    The workspace is eight times the longest sequence that the configuration admits.
+
+    Prefixes are cached; prompts are split only where decodes come first: either alone brings prefills with context.
+    """
+    return LayerConfig(
+        model_config=ModelConfig(
+            dtype=dtype,
+            max_model_len=max(1, case.workspace // 8),
+            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max(1, case.workspace // (4 * case.page)),
+            chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
+        ),
+        cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),
+        speculative_config=SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
+    )

@@ -1,0 +1,87 @@
+"""What a layer supports and where it rounds, told from its class and from the kernels that it is composed of."""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
+from mla_conformance.backends.decode import MLADecodeSelectorConfig
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.cases.case import Case, Order
+
+_COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
+
+
+def layer_declaration(layer: Any) -> Declaration:
+    """What a layer declares: its own words, or the coarser of its kernels' classes.
+
+    Context is gathered into a workspace of the model's dtype, so what was stored as codes is rounded to it.
+    """
+    if getattr(layer, "declaration", None) is not None:
+        return declaration_of(layer)
+    kernels = [declaration_of(kernel) for kernel in _kernels(layer)]
+    declared = [kernel.rounding for kernel in kernels] or [Rounding()]
+    return Declaration(
+        rounding=Rounding(
+            lse=max((r.lse for r in declared), key=list(LseClass).index),
+            p=max((r.p for r in declared), key=_COARSER.index),
+            partial_outputs=max((r.partial_outputs for r in declared), key=_COARSER.index),
+            dequantised_keys=Precision.MODEL,
+        ),
+        emulated=any(kernel.emulated for kernel in kernels),
+        deterministic=all(kernel.deterministic for kernel in kernels),
+    )
+
+
+def layer_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+    """What of ``case`` a layer or one of its kernels declares unsupported."""
+    reasons = list(
+        layer.validate_configuration(
+            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+            dtype=dtype,
+            kv_cache_dtype=case.cache,
+            block_size=case.page,
+            use_mla=True,
+            has_sink=False,
+            use_sparse=False,
+            use_mm_prefix=False,
+            device_capability=capability,
+            attn_type=AttentionType.DECODER,
+        )
+    )
+    if case.order == Order.PREFILLS_FIRST and not hasattr(layer.get_builder_cls(), "build_from_requests"):
+        reasons.append("its builder takes no requests, prefills first")
+    return reasons or _kernel_reasons(layer, case, dtype, capability)
+
+
+def _kernels(layer: Any) -> list[Any]:
+    named = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
+    return [kernel for kernel in named if kernel is not None]
+
+
+def _kernel_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+    prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
+    reasons: list[str] = []
+    if prefill is not None and case.decodes < len(case.q):
+        config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
+        reasons += (f"prefill: {reason}" for reason in prefill.validate_configuration(capability, config))
+    if decode is not None and case.decodes:
+        reasons += (
+            f"decode: {reason}" for reason in decode.validate_configuration(capability, _decode_config(case, dtype))
+        )
+    return reasons
+
+
+def _decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
+    queries = case.decode_queries
+    return MLADecodeSelectorConfig(
+        dtype=dtype,
+        kv_cache_dtype=case.cache,
+        block_size=case.page,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
+        max_query_len=max(queries),
+        uniform=len(set(queries)) == 1,
+    )

@@ -1,0 +1,218 @@
+"""The backend under test: its class in each role, its declarations, and what it supports."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, declaration_of
+from mla_conformance.backends.decode import MLADecodeBackend, MLADecodeSelectorConfig
+from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.layer.mla_layer import mla_backend
+from mla_conformance.backends.loading import (
+    BackendReference,
+    parse_reference,
+    resolve_backend,
+    roles_of,
+    unavailable_reasons,
+)
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.capabilities import find_capability
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.device_needs import device_reasons
+from mla_conformance.driving.layer import Layer
+from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
+from mla_conformance.problems.problem import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend on a device."""
+
+    backend: BackendReference
+    device: torch.device
+
+    @staticmethod
+    def of(reference: str, device: torch.device) -> "Subject":
+        """The subject that ``reference`` names.
+
+        Raises:
+            BackendReferenceError: it names nothing that can be judged.
+        """
+        return Subject(parse_reference(reference), device)
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return self.backend.name
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """What the backend computes; kernels for prefill and decode make a layer."""
+        roles = roles_of(self.backend)
+        composed = {Role.PREFILL, Role.DECODE} <= set(roles) and Role.LAYER not in roles
+        return (*roles, Role.LAYER) if composed else roles
+
+    @cached_property
+    def prefill_class(self) -> type[MLAPrefillBackend]:
+        """The class that prefill calls go to on this device."""
+        loaded: type[MLAPrefillBackend] = resolve_backend(self.backend, self.capability, Role.PREFILL)
+        return loaded
+
+    @cached_property
+    def decode_class(self) -> type[MLADecodeBackend]:
+        """The class that decode calls go to on this device."""
+        loaded: type[MLADecodeBackend] = resolve_backend(self.backend, self.capability, Role.DECODE)
+        return loaded
+
+    @cached_property
+    def layer_class(self) -> Any:
+        """The layer: the one that was named, or the common one over the backend's kernels."""
+        named = resolve_backend(self.backend, self.capability, Role.LAYER)
+        return named or mla_backend(self.prefill_class, self.decode_class)
+
+    def class_of(self, role: Role) -> Any:
+        """The class that calls of a role go to on this device."""
+        return getattr(self, f"{role}_class")
+
+    def declaration_of(self, role: Role) -> Declaration:
+        """What the adapter of a role declares."""
+        return self._declarations[role]
+
+    @cached_property
+    def _declarations(self) -> dict[Role, Declaration]:
+        """Of the roles that can run here."""
+        usable = [role for role in self.roles if not self._unavailable[role]]
+        return {role: _DECLARED.get(role, declaration_of)(self.class_of(role)) for role in usable}
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What the adapters of all roles declare together; the rounding classes are those of the first role."""
+        declared = list(self._declarations.values())
+        return Declaration(
+            rounding=declared[0].rounding,
+            deviations=tuple(dict.fromkeys(chain.from_iterable(d.deviations for d in declared))),
+            distributions=tuple(dict.fromkeys(chain.from_iterable(d.distributions for d in declared))),
+            emulated=any(d.emulated for d in declared),
+            deterministic=all(d.deterministic for d in declared),
+            batch_invariant=all(d.batch_invariant for d in declared),
+        )
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """The declared rounding classes by name; beside those of prefill the ones of decode say so."""
+        found: dict[str, str] = {}
+        kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
+        for role, declaration in (kernels or self._declarations).items():
+            prefix = f"{role}: " if role is Role.DECODE and len(kernels) > 1 else ""
+            found |= {f"{prefix}{name}": value.value for name, value in vars(declaration.rounding).items()}
+        return found
+
+    @cached_property
+    def capability(self) -> DeviceCapability | None:
+        """Compute capability of the device."""
+        return get_device_capability(self.device)
+
+    @cached_property
+    def unavailable(self) -> list[str]:
+        """Why the backend cannot run here at all, in any role."""
+        return unavailable_reasons(self.backend, self.capability)
+
+    @cached_property
+    def _unavailable(self) -> dict[Role, list[str]]:
+        own = {role: unavailable_reasons(self.backend, self.capability, role) for role in roles_of(self.backend)}
+        composed = [reason for reasons in own.values() for reason in reasons]
+        return own if Role.LAYER in own or Role.LAYER not in self.roles else {**own, Role.LAYER: composed}
+
+    def missing_role(self, case: Case) -> list[str]:
+        """Why no call of ``case`` can be made: the backend has other roles only, or this one cannot run here."""
+        if case.role not in self.roles:
+            return [f"{' and '.join(self.roles)} only"]
+        reasons = self._unavailable[case.role]
+        return [f"{case.role} unavailable: {'; '.join(reasons)}"] if reasons else []
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the distributions behind the backend."""
+        found = {}
+        for name in self.declaration.distributions:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not installed as a distribution"
+        return found
+
+    def unsupported(self, case: Case) -> list[str]:
+        """What of ``case`` the backend declares unsupported."""
+        dtype = TORCH_DTYPES[case.dtype]
+        if dtype is None:
+            return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
+        needs = find_capability(case.capability).needs
+        if needs and not getattr(self.declaration_of(case.role), needs):
+            return [f"not declared {needs}"]
+        if case.role is Role.LAYER:
+            reasons = layer_reasons(self.layer_class, case, dtype, self.capability)
+        elif case.role is Role.DECODE:
+            reasons = list(self.decode_class.validate_configuration(self.capability, _decode_config(case, dtype)))
+        else:
+            reasons = self._unsupported_prefill(case, dtype)
+        return reasons or device_reasons(case, self.device, self.class_of(case.role))
+
+    def _unsupported_prefill(self, case: Case, dtype: torch.dtype) -> list[str]:
+        config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
+        reasons = list(self.prefill_class.validate_configuration(self.capability, config))
+        if case.merge == "own" and not hasattr(self.prefill_class, "merge_attn_states"):
+            reasons.append("no merge_attn_states of its own")
+        if case.quant == "fp8" and not reasons:
+            try:
+                key = fp8_static_tensor_sym()
+            except ValueError as error:
+                return [str(error)]
+            if not self.create_prefill(case).supports_quant_output(key):
+                reasons.append("fused e4m3 output not declared")
+        return reasons
+
+    def create(self, case: Case, vllm_config: Any = None) -> Any:
+        """A new instance of the case's role for its head dims and scale."""
+        if case.role is Role.LAYER:
+            return Layer(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+        if case.role is Role.DECODE:
+            return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
+        return self.create_prefill(case, vllm_config)
+
+    def create_prefill(self, case: Case, vllm_config: Any = None) -> MLAPrefillBackend:
+        """A new prefill instance for the case's head dims and scale."""
+        return self.prefill_class(**_sizes(case), vllm_config=vllm_config)
+
+
+_DECLARED = {Role.LAYER: layer_declaration}
+
+
+def _sizes(case: Case) -> dict[str, Any]:
+    """The arguments that the constructors of all roles have in common."""
+    dims = case.dimensions
+    return {
+        "num_heads": case.heads,
+        "scale": case.softmax_scale,
+        "kv_lora_rank": case.kv_lora_rank,
+        "qk_nope_head_dim": dims.qk_nope_head_dim,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "v_head_dim": dims.v_head_dim,
+    }
+
+
+def _decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
+    return MLADecodeSelectorConfig(
+        dtype=dtype,
+        kv_cache_dtype=case.cache,
+        block_size=case.page,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
+        max_query_len=max(case.q),
+        uniform=len(set(case.q)) == 1,
+        dcp_world_size=case.ranks,
+    )

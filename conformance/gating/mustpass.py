@@ -1,0 +1,141 @@
+"""Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
+
+A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
+determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes, and
+each backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
+unsupported.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.version import SUITE_VERSION
+
+CORE = "core"
+DECODE = "decode"
+_DEVICE_PROFILES = {"cuda_graph": "graph", "graph_replay": "graph"} | dict.fromkeys(
+    ("streams", "large_offsets", "many_rows"), "cuda"
+)
+_DECODE_PAGE = 64
+
+
+def profile_of(case: Case) -> str:
+    """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
+    core = CORE if case.role is Role.PREFILL else DECODE
+    if CAPABILITIES[case.capability].probes_refusals:
+        return core
+    asked = [
+        CAPABILITIES[case.capability].needs,
+        f"dims_{case.dims}" if case.dims != "r1" else "",
+        case.dtype if case.dtype != "bf16" else "",
+        "quant_output" if case.quant != "none" else "",
+        "own_merge" if case.merge != "golden" else "",
+    ]
+    asked.append(_DEVICE_PROFILES.get(case.capability, ""))
+    if case.role is Role.LAYER:
+        asked = ["layer", *asked, *_asked_of_decode(case)]
+    if case.role is Role.DECODE:
+        asked = [DECODE, *asked, *_asked_of_decode(case)]
+    return "+".join(filter(None, asked)) or CORE
+
+
+def _asked_of_decode(case: Case) -> list[str]:
+    """What a case asks for beyond one query token a request and a plain cache of pages of 64 tokens."""
+    several = "uniform" if len(set(case.q)) == 1 else "nonuniform"
+    return [
+        f"page_{case.page}" if case.page != _DECODE_PAGE else "",
+        case.cache if case.cache != "auto" else "",
+        several if max(case.q) > 1 else "",
+        "dcp" if case.ranks > 1 else "",
+    ]
+
+
+@dataclass(frozen=True)
+class MustPass:
+    """A list.
+
+    Attributes:
+        profiles: case ids of each profile.
+    """
+
+    profiles: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def of_vocabulary() -> "MustPass":
+        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
+        cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
+        return MustPass.of((profile_of(case), case.id) for case in cases)
+
+    @staticmethod
+    def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
+        """The list of these (profile, case id)."""
+        found: dict[str, list[str]] = {CORE: []}
+        for profile, case in pairs:
+            found.setdefault(profile, []).append(case)
+        return MustPass({profile: tuple(dict.fromkeys(cases)) for profile, cases in found.items()})
+
+    @staticmethod
+    def read(path: Path) -> "MustPass":
+        """The list of a file.
+
+        Raises:
+            InputError: it cannot be read, holds a malformed line, or lists nothing.
+        """
+        lines = enumerate(read_text(path).splitlines(), start=1)
+        pairs = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip() and line[0] != "#"]
+        if not pairs:
+            raise InputError(f"{path}: expected lines 'PROFILE CASE_ID', got none")
+        return MustPass.of(pairs)
+
+    def to_text(self) -> str:
+        """The list as its file, one ``PROFILE CASE_ID`` a line."""
+        head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`."
+        lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
+        return "\n".join([head, *lines]) + "\n"
+
+    def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
+        """Cases of the profiles that bind a backend that it did not pass, each with why.
+
+        Args:
+            records: the backend's records by case id.
+            waivable: whether an expected failure counts as passed.
+        """
+        enough = (Status.PASS, Status.EXPECTED_FAILURE) if waivable else (Status.PASS,)
+        for profile in self._binding(records):
+            for case in self.profiles[profile]:
+                record = records.get(case)
+                if record is None or record.status not in enough:
+                    yield case, f"{profile}: {record.status if record else 'not in the report'}"
+
+    def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
+        """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
+        binding = [profile for profile in self.profiles if not self._unsupported(profile, records)]
+        if CORE not in binding and DECODE not in binding:
+            yield CORE
+        yield from binding
+
+    def _unsupported(self, profile: str, records: Mapping[str, Record]) -> bool:
+        """Whether a backend declares all cases of a profile unsupported."""
+        found = [records.get(case) for case in self.profiles[profile]]
+        return all(record is not None and record.status is Status.UNSUPPORTED for record in found)
+
+
+def shipped() -> Path:
+    """The list of this suite version."""
+    return Path(str(files("mla_conformance.fixtures"))) / "mustpass" / f"{SUITE_VERSION}.txt"
+
+
+def _parse(line: str, where: str) -> tuple[str, str]:
+    profile, _, case = line.strip().partition(" ")
+    try:
+        return profile, Case.parse(case).id
+    except CaseError as error:
+        raise InputError(f"{where}: expected 'PROFILE CASE_ID': {error}") from error

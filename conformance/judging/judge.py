@@ -1,0 +1,304 @@
+"""The judge: status of the call → shape, dtype, device → masks → LSE → output → side effects (SPEC 4.1).
+
+Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
+from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.locate import Place, extent, worst_element, worst_row
+from mla_conformance.judging.rounding import Merged, roundoffs
+from mla_conformance.judging.tolerance import Tolerance, tolerance
+from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.problem import Problem, segments
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget, rms_limit
+from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One result to be judged: of a call, or of all calls merged.
+
+    Attributes:
+        name: how messages call it.
+        keys: keys of the request that has most.
+        golden: the golden state.
+        whole: [T, N, V], the output of all rows; of any float dtype.
+        output: [rows, N, V], of the judged rows.
+        lse: [N, rows], or None if it was not asked for.
+    """
+
+    name: str
+    keys: int
+    golden: AttentionState
+    whole: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+
+def judge(
+    problem: Problem,
+    expectation: Expectation,
+    observation: Observation,
+    declaration: Declaration,
+    numbers: Tolerance | None = None,
+) -> Verdict:
+    """The verdict over one observation.
+
+    Args:
+        problem: the inputs.
+        expectation: the golden states of the same problem.
+        observation: what the backend did.
+        declaration: the rounding classes that the backend declares.
+        numbers: the tolerance table; by default the one that the suite ships.
+    """
+    judged = _Judge(problem, expectation.rows, declaration, numbers or tolerance())
+    return judged.verdict(expectation, observation)
+
+
+class _Judge:
+    def __init__(self, problem: Problem, rows: JudgedRows, declaration: Declaration, numbers: Tolerance) -> None:
+        self.problem, self.rows, self.declaration, self.numbers = problem, rows, declaration, numbers
+        self.used = BudgetUse()
+
+    def verdict(self, expectation: Expectation, observation: Observation) -> Verdict:
+        for verdict in self._steps(expectation, observation):
+            if verdict is not None:
+                return replace(verdict, sampled=self.rows.to_json())
+        return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
+
+    def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
+        for returned in observation.returned:
+            yield _raised(returned)
+            yield self._form(returned)
+        for returned, golden in zip(observation.returned, expectation.calls, strict=True):
+            merges = returned.call.merges
+            yield from self._values(self._part(returned, golden), Merged(merges, stored=True) if merges else None)
+        if observation.merge_error:
+            yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
+        if expectation.merged is not None and observation.merged is not None:
+            merged = self._picked("all parts merged", self.problem.calls, expectation.merged, *observation.merged)
+            yield from self._values(merged, self._merged())
+        yield from (self._out_tensor(returned) for returned in observation.returned)
+        yield from (_miswritten(returned) for returned in observation.returned)
+        if observation.mutated:
+            yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
+        if observation.disturbed:
+            yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
+
+    def _part(self, returned: Returned, golden: AttentionState) -> _Part:
+        output, lse = _unpack(returned.value)
+        judged = lse if returned.call.judges_lse(self.problem) else None
+        return self._picked(returned.call.name, [returned.call], golden, output, judged)
+
+    def _picked(
+        self,
+        name: str,
+        calls: Sequence[AttentionCall],
+        golden: AttentionState,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> _Part:
+        lengths = ([rows.stop - rows.start for rows in segments(call.key_start_loc)] for call in calls)
+        keys = max(map(sum, zip(*lengths, strict=True)))
+        whole, judged = output[: self.rows.total], self.rows.pick(output)
+        return _Part(name, keys, golden, whole, judged, None if lse is None else self.rows.pick(lse, dim=1))
+
+    def _form(self, returned: Returned) -> Verdict | None:
+        """Number of tensors, shapes, dtypes and device of what a call returned."""
+        expected = _expected_form(self.problem, returned)
+        values = returned.value if isinstance(returned.value, tuple | list) else (returned.value,)
+        name = returned.call.name
+        if len(values) != len(expected) or not all(isinstance(value, torch.Tensor) for value in values):
+            got = ", ".join(type(value).__name__ for value in values)
+            return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
+        for (what, shape, dtype), value in zip(expected, values, strict=True):
+            if value.shape != shape:
+                return failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
+            if value.dtype != dtype:
+                return failed(Check.DTYPE, f"{name}: expected {what} of {dtype}, got {value.dtype}")
+            if value.device != self.problem.device:
+                return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
+        return None
+
+    def _merged(self) -> Merged:
+        """What merging the calls of the problem rounds."""
+        own = self.problem.case.merge == "own"
+        return Merged(merges=len(self.problem.calls) - 1, stored=own)
+
+    def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
+        """Masks, LSE and output of one part."""
+        dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
+        declared = self.declaration.rounding
+        allowed = roundoffs(self.problem.dtype, declared, self.numbers, merged, part.keys, dequantised)
+        fp8 = self.problem.output_scale is not None
+        yield self._mask(part)
+        if part.lse is not None:
+            yield self._lse(part, allowed)
+        yield self._codes(part, allowed) if fp8 else self._output(part, allowed)
+
+    def _mask(self, part: _Part) -> Verdict | None:
+        """Not a number nowhere, -inf and 0 exactly where no key is visible."""
+        if not bool(part.whole.double().isfinite().all()):  # also in rows that are not compared
+            return self._not_finite(part)
+        empty = part.golden.lse == -torch.inf
+        written = empty.mT & (part.output.double() != 0).any(dim=-1)
+        if bool(written.any()):
+            place = Place.of(self.rows, written.nonzero()[0].tolist())
+            return failed(
+                Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
+            )
+        if part.lse is None:
+            return None
+        wrong = (part.lse.double() == -torch.inf) != empty
+        wrong |= part.lse.isnan() | (part.lse == torch.inf)
+        if bool(wrong.any()):
+            head, token = wrong.nonzero()[0].tolist()
+            place = Place.of(self.rows, [token, head])
+            want = "-inf, no key is visible" if empty[head, token] else "finite"
+            got = part.lse[head, token].item()
+            return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
+        return None
+
+    def _not_finite(self, part: _Part) -> Verdict:
+        every, output = JudgedRows(self.rows.query_start_loc), part.whole.double()
+        place = Place.of(every, (~output.isfinite()).nonzero()[0].tolist())
+        value = output[place.row, place.head, place.column or 0].item()
+        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
+
+    def _lse(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        assert part.lse is not None
+        seen = part.golden.lse != -torch.inf
+        error = (part.lse.double() - part.golden.lse).masked_fill(~seen, 0.0).abs()
+        share = error / (lse_budget(part.golden, allowed) * self.numbers.lse_limit).masked_fill(~seen, 1.0)
+        self._use(BudgetUse(lse=_largest(share)))
+        if _largest(share) <= 1:
+            return None
+        place = worst_row(self.rows, share.mT)
+        got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
+        sentence = explain_lse(self.rows, part.lse.double(), part.golden.lse) or (
+            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget, "
+            f"{extent(self.rows, share.mT > 1)}"
+        )
+        return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
+
+    def _output(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
+        error = (part.output.double() - part.golden.output).abs()
+        element = _share(error, element_budget(part.golden, allowed) * self.numbers.element_limit)
+        ratio = _share(error.square().mean(dim=-1).sqrt(), expected_row_rms(part.golden, allowed))
+        # Rows that share keys share the roundings of those, so they are no samples of their own.
+        row = self._worst_rms(ratio, independent=not allowed.keys)
+        self._use(BudgetUse(element=_largest(element), row=_largest(row)))
+        if max(_largest(element), _largest(row)) <= 1:
+            return None
+        if _largest(element) > 1:
+            place = worst_element(self.rows, element)
+            index = (place.row, place.head, place.column or 0)
+            got, want = part.output[index].item(), part.golden.output[index].item()
+            detail = (
+                f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget, "
+            )
+            detail += extent(self.rows, element > 1)
+        else:
+            place = worst_row(self.rows, row)
+            detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"
+        hint = explain_output(part.output.double(), part.golden.output)
+        return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
+
+    def _worst_rms(self, ratio: torch.Tensor, independent: bool) -> torch.Tensor:
+        """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
+        share = ratio / rms_limit(1, self.numbers.row_deviations)
+        for rows in segments(self.rows.start_loc):
+            if independent and rows.stop > rows.start:
+                together = ratio[rows].square().mean(dim=0, keepdim=True).sqrt()
+                limit = rms_limit(rows.stop - rows.start, self.numbers.row_deviations)
+                share[rows] = torch.maximum(share[rows], together / limit)
+        return share
+
+    def _codes(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+        """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
+        assert self.problem.output_scale is not None
+        scale = float(self.problem.output_scale)
+        budget = element_budget(part.golden, allowed)
+        low, high = (
+            e4m3_ordinal(quantize_e4m3(part.golden.output + sign * budget, scale)).int() for sign in (-1.0, 1.0)
+        )
+        code = e4m3_ordinal(part.output).int()
+        outside = torch.maximum(low - code, code - high).clamp(min=0).double()
+        if not bool(outside.any()):
+            return None
+        place = worst_element(self.rows, outside)
+        index = (place.row, place.head, place.column or 0)
+        got = dequantize_e4m3(part.output[index], scale).item()
+        return failed(
+            Check.OUTPUT,
+            f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "
+            f"{int(outside[index])} codes outside the allowed interval",
+            place.to_json(),
+            self.used,
+        )
+
+    def _out_tensor(self, returned: Returned) -> Verdict | None:
+        if returned.out is None:
+            return None
+        output, _ = _unpack(returned.value)
+        if output.untyped_storage().data_ptr() != returned.out.storage.untyped_storage().data_ptr():
+            return failed(Check.OUT_TENSOR, f"{returned.call.name}: the result does not share the storage of out=")
+        if returned.out.overrun():
+            overrun = returned.out.overrun()
+            return failed(
+                Check.OUT_OF_BOUNDS_WRITE, f"{returned.call.name}: {overrun} bytes around out= were overwritten"
+            )
+        return None
+
+    def _use(self, used: BudgetUse) -> None:
+        self.used = self.used.worst_with(used)
+
+
+def _raised(returned: Returned) -> Verdict | None:
+    """What an exception of a call means; None without one."""
+    if not returned.error:
+        return None
+    if returned.out_of_memory:
+        return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
+    verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
+    return replace(verdict, detail=returned.traceback)
+
+
+def _miswritten(returned: Returned) -> Verdict | None:
+    return failed(Check.CACHE, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
+
+
+def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (value[0], value[1] if len(value) > 1 else None) if isinstance(value, tuple | list) else (value, None)
+
+
+def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torch.Size, torch.dtype]]:
+    case: Case = problem.case
+    tokens = returned.call.q.shape[0]
+    out_dtype = problem.dtype if returned.out is None else returned.out.view.dtype
+    form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
+    if returned.call.returns_lse(problem):
+        form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
+    return form
+
+
+def _share(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Error over allowance; no error over no allowance, as in a row without keys, is 0."""
+    return (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def _largest(share: torch.Tensor) -> float:
+    return float(share.max()) if share.numel() else 0.0

@@ -1,0 +1,28 @@
+"""What judging a case takes, so that one that does not fit is unavailable with the need stated."""
+
+from mla_conformance.cases.case import Call, Case
+from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
+
+MOST_OPERATIONS = {"cpu": 1e12}
+"""Useful operations of the largest case that is judged on a type of device; beyond, a CPU takes hours."""
+
+_WORKSPACE = 2**28
+_INPUT_COPIES, _RESULT_COPIES = 6, 16
+_ITEM_BYTES = {"fp32": 4, "fp64": 8}
+
+
+def memory_need(case: Case, device_type: str) -> int:
+    """Bytes that judging a case takes at most, generously: inputs and their copies, results in float64, workspaces."""
+    dims = case.dimensions
+    rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
+    widths = rows * (dims.qk_head_dim + dims.v_head_dim) + keys * (dims.qk_head_dim + dims.v_head_dim)
+    inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * widths
+    projected = 3 * 8 * min(case.workspace, keys) * (dims.qk_nope_head_dim + dims.v_head_dim)
+    judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
+    results = _RESULT_COPIES * 8 * judged * dims.v_head_dim
+    return _WORKSPACE + case.heads * (inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0))
+
+
+def operations_of(case: Case) -> float:
+    """Useful operations of a case."""
+    return useful_operations(case, case.q, case.kv or (0,) * len(case.q))

@@ -1,0 +1,149 @@
+"""The bytes of a paged cache that a layer writes: what was there, what must be there afterwards, and what differs."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.problems.memory import poison, storage_bytes
+from mla_conformance.problems.paging import Pages
+from mla_conformance.reference.cache_layout import decode_rows
+
+_SLACK = 2.0**-20
+"""Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
+
+
+@dataclass(frozen=True)
+class CacheImage:
+    """A cache before and after a call.
+
+    Attributes:
+        case: the case, for layout and scale.
+        cache: what the layer is handed, [blocks, page, width]; a view if the case says so.
+        before: the bytes of its storage before the call.
+        after: the bytes that must be there after it.
+        slots: [T] slots that the call writes, flat numbers block · page + offset.
+        latents: kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype.
+    """
+
+    case: Case
+    cache: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    slots: torch.Tensor
+    latents: tuple[torch.Tensor, torch.Tensor]
+
+    def reset(self) -> None:
+        """The cache as it is before the call."""
+        storage_bytes(self.cache).copy_(self.before)
+
+    def difference(self) -> str:
+        """One sentence about bytes that are not what they must be; empty if there is none."""
+        wrong = storage_bytes(self.cache) != self.after
+        if not bool(wrong.any()):
+            return ""
+        slots = self._slots_of(wrong)
+        written = torch.isin(slots, self.slots)
+        if not bool(written.all()):
+            return _stray(int(slots[~written][0]))
+        return self._wrong_entries(slots)
+
+    def _slots_of(self, wrong: torch.Tensor) -> torch.Tensor:
+        """Flat slots with a wrong byte; -1 for bytes outside of the layer's own blocks."""
+        numbers = torch.full((wrong.numel(),), -1, dtype=torch.int64, device=wrong.device)
+        page = self.cache.shape[1]
+        element = self.cache.element_size()
+        flat = torch.arange(self.cache.shape[0] * page, device=wrong.device).view(-1, page, 1)
+        view = numbers.as_strided(
+            (*self.cache.shape[:2], self.cache.shape[2] * element),
+            (self.cache.stride(0) * element, self.cache.stride(1) * element, 1),
+            self.cache.storage_offset() * element,
+        )
+        view.copy_(flat.expand_as(view))
+        return numbers[wrong].unique()
+
+    def _wrong_entries(self, slots: torch.Tensor) -> str:
+        """Whether the entries that differ in their bytes also differ in what they mean."""
+        if self.case.cache == "auto":
+            return f"the entry of slot {int(slots[0])} of the cache is not the new token's latent"
+        dims = (self.case.kv_lora_rank, self.case.dimensions.qk_rope_head_dim)
+        scale = self.case.kscale / 1e6
+        own = torch.isin(self.slots, slots)
+        chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
+        expected = self._rows(self.after, chosen)
+        found = self._rows(storage_bytes(self.cache), chosen)
+        for name, x, right, got in zip(
+            ("latent", "rope key"),
+            given,
+            decode_rows(expected, self.case.cache, scale, *dims, given_dtype(self.latents)),
+            decode_rows(found, self.case.cache, scale, *dims, given_dtype(self.latents)),
+            strict=True,
+        ):
+            allowed = (right.cpu() - x).abs() + _SLACK * x.abs()
+            off = ~((got.cpu() - x).abs() <= allowed)
+            if bool(off.any()):
+                row = int(off.any(dim=1).nonzero()[0])
+                return f"the {name} in slot {int(chosen[row])} of the cache is not the code nearest to the new token's"
+        return ""
+
+    def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[n, width] entries of these slots in bytes laid out as the cache is."""
+        cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device).set_(
+            storage.clone().untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride()
+        )
+        page = cache.shape[1]
+        return cache.view(torch.uint8)[slots // page, slots % page].view(cache.dtype)
+
+
+def _stray(slot: int) -> str:
+    if slot < 0:
+        return "bytes of the cache's buffer were written that are not this layer's"
+    return f"slot {slot} of the cache was written, no new token belongs there"
+
+
+def given_dtype(latents: tuple[torch.Tensor, torch.Tensor]) -> torch.dtype:
+    """The model's dtype."""
+    return latents[0].dtype
+
+
+@dataclass(frozen=True)
+class ExpectedCache:
+    """A cache that holds all tokens of a batch, the new ones included.
+
+    Attributes:
+        case: the case.
+        pages: cache and block table.
+        totals: tokens of each request, rows of padding included.
+        latents: kv_c [S, L] and k_pe [S, R] of all tokens.
+    """
+
+    case: Case
+    pages: Pages
+    totals: tuple[int, ...]
+    latents: tuple[torch.Tensor, torch.Tensor]
+
+    @cached_property
+    def block_ids(self) -> list[list[int]]:
+        """Blocks of each request, and what the table holds behind them."""
+        return [[int(block) for block in row] for row in self.pages.block_table.tolist()]
+
+    def image(self) -> CacheImage:
+        """The cache without its new tokens, in whose place is poison, and with them."""
+        cache, page = self.pages.cache, self.case.page
+        after = storage_bytes(cache).clone()
+        slots, rows = self._new_slots()
+        hole = poison((1, cache.shape[2]), cache.dtype, cache.device, self.case.poison).view(torch.uint8)
+        cache.view(torch.uint8)[slots // page, slots % page] = hole
+        latents = (self.latents[0][rows], self.latents[1][rows])
+        return CacheImage(self.case, cache, storage_bytes(cache).clone(), after, slots, latents)
+
+    def _new_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat slots of the new tokens, and their rows among all tokens."""
+        slots, rows, first = [], [], 0
+        for q, total, blocks in zip(self.case.q, self.totals, self.block_ids, strict=False):
+            for position in range(total - q, total):
+                slots.append(blocks[position // self.case.page] * self.case.page + position % self.case.page)
+                rows.append(first + position)
+            first += total
+        return torch.tensor(slots, dtype=torch.int64, device=self.pages.cache.device), torch.tensor(rows)

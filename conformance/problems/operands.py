@@ -1,0 +1,82 @@
+"""What the inputs of every call are made from: the draw of a case's random numbers, edges, lengths, memory layouts."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from mla_conformance.cases.case import CASE_FORMAT, Case, Layout
+from mla_conformance.cases.hazards import REGIMES, Regime
+from mla_conformance.problems.memory import poison
+
+TORCH_DTYPES: dict[str, torch.dtype | None] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "e4m3": getattr(torch, "float8_e4m3fn", None),
+}
+_SLICE_MARGIN = 16
+
+
+class ProblemError(ValueError):
+    """A case that no inputs can be built for."""
+
+
+class Draw:
+    """The random numbers of a case: the same for every device, memory layout, chunking and dtype of the same shapes.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        if case.data not in REGIMES:
+            raise ProblemError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
+        dtype = TORCH_DTYPES[case.dtype]
+        if dtype is None:
+            raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
+        self.case, self.device, self.dtype = case, device, dtype
+        self.regime: Regime = REGIMES[case.data]
+        self.generator = torch.Generator().manual_seed(_seed(case))
+
+
+def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Cumulative lengths, 0 first."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+def segments(locations: Sequence[int]) -> Iterator[slice]:
+    """One slice per request."""
+    return (slice(a, b) for a, b in pairwise(locations))
+
+
+def edges(keys: int, case: Case) -> list[int]:
+    """Key positions next to a boundary, most telling first."""
+    candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
+    candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
+    return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
+
+
+def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Tensor:
+    """``x`` [tokens, N, width] with the same values in another memory layout."""
+    layout = Layout(case.layout)
+    if layout is Layout.ODD or (layout is Layout.SLICED and name != "v"):
+        before, after = (1, 2) if layout is Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
+        wide = poison((*x.shape[:2], before + x.shape[2] + after), x.dtype, x.device, case.poison)
+        view = wide[..., before : before + x.shape[2]]
+        return view.copy_(x)
+    if name == "v" and layout is not Layout.PACKED:
+        # The model's own case: v is the second half of each head's kv_b_proj output, behind k_nope.
+        wide = torch.cat([k[..., : case.dimensions.qk_nope_head_dim], x], dim=-1)
+        return wide[..., wide.shape[-1] - x.shape[-1] :]
+    if layout is Layout.HEADS_FIRST and name == "q":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x.contiguous()
+
+
+def _seed(case: Case) -> int:
+    """The same numbers for every memory layout, chunking and dtype of the same shapes."""
+    drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
+    return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")

@@ -1,0 +1,72 @@
+"""Problems made from problems: the same inputs regrouped, scaled or rewritten in place, for laws of two runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mla_conformance.cases.case import Call
+from mla_conformance.problems.calls import PrefillCall
+from mla_conformance.problems.decode_problem import DecodeCall, regrouped_metadata
+from mla_conformance.problems.problem import Problem, assemble_metadata, one_chunk, segments, start_loc
+
+
+def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:
+    """The given requests in the given order, each cut to its first ``queries`` new tokens.
+
+    A problem of one call only; for new tokens the keys are cut with the queries, a decode is not cut.
+    """
+    call = problem.calls[0]
+    if isinstance(call, DecodeCall):
+        return _regroup_decode(problem, call, requests)
+    rows = [list(range(s.start, s.stop))[:queries] for s in segments(problem.query_start_loc)]
+    keys = rows if call.chunk_idx is None else [list(range(s.start, s.stop)) for s in segments(call.key_start_loc)]
+    query_lens = [len(rows[request]) for request in requests]
+    key_lens = [len(keys[request]) for request in requests]
+    q = call.q[_index(rows, requests, problem.device)]
+    picked = _index(keys, requests, problem.device)
+    regrouped = PrefillCall(call.chunk_idx, q, call.k[picked], call.v[picked], start_loc(key_lens))
+    chunks = one_chunk(key_lens) if problem.case.call == Call.CONTEXT_CHUNK else ()
+    return replace(
+        problem,
+        key=f"{problem.key}|requests={list(requests)}|queries={queries}",
+        query_start_loc=start_loc(query_lens),
+        calls=(regrouped,),
+        metadata=assemble_metadata(problem.case, query_lens, chunks, problem.dtype, problem.device),
+    )
+
+
+def _regroup_decode(problem: Problem, call: DecodeCall, requests: Sequence[int]) -> Problem:
+    """Other rows of the block table and of the queries; the cache stays as it is."""
+    rows = [list(range(s.start, s.stop)) for s in segments(problem.query_start_loc)]
+    keys = [list(range(s.start, s.stop)) for s in segments(call.key_start_loc)]
+    queries = start_loc([len(rows[request]) for request in requests])
+    picked, seen = _index(rows, requests, problem.device), _index(keys, requests, problem.device)
+    regrouped = replace(
+        call,
+        q=call.q[picked],
+        k=call.k[seen],
+        v=call.v[seen],
+        key_start_loc=start_loc([len(keys[request]) for request in requests]),
+        ql_nope=call.ql_nope[picked],
+        q_pe=call.q_pe[picked],
+        metadata=regrouped_metadata(call.metadata, requests),
+    )
+    key = f"{problem.key}|requests={list(requests)}"
+    return replace(problem, key=key, query_start_loc=queries, calls=(regrouped,))
+
+
+def _index(rows: list[list[int]], requests: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([row for request in requests for row in rows[request]], dtype=torch.long, device=device)
+
+
+def scale_values(problem: Problem, factor: float) -> Problem:
+    """All values times a power of two, which is exact."""
+    calls = tuple(replace(call, v=call.v * factor) for call in problem.calls)
+    return replace(problem, key=f"{problem.key}|values={factor}", calls=calls)
+
+
+def overwrite(problem: Problem, other: Problem) -> Problem:
+    """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
+    calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
+    return replace(problem, key=other.key, calls=calls)

@@ -1,0 +1,85 @@
+"""Operands that reach beyond 2^31 or 2^32 elements, around the few rows that are judged.
+
+``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; likewise q and v, and
+``cache31`` the blocks of a cache. ``rows31`` puts the judged rows behind so many others that queries and output reach
+that far.
+"""
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import one_line
+from mla_conformance.driving.reach import Reach, rows_before
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.problems.calls import PrefillCall
+from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.trials.launch import cut, guarded, observed, prepared_call
+from mla_conformance.trials.trial import Trial
+
+_ALIGNMENT = 64
+
+
+def far_problem(case: Case, device: torch.device) -> tuple[Problem, Problem]:
+    """(what is run, what is judged): one request; in the second its rows alone, near one another."""
+    near = build_problem(replace(case, far="none"), device)
+    reach = Reach.of(case)
+    call: Any = near.calls[0]
+    if reach.operand != "rows":
+        name = "kv_cache" if reach.operand == "cache" else reach.operand
+        spread = {name: _spread(getattr(call, name), reach.elements)}
+        return replace(near, calls=(replace(call, **spread),)), near
+    return _behind_others(near, rows_before(case)), near
+
+
+def judged_far_away(trial: Trial) -> str:
+    """Run the far problem, and judge the rows of its last request; what it lacked if the memory did not suffice."""
+    device = trial.subject.device
+    try:
+        far, near = far_problem(trial.case, device)
+        expect(near)
+        value = guarded(trial, "far operands", lambda: prepared_call(trial.backend, far))
+        trial.judged(near, observed(near, cut(value, slice(-near.calls[0].q.shape[0], None))), "far operands")
+    except torch.OutOfMemoryError as error:
+        trial.verdict = Verdict(Status.UNSUPPORTED, one_line(error))
+        return trial.verdict.message
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes judge on the same device
+    return ""
+
+
+def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """``x`` [rows, ...] in a poisoned buffer of twice ``elements``, the first half of the rows before them."""
+    stride = -(-2 * elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
+    buffer = torch.empty(x.shape[0] * stride, dtype=x.dtype, device=x.device).fill_(torch.nan)
+    view = buffer.as_strided(x.shape, (stride, x.shape[2], 1))  # each row packed
+    return view.copy_(x)
+
+
+def _behind_others(near: Problem, rows: int) -> Problem:
+    """The request of ``near`` behind one of so many rows, which see one key."""
+    call = near.calls[0]
+    q = torch.ones(rows + call.q.shape[0], *call.q.shape[1:], dtype=near.dtype, device=near.device)
+    q[rows:] = call.q
+    k, v = (torch.cat([x[:1], x]) for x in (call.k, call.v))
+    lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
+    queries, keys = (tuple(accumulate(x, initial=0)) for x in lengths)
+    chunk = ContextChunk((0, 0), lengths[1])
+    assert near.metadata is not None and near.metadata.chunked_context is not None
+    width = near.metadata.chunked_context.workspace.shape[1]
+    metadata = prefill_metadata(
+        lengths[0],
+        block_table=torch.zeros(2, 1, dtype=torch.int32, device=near.device),
+        dtype=near.dtype,
+        device=near.device,
+        chunked_context=chunked_context_metadata([chunk], torch.empty(keys[-1], width), near.device),
+    )
+    big = PrefillCall(call.chunk_idx, q, k, v, keys)
+    return replace(near, calls=(big,), metadata=metadata, query_start_loc=queries)

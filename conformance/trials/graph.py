@@ -1,0 +1,127 @@
+"""CUDA graphs: a batch is captured in static buffers, which then receive other batches and are replayed.
+
+What an engine does: buffers of the captured size keep their addresses; before each replay they are filled with a batch
+that is as large or smaller, its metadata is prepared on the host, and the result is read where the captured call left
+it. On a device without graphs the replay is a call with the same buffers, so that all but the capture is judged there.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.golden import expect
+from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.trials.launch import cut, guarded, invoke, observed, prepare, tensors
+from mla_conformance.trials.trial import Trial
+
+_WARM_CALLS = 2
+_stream: Any = torch.cuda.Stream
+
+
+class Graph:
+    """A captured call with its buffers.
+
+    Attributes:
+        static: the problem whose tensors are the buffers; no batch has more requests, or a longer one.
+    """
+
+    def __init__(self, trial: Trial, static: Problem) -> None:
+        self.static, self._trial = static, trial
+        first = self.batch(len(static.case.q), seed=1)
+        expect(first)
+        loaded = _load(static, first)
+        prepare(trial.backend, loaded)
+        self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
+
+    def batch(self, requests: int, seed: int) -> Problem:
+        """So many requests, shorter than those of the buffers, and padding up to the captured number."""
+        return build_problem(_padded(self.static.case, requests, seed), self.static.device)
+
+    def judge(self, problem: Problem, step: str) -> None:
+        """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
+        expect(problem)
+        loaded = _load(self.static, problem)
+        for tensor in tensors(self._value):
+            tensor.fill_(torch.nan)
+        guarded(self._trial, step, lambda: prepare(self._trial.backend, loaded))
+        value = guarded(self._trial, step, self._replay)
+        self._trial.judged(problem, observed(problem, cut(value, slice(problem.calls[0].q.shape[0]))), step)
+
+
+def replays(trial: Trial) -> None:
+    """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph."""
+    case, device = trial.case, trial.subject.device
+    size, smaller = len(case.q), len(case.q) // 2
+    whole = guarded(trial, "captured", lambda: Graph(trial, trial.problem))
+    half = guarded(trial, "captured once more", lambda: Graph(trial, build_problem(_first(case, smaller), device)))
+    whole.judge(whole.batch(size, seed=2), "a batch of the captured size, replayed")
+    half.judge(half.batch(smaller, seed=3), "the smaller graph, replayed after the larger")
+    whole.judge(whole.batch(smaller + 1, seed=4), "one request more than the smaller graph has, replayed with padding")
+    half.judge(half.batch(1, seed=5), "a single request, replayed with padding")
+    trial.conforms(_beyond(case, device), step="one request more than any graph has, called")
+    whole.judge(whole.batch(size, seed=6), "replayed after a call without a graph")
+
+
+def _first(case: Case, requests: int) -> Case:
+    """The first so many requests."""
+    return replace(case, q=case.q[:requests], kv=case.kv[:requests])
+
+
+def _beyond(case: Case, device: torch.device) -> Problem:
+    """One request more than ``case`` has."""
+    return build_problem(replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1])), device)
+
+
+def _padded(case: Case, requests: int, seed: int) -> Case:
+    """The last so many requests in reverse order, each shorter; then requests of padding."""
+    eighths, padding = 1 + 3 * seed % 8, len(case.q) - requests
+    if case.role is Role.PREFILL:
+        lengths = tuple(max(1, length * eighths // 8) for length in reversed(case.q[-requests:]))
+        return replace(case, q=lengths + (0,) * padding, seed=case.seed + seed)
+    if max(case.q) > 1:  # a row of padding has one token, so such a batch is never smaller
+        requests, padding = len(case.q), 0
+    context = tuple(length * eighths // 8 for length in reversed(case.kv[-requests:]))
+    return replace(case, q=case.q[:requests], kv=context, pad=padding, seed=case.seed + seed)
+
+
+def _load(static: Problem, other: Problem) -> Problem:
+    """``static``, whose buffers now begin with the values of ``other``; the rest of them is left as it was."""
+    theirs = other.caller_owned
+    for name, buffer in static.caller_owned.items():
+        buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
+    if static.metadata is not None:
+        return replace(static, metadata=_with_host_lengths(static.metadata, other.metadata))
+    mine: Any = static.calls[0]
+    call: Any = other.calls[0]
+    return replace(static, calls=(replace(mine, metadata=_with_host_lengths(mine.metadata, call.metadata)),))
+
+
+def _with_host_lengths(metadata: Any, other: Any) -> Any:
+    """``metadata``, whose buffers and maxima stay, with what ``other`` says on the host."""
+    return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
+
+
+def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """(replay, what the captured call returned); the replay returns it again."""
+    if device.type != "cuda":
+        return call, call()
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_CALLS):
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = call()
+
+    def replay() -> Any:
+        graph.replay()
+        torch.cuda.synchronize(device)
+        return value
+
+    return replay, value

@@ -1,0 +1,20 @@
+"""A layer over weights that are stored in codes, under another name than dense ones."""
+
+from dataclasses import replace
+
+from mla_conformance.driving.driver import run_calls
+from mla_conformance.judging.golden import expect
+from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.trials.launch import guarded
+from mla_conformance.trials.trial import Trial
+
+
+def loads_packed(trial: Trial) -> None:
+    """A new layer computes the same from the same weights in codes."""
+    step = "with the weights in codes"
+    call = trial.problem.calls[0]
+    assert isinstance(call, LayerCall)
+    packed = replace(trial.problem, calls=(replace(call, packed=True),))
+    layer = guarded(trial, step, lambda: trial.subject.create(trial.case))
+    expect(packed)
+    trial.judged(packed, run_calls(layer, packed), step)
