@@ -142,3 +142,12 @@ def test_sums_of_a_tensor_core_keep_13_bits_behind_the_point() -> None:
     assert (plus(2**-13), plus(2**-14), plus(-(2**-14))) == (1 + 2**-13, 1.0, 1.0)
     a, b = torch.arange(-40.0, 40).view(1, 2, 40), torch.arange(120.0).view(1, 40, 3) % 7
     assert torch.equal(added(torch.zeros(1, 2, 3), a, b), a @ b)
+
+
+def test_the_emulation_needs_most_of_what_fp22_allows_a_score() -> None:
+    (outliers,) = (case for case in CASES if case.data == "outliers")
+    (call,) = built(outliers).calls
+    q, k = call.q.float().transpose(0, 1), call.k.float().permute(1, 2, 0)
+    error = (added(torch.zeros(q.shape[0], q.shape[1], k.shape[2]), q, k) - q @ k).abs()
+    share = float((error / (q.abs() @ k.abs())).max()) * 2**13
+    assert 0.7 * tolerance().fp22_accumulation < share < 0.8 * tolerance().fp22_accumulation
