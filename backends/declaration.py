@@ -7,6 +7,8 @@ declares nothing, such as one taken from vLLM unchanged, is held to the strictes
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 
 class LseClass(Enum):
     """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""
@@ -30,6 +32,8 @@ class Precision(Enum):
     """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
     SCALED_E4M3 = "scaled-e4m3"
     """P times 2^8."""
+    FP22 = "fp22"
+    """13 bits behind the point: what Hopper's tensor cores keep of sums of 8-bit products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +47,14 @@ class Rounding:
         p: P before the second product.
         partial_outputs: outputs of split keys before they are combined.
         dequantised_keys: keys of a cache of codes, with the values that they hold, after dequantisation.
+        accumulation: sums of products, of q with k and of P with v.
     """
 
     lse: LseClass = LseClass.EXACT
     p: Precision = Precision.MODEL
     partial_outputs: Precision = Precision.FLOAT32
     dequantised_keys: Precision = Precision.FLOAT32
+    accumulation: Precision = Precision.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Declaration:
 
     Attributes:
         rounding: rounding classes, verified by the judge.
+        e4m3_rounding: those that hold instead where q, k and v are e4m3; None if the kernel widens them.
         deviations: printed in the report.
         distributions: names of the installed distributions whose versions belong into the record.
         emulated: an emulation of a kernel; it is judged but never counts as certified.
@@ -73,11 +80,16 @@ class Declaration:
     """
 
     rounding: Rounding = field(default_factory=Rounding)
+    e4m3_rounding: Rounding | None = None
     deviations: tuple[Deviation, ...] = ()
     distributions: tuple[str, ...] = ()
     emulated: bool = False
     deterministic: bool = True
     batch_invariant: bool = False
+
+    def rounding_of(self, dtype: torch.dtype) -> Rounding:
+        """The classes for operands of this dtype."""
+        return self.e4m3_rounding or self.rounding if dtype == torch.float8_e4m3fn else self.rounding
 
 
 def declaration_of(backend: type) -> Declaration:

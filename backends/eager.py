@@ -1,8 +1,9 @@
 """EAGER: an honest tile-wise online-softmax kernel in plain PyTorch, for CPU and GPU.
 
 It rounds where a real kernel rounds: operands in the model's dtype, float32 accumulation, P rounded to the model's
-dtype before the second product, one rounding of the output. It is the suite's null driver and the base of the known
-defects, which override one of its steps. It is an emulation and never counts as a certified kernel.
+dtype before the second product, one rounding of the output. Operands in e4m3 are widened to bfloat16 first. It is the
+suite's null driver and the base of the known defects, which override one of its steps. It is an emulation and never
+counts as a certified kernel.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.registry import ClassesByPath
@@ -22,7 +24,12 @@ from mla_conformance.reference.quantization import E4M3_MAX
 class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
     """Online softmax over key tiles, one request after the other."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float8_e4m3fn,
+    ]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
     @staticmethod
@@ -78,6 +85,7 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [T, N, V] and LSE [N, T] of all requests, both float32."""
         check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
+        q, k, v = map(self._widened, (q, k, v))
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=torch.float32)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         for request in range(len(query_start_loc) - 1):
@@ -85,6 +93,10 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
             keys = slice(key_start_loc[request], key_start_loc[request + 1])
             output[rows], lse[:, rows] = self._finish(self._attend(q[rows], k[keys], v[keys], causal))
         return output, lse
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        """An operand as the steps compute with it."""
+        return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SoftmaxState:
         """State of one request: q [T, N, D], k [S, N, D], v [S, N, V]."""
@@ -108,9 +120,9 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
         out: torch.Tensor | None,
         output_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Round once: to the model's dtype, or to e4m3 codes of value / scale."""
+        """Round once: to the dtype that operands of ``dtype`` give, or to e4m3 codes of value / scale."""
         if output_scale is None:
-            result = accumulated.to(dtype)
+            result = accumulated.to(output_dtype(dtype))
         elif out is None or out.dtype != torch.float8_e4m3fn:
             got = "none" if out is None else str(out.dtype)
             raise UnsupportedConfiguration(f"output_scale expects a float8_e4m3fn out tensor, got {got}")

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, pad_head_dim
-from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, blank_lse, pad_head_dim
+from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -55,15 +55,16 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> Result:
         """See :class:`RaggedPrefillBackend`."""
-        if not self._takes(q.shape[-1], v.shape[-1]):
-            width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+        unit = ALIGNMENT // q.element_size()
+        if q.shape[-1] % unit or v.shape[-1] % unit or not self._takes(q.shape[-1], v.shape[-1]):
+            width = -(-max(q.shape[-1], v.shape[-1]) // unit) * unit
             q, k, v = (pad_head_dim(x, width) for x in (q, k, v))
         output, lse = self._kernel(aligned(q), aligned(k), aligned(v), batch)
         return output[..., : self.v_head_dim], blank_lse(lse, batch)
 
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
-        """Whether the kernel takes these head dims as they are."""
-        return qk_head_dim == v_head_dim and qk_head_dim % 8 == 0
+        """Whether the kernel takes these head dims, whose rows fill multiples of 16 bytes, as they are."""
+        return qk_head_dim == v_head_dim
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
         """Output [T, N, columns of v] and LSE [N, T]."""
@@ -126,12 +127,13 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
 class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
     """The package fa3-fwd, forward only and without float16; upstream's own build is used if that is installed."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "9.x"
     libraries: ClassVar[tuple[Library, ...]] = (Library("fa3_fwd_interface", "fa3-fwd", extra("fa3")),)
     upstream: ClassVar[Library] = Library("flash_attn_interface", "flash-attn-3", extra("fa3"))
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("fa3-fwd", "torch"),
+        e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
         deviations=(
             Deviation(
                 "q, k and v of unequal head dims only at 129-192 with 97-128 columns of v",
@@ -139,6 +141,7 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
             ),
             Deviation("LSE +inf where a whole call has no key; -inf in a single row", "such a call is not launched"),
             Deviation("the wheel fa3-fwd is built without float16", "declared unsupported"),
+            Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22"),
             _ALIGNED,
             _NO_OUT,
         ),
@@ -170,8 +173,7 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
         return {library.distribution: library.version(), "module": library.module, "variant": self.variant}
 
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
-        unequal = 128 < qk_head_dim <= 192 and 96 < v_head_dim <= 128
-        return (unequal and not (qk_head_dim % 8 or v_head_dim % 8)) or super()._takes(qk_head_dim, v_head_dim)
+        return (128 < qk_head_dim <= 192 and 96 < v_head_dim <= 128) or super()._takes(qk_head_dim, v_head_dim)
 
     def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
         output, lse, *_ = (

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
@@ -18,6 +19,7 @@ from mla_conformance.reference.dimensions import MLADimensions
 FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
 _TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
 _WORKSPACE_BYTES = 128 << 20
+_E4M3_HEAD_DIMS = (64, 128, 256)
 _DEVIATIONS = (
     Deviation("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),
     Deviation("0.6.13: LSE about -50000 in a row without keys", "-inf in the rows that the lengths say see no key"),
@@ -65,16 +67,26 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`RaggedPrefillBackend`."""
+        q, k, v = self._fitted(q, k, v)
         if batch.chunk_idx not in self._plans:
-            self._plans[batch.chunk_idx] = self._plan(q, batch)
+            self._plans[batch.chunk_idx] = self._plan(q, v.shape[-1], batch)
         wrapper = self._plans[batch.chunk_idx]
-        direct = out if out is not None and out.is_contiguous() and aligned(out) is out else None
+        fits = out is not None and out.shape[-1] == v.shape[-1] and out.is_contiguous() and aligned(out) is out
         natural = "lse_base" in inspect.signature(wrapper.run).parameters
         options: dict[str, Any] = {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
-        output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), out=direct, return_lse=True, **options)
-        return output, blank_lse(lse if natural else natural_heads_first(lse), batch)
+        options |= {"out": out if fits else None, "return_lse": True}
+        output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), *self._scales(q), **options)
+        return output[..., : self.v_head_dim], blank_lse(lse if natural else natural_heads_first(lse), batch)
 
-    def _plan(self, q: torch.Tensor, batch: RaggedBatch) -> Any:
+    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v with head dims that a kernel is compiled for."""
+        return operands
+
+    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Further arguments of a call."""
+        return ()
+
+    def _plan(self, q: torch.Tensor, v_columns: int, batch: RaggedBatch) -> Any:
         """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace(q.device), "NHD", backend=self.variant
@@ -84,13 +96,13 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
             batch.key_start_loc,
             self.num_heads,
             self.num_heads,
-            self.qk_nope_head_dim + self.qk_rope_head_dim,
-            head_dim_vo=self.v_head_dim,
+            q.shape[-1],
+            head_dim_vo=v_columns,
             causal=batch.causal,
             sm_scale=self.scale,
             q_data_type=q.dtype,
             kv_data_type=q.dtype,
-            o_data_type=q.dtype,
+            o_data_type=output_dtype(q.dtype),
         )
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
@@ -116,14 +128,38 @@ class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
 
 
 class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
-    """FlashInfer's Hopper kernels."""
+    """FlashInfer's Hopper kernels, those for operands in e4m3 among them."""
 
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "9.0"
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
+        deviations=(
+            *_DEVIATIONS,
+            Deviation("e4m3 kernels have one head dim, 64, 128 or 256", "padded with zeros, the output is sliced"),
+            Deviation("e4m3 operands need scales of each head", "scales of 1 are handed over"),
+            Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22"),
+        ),
+    )
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
         """Hopper."""
         return device_capability is not None and device_capability.major == 9
+
+    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if operands[0].dtype != torch.float8_e4m3fn:
+            return operands
+        widest = max(x.shape[-1] for x in operands)
+        width = min(width for width in _E4M3_HEAD_DIMS if width >= widest)
+        return tuple(pad_head_dim(x, width) for x in operands)
+
+    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Those of q, k and v [N]."""
+        if q.dtype != torch.float8_e4m3fn:
+            return ()
+        return (torch.ones(self.num_heads, dtype=torch.float32, device=q.device),) * 3
 
 
 class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):

@@ -13,11 +13,16 @@ class UnsupportedConfiguration(ValueError):
     """A backend refuses what it does not declare, before it launches anything (SPEC 3.8)."""
 
 
+def output_dtype(operands: torch.dtype) -> torch.dtype:
+    """Dtype of the unquantised output of operands of this dtype: their own, or bfloat16 of e4m3 ones (SPEC 3.1)."""
+    return torch.bfloat16 if operands == torch.float8_e4m3fn else operands
+
+
 class KernelBackend(ABC):
     """Name, requirements and evidence of a kernel.
 
     Attributes:
-        supported_dtypes: dtypes of the queries, of unquantised keys and values, and of the output.
+        supported_dtypes: dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`.
         declaration: rounding classes, deviations and packages, as data.
         needed_capability: the compute capabilities that the kernel runs on, for a person; empty if not restricted.
     """

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.reference.chunking import ContextChunk
 
 
@@ -98,7 +99,7 @@ def prefill_metadata(
     Args:
         query_lens: new tokens of each request.
         block_table: [B, max blocks] int32.
-        dtype: dtype of queries and output.
+        dtype: dtype of the queries, which gives that of the output.
         device: where the kernel reads the offsets.
         chunked_context: the plan of :func:`chunked_context_metadata`, or None without context.
 
@@ -116,6 +117,6 @@ def prefill_metadata(
         max_query_len=max(query_lens),
         chunked_context=chunked_context,
         q_data_type=dtype,
-        output_dtype=dtype,
+        output_dtype=output_dtype(dtype),
         query_lens_cpu=_int32(query_lens, torch.device("cpu")),
     )

@@ -11,6 +11,7 @@ import torch
 from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.packaged import LibraryKernel
 
@@ -81,7 +82,8 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
 
     def _nothing(self, q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of attention to no key."""
-        output = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim) if out is None else out
+        shape = (q.shape[0], self.num_heads, self.v_head_dim)
+        output = q.new_empty(shape, dtype=output_dtype(q.dtype)) if out is None else out
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         return output.zero_(), lse
 

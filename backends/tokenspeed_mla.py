@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -19,7 +19,7 @@ _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
     """One call a batch; the LSE needs no conversion but its layout."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "10.x"
     libraries: ClassVar[tuple[Library, ...]] = (
         _LIBRARY,
@@ -28,10 +28,12 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
     )
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("tokenspeed-mla", "nvidia-cutlass-dsl"),
+        e4m3_rounding=Rounding(p=Precision.E4M3),
         deviations=(
             Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
             Deviation("LSE [T, N]", "transposed"),
-            Deviation("the output is bfloat16 whatever the inputs are", "only bfloat16 is declared"),
+            Deviation("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
+            Deviation("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
             Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
         ),
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
-from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -25,10 +25,12 @@ _HEAD_DIMS = ((192, 128), (128, 128), (256, 256))
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
     """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
 
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "10.x"
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("flashinfer-python",),
+        e4m3_rounding=Rounding(p=Precision.SCALED_E4M3),
         deviations=(
             Deviation("LSE to base 2, [T, N]", "times ln 2, transposed"),
             Deviation(

@@ -27,6 +27,8 @@ class Roundoffs:
         exp: the exponential, in P and in the row sum alike.
         keys: keys that were stored as codes, and the values that they hold, after dequantisation.
         accumulation: rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes.
+        scores: sums of q·k, beyond that, relative to the sum of magnitudes.
+        values: sums of P·v, beyond that, relative to the sum of magnitudes.
     """
 
     p: float
@@ -38,6 +40,8 @@ class Roundoffs:
     exp: float
     accumulation: float
     keys: float = 0.0
+    scores: float = 0.0
+    values: float = 0.0
 
 
 def _terms(state: AttentionState) -> ErrorTerms:
@@ -60,10 +64,19 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
     floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
-    output = state.output.abs()
-    # A score off by d moves the output by p·d·(v - o): both parts count, since the roundings may have any signs.
-    keys = terms.score + terms.lse_score.mT.unsqueeze(-1) * output + terms.magnitude
-    return weights + roundoffs.output * output + floors + float32 + roundoffs.keys * keys
+    moved = _moved(state)
+    dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
+    keys = roundoffs.keys * (moved + terms.magnitude)
+    return weights + roundoffs.output * state.output.abs() + floors + float32 + dots + keys
+
+
+def _moved(state: AttentionState) -> torch.Tensor:
+    """[T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o).
+
+    Both parts count, since the errors may have any signs.
+    """
+    terms = _terms(state)
+    return terms.score + terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
 
 
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
@@ -76,6 +89,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
     systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
+    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)
     if roundoffs.keys:
         # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
         spread, shared, shift = _key_terms(state)
@@ -99,5 +113,5 @@ def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     score = _terms(state).lse_score
     float32 = score + state.lse.abs() + 1.0
     budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
-    budget = budget + roundoffs.keys * score
+    budget = budget + (roundoffs.keys + roundoffs.scores) * score
     return budget.masked_fill(state.lse == -torch.inf, 0.0)

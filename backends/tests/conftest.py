@@ -17,6 +17,7 @@ import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.chunking import ContextChunk
@@ -77,11 +78,11 @@ def exact(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, N, V] of q's dtype and natural LSE [N, T] float32; a row without keys is 0 and -inf."""
+    """Output [T, N, V] of the dtype that q's gives and natural LSE [N, T] float32; a row without keys is 0 and -inf."""
     state = attention(
         q, k, v, query_start_loc=queries.tolist(), key_start_loc=keys.tolist(), scale=scale, causal=causal
     )
-    return state.output.to(q.dtype), state.lse.float()
+    return state.output.to(output_dtype(q.dtype)), state.lse.float()
 
 
 @pytest.fixture
@@ -97,7 +98,9 @@ def conforms() -> Callable[..., MLAPrefillBackend]:
     ``atol`` is the error that a kernel's own roundings may have; a stand-in has none.
     """
 
-    def check(backend_class: type[MLAPrefillBackend], atol: float = 1e-5) -> MLAPrefillBackend:
+    def check(
+        backend_class: type[MLAPrefillBackend], atol: float = 1e-5, dtype: torch.dtype = torch.bfloat16
+    ) -> MLAPrefillBackend:
         backend = backend_class(
             num_heads=HEADS,
             scale=SCALE,
@@ -107,25 +110,26 @@ def conforms() -> Callable[..., MLAPrefillBackend]:
             v_head_dim=WIDTH,
             vllm_config=None,
         )
-        _new_tokens(backend, atol)
-        _context_chunk(backend, atol)
+        _new_tokens(backend, atol, dtype)
+        _context_chunk(backend, atol, dtype)
         return backend
 
     return check
 
 
-def _operands(tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _operands(tokens: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q with a row of NaN behind those that count; v the second half of a wider buffer, as in a model."""
     generator = torch.Generator().manual_seed(tokens + keys)
-    q = torch.randn(tokens + 1, HEADS, NOPE + ROPE, generator=generator).bfloat16()
+    q = torch.randn(tokens + 1, HEADS, NOPE + ROPE, generator=generator)
     q[tokens:] = torch.nan
-    k = torch.randn(keys, HEADS, NOPE + ROPE, generator=generator).bfloat16()
-    return q, k, torch.randn(keys, HEADS, NOPE + WIDTH, generator=generator).bfloat16()[..., NOPE:]
+    k = torch.randn(keys, HEADS, NOPE + ROPE, generator=generator)
+    wide = torch.randn(keys, HEADS, NOPE + WIDTH, generator=generator)
+    return q.to(dtype), k.to(dtype), wide.to(dtype)[..., NOPE:]
 
 
-def _new_tokens(backend: MLAPrefillBackend, atol: float) -> None:
-    q, k, v = _operands(12, 12)
-    backend.prepare_metadata(_metadata((3, 0, 9), None))
+def _new_tokens(backend: MLAPrefillBackend, atol: float, dtype: torch.dtype) -> None:
+    q, k, v = _operands(12, 12, dtype)
+    backend.prepare_metadata(_metadata((3, 0, 9), None, dtype))
     start = torch.tensor([0, 3, 3, 12])
     want = exact(q[:12], k, v, start, start, SCALE, True)
     result = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
@@ -137,9 +141,9 @@ def _new_tokens(backend: MLAPrefillBackend, atol: float) -> None:
     torch.testing.assert_close(out[:12], want[0], atol=atol, rtol=2.0**-8)
 
 
-def _context_chunk(backend: MLAPrefillBackend, atol: float) -> None:
-    q, k, v = _operands(9, 24)
-    backend.prepare_metadata(_metadata((3, 4, 2), (7, 0, 17)))
+def _context_chunk(backend: MLAPrefillBackend, atol: float, dtype: torch.dtype) -> None:
+    q, k, v = _operands(9, 24, dtype)
+    backend.prepare_metadata(_metadata((3, 4, 2), (7, 0, 17), dtype))
     queries, keys = torch.tensor([0, 3, 7, 9]), torch.tensor([0, 7, 7, 24])
     result = backend.run_prefill_context_chunk(0, q, k, v)
     _agree(result, exact(q[:9], k, v, queries, keys, SCALE, False), atol)
@@ -155,14 +159,14 @@ def _agree(result: Any, want: tuple[torch.Tensor, torch.Tensor], atol: float) ->
     torch.testing.assert_close(lse[:, :rows], want[1], atol=1e-5, rtol=1e-5)
 
 
-def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None) -> Any:
+def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: torch.dtype) -> Any:
     device = torch.device("cpu")
     plan = None
     if context is not None:
         chunk = ContextChunk((0,) * len(context), context)
         plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
     table = torch.zeros(len(queries), 1, dtype=torch.int32)
-    return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=device, chunked_context=plan)
+    return prefill_metadata(queries, block_table=table, dtype=dtype, device=device, chunked_context=plan)
 
 
 LATENT = 512

@@ -23,6 +23,7 @@ def _attend(kernel: Any, variant: Any, a: Any) -> Any:
     q, k, v = a["q"], a["k"], a["v"]
     assert variant in ("fa3", "fa4") or q.shape[-1] == v.shape[-1]
     assert all(x.data_ptr() % 16 == 0 and x.stride(-1) == 1 for x in (q, k, v))
+    assert all(x.shape[-1] * x.element_size() % 16 == 0 for x in (q, k, v))
     queries, keys = a["cu_seqlens_q"], a["cu_seqlens_k"]
     assert (a["max_seqlen_q"], a["max_seqlen_k"]) == (int(queries.diff().max()), int(keys.diff().max()))
     output, lse = kernel(q, k, v, queries, keys, a["softmax_scale"], a["causal"])
@@ -33,8 +34,10 @@ def _returns(variant: Any, result: Any) -> Any:
     return (*result, None) if variant == "fa2" else result
 
 
-@pytest.mark.parametrize("variant", _PACKAGES)
-def test_conventions(variant: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [*((name, torch.bfloat16) for name in _PACKAGES), ("fa3", torch.float8_e4m3fn)]
+)
+def test_conventions(variant: Any, dtype: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
     label, file, module = _PACKAGES[variant]
     asked = {"fa4": "return_lse"}.get(variant, "return_attn_probs")
 
@@ -44,7 +47,7 @@ def test_conventions(variant: Any, recorded: Any, installed: Any, kernel: Any, c
 
     function = recorded(label, f"{file}:flash_attn_varlen_func", call)
     installed(module, flash_attn_varlen_func=function)
-    conforms(_VARIANTS[variant])
+    conforms(_VARIANTS[variant], dtype=dtype)
 
 
 def test_conventions_of_torchs_own(monkeypatch: Any, kernel: Any, conforms: Any) -> None:

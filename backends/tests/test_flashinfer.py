@@ -22,7 +22,13 @@ def wrappers(request: Any, recorded: Any, installed: Any, kernel: Any) -> Any:
         plan = wrapper.planned
         assert a["q"].shape[0] == int(plan["qo_indptr"][-1])
         starts = (plan["qo_indptr"], plan["kv_indptr"])
+        assert (plan["head_dim_qk"], plan["head_dim_vo"]) == (a["q"].shape[-1], a["v"].shape[-1])
         output, lse = kernel(a["q"], a["k"], a["v"], *starts, plan["sm_scale"], plan["causal"])
+        assert plan["o_data_type"] == output.dtype
+        if plan["q_data_type"] == torch.float8_e4m3fn:
+            assert plan["head_dim_qk"] == plan["head_dim_vo"]
+            scales = [(scale.dtype, scale.tolist()) for scale in a["args"]]
+            assert scales == [(torch.float32, [1.0] * output.shape[1])] * 3
         lse = lse.clamp(min=-50000.0) if request.param.endswith("0.6.13") else lse
         lse = lse if a.get("lse_base") == "ln" else lse / math.log(2)
         lse = lse if a.get("lse_layout") == "HN" else lse.mT.contiguous()
@@ -51,6 +57,11 @@ def test_conventions(variant: Any, wrappers: Any, conforms: Any, monkeypatch: An
     conforms(backend)
     assert {w.planned["q_data_type"] for w in wrappers} == {torch.bfloat16}
     assert {(w.planned["head_dim_qk"], w.planned["head_dim_vo"]) for w in wrappers} == {(192, 128)}
+
+
+def test_operands_in_e4m3_have_one_head_dim_and_scales(wrappers: Any, conforms: Any) -> None:
+    conforms(FlashInferPrefillBackend.variants["fa3"], dtype=torch.float8_e4m3fn)
+    assert {w.planned["head_dim_qk"] for w in wrappers} == {256}
 
 
 def test_plans_once_for_each_batch(wrappers: Any, conforms: Any) -> None:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+import torch
+
 from mla_conformance.backends.tokenspeed_mla import TokenspeedMLAPrefillBackend
 
 _FUNCTION = "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill"
@@ -21,10 +24,11 @@ def _library(kernel: Any) -> Any:
     return call
 
 
-def test_conventions(recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_conventions(dtype: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
     call = recorded("tokenspeed-mla 2.0.4", _FUNCTION, _library(kernel))
     installed("tokenspeed_mla", tokenspeed_mla_prefill=call)
-    conforms(TokenspeedMLAPrefillBackend)
+    conforms(TokenspeedMLAPrefillBackend, dtype=dtype)
 
 
 def test_an_import_error_that_the_package_swallowed_is_reported(installed: Any) -> None:

@@ -33,11 +33,12 @@ def _library(kernel: Any, host_lengths: Any) -> Any:
     return call
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("version", _VERSIONS)
-def test_conventions(version: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
+def test_conventions(version: Any, dtype: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
     call = recorded(version, _FUNCTION, _library(kernel, "0.7" in version))
     installed("flashinfer.prefill", trtllm_ragged_attention_deepseek=call)
-    conforms(TrtllmRaggedPrefillBackend)
+    conforms(TrtllmRaggedPrefillBackend, dtype=dtype)
 
 
 def test_needs_blackwell() -> None:

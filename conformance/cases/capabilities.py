@@ -154,6 +154,12 @@ _VOCABULARY = (
         prefill_caselists.quant_output_fp8,
     ),
     _entry(
+        "fp8_operands",
+        "3.1",
+        "Operands in e4m3 are the values that they stand for; the output is bf16, held to P's declared class.",
+        prefill_caselists.fp8_operands,
+    ),
+    _entry(
         "decode",
         "6.2",
         "One query token a request attends, absorbed, to the request's cached latents.",

@@ -277,6 +277,29 @@ def quant_output_fp8() -> Iterator[Fields]:
     )
 
 
+def fp8_operands() -> Iterator[Fields]:
+    """q, k and v in e4m3: every entry, empty rows, tails that P in e4m3 loses unless it is scaled, any layout."""
+    yield from each(
+        [
+            new((1, 7, 64, 129), data="needle"),
+            chunk((3, 2), (2000, 129), heads=2, data="hot_ones"),
+            chunked((5, 9, 3), (64, 0, 700), data="needle"),
+            chunk((3, 4, 5, 2), (17, 0, 0, 33)),
+            new((65, 130), data="outliers"),
+            new((257, 1), data="rising_ones"),
+            chunk((5, 1, 33), (64, 9, 1000), data="large_logits"),
+            new((5, 64, 130), out=True, lse=False),
+            chunk((5, 9), (64, 33), layout=Layout.SLICED, pad=5),
+            new((5, 64), layout=Layout.ODD, data="needle"),
+            new((5, 64), dims="glm", heads=2, data="needle"),
+            chunk((5, 40), (70, 9), dims="16-8-40-32"),
+            new((5, 64), dims="128-0-128-512", lse=False),
+            chunked((5, 0, 1), (5, 40, 900), workspace=96, data="hot_tail"),
+        ],
+        dtype="e4m3",
+    )
+
+
 def no_side_effects() -> Iterator[Fields]:
     """Poison in everything that the lengths exclude, guard zones around everything that is written."""
     yield new((5, 64, 1), pad=3)

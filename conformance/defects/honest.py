@@ -16,6 +16,7 @@ from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_layer import HONEST_LAYERS
 from mla_conformance.defects.known import Judged
 from mla_conformance.defects.split_keys import joined
+from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands
 
 
 def _declares(rounding: Rounding) -> Declaration:
@@ -218,6 +219,8 @@ HONEST: tuple[type[Judged], ...] = (
     ScaledE4M3Weights,
     TwoPasses,
     ReciprocalScale,
+    E4M3Operands,
+    HopperE4M3Operands,
     *HONEST_DECODES,
     *HONEST_LAYERS,
 )

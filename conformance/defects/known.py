@@ -11,10 +11,11 @@ from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.cases.capabilities import CAPABILITIES
 
 _PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
+_FP8 = ("fp8_operands",)
 _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
 _DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
 _LAYER = ("layer_cache", "layer_batch", "layer_weights", "layer_graph")
-FAMILIES = (*_PREFILL, *_DECODE, *_DECODE_BATCHES, *_LAYER)
+FAMILIES = (*_PREFILL, *_FP8, *_DECODE, *_DECODE_BATCHES, *_LAYER)
 _KNOWN: dict[str, "KnownDefect"] = {}
 Judged = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""

@@ -109,7 +109,7 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
 
 def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
     out = _output_buffer(problem, call)
-    poison_allocator((*call.q.shape[:2], call.width), problem.dtype, problem.device, problem.case.poison)
+    poison_allocator((*call.q.shape[:2], call.width), problem.output_dtype, problem.device, problem.case.poison)
     try:
         if prepare:
             call.prepare(backend, problem)
@@ -125,7 +125,7 @@ def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:
     case = problem.case
     if call.chunk_idx is not None or not (case.out or case.quant == "fp8"):
         return None
-    dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.dtype
+    dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.output_dtype
     return Guarded.allocate((call.q.shape[0], case.heads, call.width), dtype, problem.device)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, declaration_of
+from mla_conformance.backends.declaration import Declaration, Rounding, declaration_of
 from mla_conformance.backends.decode import MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.layer.mla_layer import mla_backend
@@ -96,6 +96,7 @@ class Subject:
         declared = list(self._declarations.values())
         return Declaration(
             rounding=declared[0].rounding,
+            e4m3_rounding=declared[0].e4m3_rounding,
             deviations=tuple(dict.fromkeys(chain.from_iterable(d.deviations for d in declared))),
             distributions=tuple(dict.fromkeys(chain.from_iterable(d.distributions for d in declared))),
             emulated=any(d.emulated for d in declared),
@@ -110,7 +111,9 @@ class Subject:
         kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
         for role, declaration in (kernels or self._declarations).items():
             prefix = f"{role}: " if role is Role.DECODE and len(kernels) > 1 else ""
-            found |= {f"{prefix}{name}": value.value for name, value in vars(declaration.rounding).items()}
+            found |= _classes(declaration.rounding, prefix)
+            if declaration.e4m3_rounding is not None:
+                found |= _classes(declaration.e4m3_rounding, f"{prefix}e4m3 operands: ")
         return found
 
     @cached_property
@@ -190,6 +193,11 @@ class Subject:
 
 
 _DECLARED = {Role.LAYER: layer_declaration}
+
+
+def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
+    """Rounding classes by name, each name behind ``prefix``."""
+    return {f"{prefix}{name}": value.value for name, value in vars(rounding).items()}
 
 
 def _sizes(case: Case) -> dict[str, Any]:

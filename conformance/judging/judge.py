@@ -140,8 +140,8 @@ class _Judge:
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
-        declared = self.declaration.rounding
-        allowed = roundoffs(self.problem.dtype, declared, self.numbers, merged, part.keys, dequantised)
+        declared = self.declaration.rounding_of(self.problem.dtype)
+        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part)
         if part.lse is not None:
@@ -288,7 +288,7 @@ def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torch.Size, torch.dtype]]:
     case: Case = problem.case
     tokens = returned.call.q.shape[0]
-    out_dtype = problem.dtype if returned.out is None else returned.out.view.dtype
+    out_dtype = problem.output_dtype if returned.out is None else returned.out.view.dtype
     form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
     if returned.call.returns_lse(problem):
         form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))

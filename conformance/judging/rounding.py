@@ -8,6 +8,7 @@ from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.reference.error_budget import Roundoffs
 
+_FP22_ROUNDOFF = 2.0**-13
 _E4M3_ROUNDOFF = 2.0**-4
 _E4M3_FLOOR = 2.0**-10
 SCALED_P = 2.0**8
@@ -71,7 +72,7 @@ def roundoffs(
     """Unit roundoffs of a kernel.
 
     Args:
-        model: dtype of q, k, v and the output.
+        model: dtype of the output, and of q, k and v unless these are e4m3.
         declared: the classes that the adapter declares.
         numbers: the tolerance table.
         merged: how the result was merged, if it was.
@@ -81,6 +82,7 @@ def roundoffs(
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
     exact_result = merged is not None and not merged.stored
+    truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0
     return Roundoffs(
         p=p,
         p_floor=_p_floor(rounding.p, model),
@@ -91,4 +93,6 @@ def roundoffs(
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
         keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
+        scores=truncated * numbers.fp22_accumulation,
+        values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
     )

@@ -17,6 +17,8 @@ class Tolerance:
 
     float32_accumulation: float
     keys_per_step: float
+    fp22_accumulation: float
+    fp22_keys_per_step: float
     approximate_exp: float
     element_limit: float
     row_deviations: float

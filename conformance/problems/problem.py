@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import (
     MLACommonPrefillMetadata,
     chunked_context_metadata,
@@ -14,7 +15,7 @@ from mla_conformance.backends.metadata import (
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.hazards import Site
 from mla_conformance.problems.calls import AttentionCall, PrefillCall, Question
-from mla_conformance.problems.context import LatentContext, latent_context
+from mla_conformance.problems.context import Keys, LatentContext, latent_context
 from mla_conformance.problems.counter_normal import fill_normal
 from mla_conformance.problems.decode_problem import DecodeBatch
 from mla_conformance.problems.layer_problem import LayerBatch
@@ -52,6 +53,11 @@ class Problem:
     metadata: MLACommonPrefillMetadata | None
     output_scale: torch.Tensor | None
     whole: Question | None = None
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Dtype of unquantised results, and of the model behind operands in e4m3."""
+        return output_dtype(self.dtype)
 
     @property
     def is_merged(self) -> bool:
@@ -114,7 +120,8 @@ def assemble_metadata(
     """Metadata of a batch; its maxima are inflated as the case says."""
     width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     largest = max((chunk.num_tokens for chunk in chunks), default=0)
-    workspace = context.workspace if context else poison((max(1, largest), width), dtype, device, case.poison)
+    room = (max(1, largest), width)
+    workspace = context.workspace if context else poison(room, output_dtype(dtype), device, case.poison)
     planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
     if planned is not None:
         planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
@@ -135,8 +142,9 @@ class _Builder(Draw):
         return (self._call(chunk_idx, q, k, v, keys),), None
 
     def _chunked(self) -> tuple[tuple[PrefillCall, ...], LatentContext]:
-        context = latent_context(self.case, self.dtype, self.device, self.generator, self.regime)
-        new, chunks = context.new_tokens, context.chunk_keys
+        # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
+        context = latent_context(self.case, output_dtype(self.dtype), self.device, self.generator, self.regime)
+        new, *chunks = [self._cast(keys) for keys in (context.new_tokens, *context.chunk_keys)]
         locations = [chunk.key_start_loc for chunk in context.chunks]
         queries = start_loc(self.case.q)
         per_request = [
@@ -151,6 +159,10 @@ class _Builder(Draw):
         ]
         return tuple(calls), context
 
+    def _cast(self, keys: Keys) -> Keys:
+        k, v = keys
+        return k.to(self.dtype), v.to(self.dtype)
+
     def _random_keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         dims = self.case.dimensions
         k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
@@ -164,7 +176,7 @@ class _Builder(Draw):
         return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     def _queries(self, keys: list[torch.Tensor]) -> torch.Tensor:
-        """[T, N, P + R] in the model's dtype on the CPU."""
+        """[T, N, P + R] in the operands' dtype on the CPU."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
         for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):

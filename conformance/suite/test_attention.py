@@ -80,6 +80,11 @@ def test_dtypes(trial: Trial) -> None:
     trial.conforms()
 
 
+@pytest.mark.capability("fp8_operands")
+def test_fp8_operands(trial: Trial) -> None:
+    trial.conforms()
+
+
 @pytest.mark.capability("combinations")
 def test_combinations(trial: Trial) -> None:
     trial.conforms()

@@ -1,0 +1,153 @@
+"""Operands in e4m3: what the cases hold, what the output must be, and which classes of rounding are told apart."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
+from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.rounding import roundoffs
+from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.reference.attention import attention
+from mla_conformance.reference.quantization import quantize_e4m3
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.trial import Trial
+
+CPU = torch.device("cpu")
+CASES = CAPABILITIES["fp8_operands"].cases
+NEW = Case.parse("fp8_operands:dtype=e4m3;dims=small;q=[5,9]")
+TAIL = CASES[1]
+
+
+def verdict(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Verdict:
+    """Of a backend, with class attributes of its own."""
+    subject = Subject.of("EAGER", CPU)
+    subject.__dict__["prefill_class"] = type(backend.__name__, (backend,), attributes)
+    return execute(Trial(subject, case))
+
+
+def built(case: Case) -> Problem:
+    return build_problem(case, CPU)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_operands_are_codes_of_the_values_that_were_drawn(case: Case) -> None:
+    narrow, wide = built(case), built(replace(case, dtype="fp32" if case.call != "chunked_context" else "bf16"))
+    assert (narrow.dtype, narrow.output_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    for codes, drawn in zip(narrow.calls, wide.calls, strict=True):
+        counted = codes.key_start_loc[-1]
+        for name in ("k", "v"):
+            values = getattr(drawn, name)[:counted]
+            assert torch.equal(getattr(codes, name)[:counted].float(), quantize_e4m3(values, 1.0).float())
+        assert codes.q.dtype == torch.float8_e4m3fn
+        # None saturates: the largest code is no value that was clamped.
+        assert float(codes.q[: narrow.query_start_loc[-1]].float().abs().max()) < 448
+
+
+def test_the_cases_drive_every_entry_and_hold_rows_without_keys() -> None:
+    assert {case.call for case in CASES} == {"new_tokens", "context_chunk", "chunked_context"}
+    assert {case.dtype for case in CASES} == {"e4m3"}
+    (empty,) = (case for case in CASES if case.call == "context_chunk" and 0 in case.kv)
+    assert bool((expect(built(empty)).calls[0].lse == -torch.inf).any())
+
+
+def test_golden_is_attention_to_the_widened_codes() -> None:
+    problem = built(NEW)
+    (call,) = problem.calls
+    q, k, v = (x.double() for x in (call.q, call.k, call.v))
+    rows, keys = problem.query_start_loc, call.key_start_loc
+    want = attention(q, k, v, query_start_loc=rows, key_start_loc=keys, scale=NEW.softmax_scale, causal=True)
+    (state,) = expect(problem).calls
+    assert torch.equal(state.output, want.output) and torch.equal(state.lse, want.lse)
+
+
+def test_metadata_and_workspace_are_those_of_the_model() -> None:
+    metadata = built(CASES[2]).metadata
+    assert metadata is not None and metadata.chunked_context is not None
+    assert (metadata.q_data_type, metadata.output_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    assert metadata.chunked_context.workspace.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+def test_another_dtype_of_the_output_fails(dtype: torch.dtype) -> None:
+    def store(self: Any, accumulated: torch.Tensor, *_: Any) -> torch.Tensor:
+        return accumulated.to(dtype)
+
+    found = verdict(EagerPrefillBackend, _store=store)
+    assert found.check is Check.DTYPE and f"expected output of torch.bfloat16, got {dtype}" in found.message
+
+
+def test_p_in_e4m3_must_be_declared() -> None:
+    assert verdict(E4M3Operands).status is Status.PASS
+    assert verdict(E4M3Operands, declaration=Declaration(emulated=True)).check is Check.OUTPUT
+
+
+class Unscaled(E4M3Operands):
+    """P as it is."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p.to(torch.float8_e4m3fn).float()
+
+
+def test_p_without_its_scale_loses_a_tail_unless_that_is_declared() -> None:
+    honest = Declaration(e4m3_rounding=Rounding(p=Precision.E4M3), emulated=True)
+    assert verdict(E4M3Operands, TAIL).status is Status.PASS
+    assert verdict(Unscaled, TAIL).check is Check.OUTPUT
+    assert verdict(Unscaled, TAIL, declaration=honest).status is Status.PASS
+
+
+def test_classes_for_e4m3_hold_for_e4m3_alone() -> None:
+    declared = HopperE4M3Operands.declaration
+    assert declared.rounding_of(torch.bfloat16) == Rounding()
+    assert declared.rounding_of(torch.float8_e4m3fn) == declared.e4m3_rounding
+    coarse = Declaration(rounding=Rounding(p=Precision.FLOAT16))
+    assert coarse.rounding_of(torch.float8_e4m3fn) == coarse.rounding
+
+
+def test_the_report_names_classes_for_e4m3() -> None:
+    subject = Subject.of(f"{E4M3Operands.__module__}:{E4M3Operands.__name__}", CPU)
+    assert subject.rounding["p"] == "model"
+    assert subject.rounding["e4m3 operands: p"] == "scaled-e4m3"
+    assert not any("e4m3 operands" in name for name in Subject.of("TORCH_SDPA", CPU).rounding)
+
+
+def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
+    found = execute(Trial(Subject.of("TORCH_SDPA", CPU), NEW))
+    assert (found.status, found.message) == (Status.UNSUPPORTED, "dtype torch.float8_e4m3fn not supported")
+
+
+@pytest.mark.parametrize(("keys", "steps"), [(1, 16), (256, 16), (4000, 250)])
+def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int) -> None:
+    narrow = roundoffs(torch.bfloat16, Rounding(accumulation=Precision.FP22), tolerance(), keys=keys)
+    exact = roundoffs(torch.bfloat16, Rounding(), tolerance(), keys=keys)
+    assert (narrow.scores, narrow.values) == (16 * 2**-13, steps * 2**-13)
+    assert replace(narrow, scores=0.0, values=0.0) == exact
+
+
+def test_sums_of_a_tensor_core_keep_13_bits_behind_the_point() -> None:
+    one = torch.ones(1, 1, 1)
+
+    def plus(value: float) -> float:
+        return float(added(one, torch.full((1, 1, 1), value), one))
+
+    assert (plus(2**-13), plus(2**-14), plus(-(2**-14))) == (1 + 2**-13, 1.0, 1.0)
+    a, b = torch.arange(-40.0, 40).view(1, 2, 40), torch.arange(120.0).view(1, 40, 3) % 7
+    assert torch.equal(added(torch.zeros(1, 2, 3), a, b), a @ b)
+
+
+def test_the_emulation_needs_most_of_what_fp22_allows_a_score() -> None:
+    (outliers,) = (case for case in CASES if case.data == "outliers")
+    (call,) = built(outliers).calls
+    q, k = call.q.float().transpose(0, 1), call.k.float().permute(1, 2, 0)
+    error = (added(torch.zeros(q.shape[0], q.shape[1], k.shape[2]), q, k) - q @ k).abs()
+    share = float((error / (q.abs() @ k.abs())).max()) * 2**13
+    assert 0.7 * tolerance().fp22_accumulation < share < 0.8 * tolerance().fp22_accumulation
