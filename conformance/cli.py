@@ -1,6 +1,7 @@
 """The command line. Exit status: 0 all judged capabilities hold, 1 one failed, 2 usage, 3 nothing could be judged."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -124,6 +125,7 @@ def _with_markers(path: Path) -> str:
 
 def _bench(options: argparse.Namespace) -> int:
     from mla_conformance.bench import golden, kernels, metadata, suite
+    from mla_conformance.running.certify import environment
 
     selection = select([options.suite] if options.suite else [], options.device, tier=options.tier)
     device = selection.device
@@ -137,6 +139,8 @@ def _bench(options: argparse.Namespace) -> int:
         lines = suite.split(options.suite, selection.tier, device)
     else:
         lines = chain(golden.compare(device.type), suite.plugin_cost())
+    where = environment(selection)
+    say(f"device {where['device']} · torch {where['torch']} · {os.cpu_count()} cores · suite {where['suite']}")
     for line in lines:
         say(line)
     return 0

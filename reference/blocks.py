@@ -47,13 +47,13 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
     """
     gpu = device.type == "cuda"
     lane = _workspace(device) // (LANES if gpu else 1)
-    group, rows = min(heads, 8 if gpu else 4), 2048 if gpu else 128
+    group, rows, step = (min(heads, 8), 2048, 256) if gpu else (min(heads, 4), 128, 32)
     width = _rounded(int(0.625 * lane) // (pair_bytes * group * rows), 512, 2 * rows)
     # A row and its sums take half as much again as a key. A triangle has as many keys as rows, and when its keys are
     # there those of a span no longer are.
     panel = _rounded(int(0.375 * lane) // (group * key_bytes * 5 // 2), rows, 4 * rows)
     span = _rounded(int(0.15 * lane) // (group * key_bytes), width)
-    return Blocks(heads=group, panel=panel, queries=rows, step=rows // 8, keys=width, span=span)
+    return Blocks(heads=group, panel=panel, queries=rows, step=step, keys=width, span=span)
 
 
 def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:

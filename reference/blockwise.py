@@ -1,18 +1,19 @@
 """Golden attention in blocks: the values of `attention`, within a bounded workspace and near the machine's speed.
 
-The keys that a row sees are the first so many of its request, so causal, unmasked and sampled rows are one algorithm:
-row i sees keys 0 … n_i - 1, a block past n_i is skipped, and only a block that n_i cuts is masked.
+The keys that a row sees are the first so many of its request, so causal, unmasked and sampled rows are one algorithm,
+which `panel` cuts into products without waste but for a narrow edge.
 
 A sum of e^(s - c) needs no running maximum: float64 holds any c within 600 of it. Error terms are sums of positive
 products, for which two digits do; they are made of low-precision copies on the matrix units, whose exponents reach
-e^±87. c comes from |s| <= |scale|·|q|·|k|; where the sums show that this was too far off, all is done again with the
-exact maximum. Operands that are not finite, and batches of small requests, are left to the definition.
+e^±87. c comes from |s| <= |scale|·|q|·|k|; where the sums show that this was too far off, a panel is done again with
+the exact maximum. Operands that are not finite, and batches of small requests, are left to the definition.
 
 The floor, for each pair of a query and a visible key, of D = P + R and V columns:
   float64   2D + 2V operations (640 for R1's dims) and one exponential;
   terms     2D + 6V operations in low precision (1152);
   memory    on a GPU 8 bytes for the scores, 24 for the exponential and its products, 16 for reading them again.
-On an H200 (59.7 TFLOP/s in float64, 4.8 TB/s) that is 10.7 + 1.5 ps of arithmetic and 10 ps of memory.
+On an H200 (59.7 TFLOP/s in float64, 4.8 TB/s) that is 10.7 + 1.5 ps of arithmetic and 10 ps of memory. PyTorch's
+kernels, one after the other, take 7.9 for the scores, 6.2 for the exponential, 4.9 for p·v and 3.4 for the terms.
 """
 
 import math

@@ -63,10 +63,9 @@ class Panel:
     def extremes(self, sums: RowSums) -> Tensor:
         """Those of the rows that see a key; [2] float64."""
         none = bisect_left(range(self.rows.start, self.rows.stop), 1, key=self.request.visible)
-        seeing = sums.map(cut(slice(none, self._length)))
-        return (
-            seeing.extremes() if none < self._length else torch.ones(2, dtype=torch.float64, device=sums.totals.device)
-        )
+        if none == self._length:
+            return torch.ones(2, dtype=torch.float64, device=sums.totals.device)
+        return sums.map(cut(slice(none, self._length))).extremes()
 
     def own(self, sums: RowSums) -> RowSums:
         """The sums without rows that only fill a block."""

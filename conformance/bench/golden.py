@@ -1,13 +1,14 @@
-"""Time and extra memory of the golden pass beside the definition and other projects' references, on the same inputs.
+"""Time and workspace of the golden pass beside the definition and other projects' references, on the same inputs.
 
-On a CPU each measurement has a process of its own, so that peaks are its own; a GPU's are counted by its allocator.
+The workspace is the most that is allocated at a time beside operands and results. On a CPU each measurement has a
+process of its own, so that peaks are its own; a GPU's are counted by its allocator.
 """
 
 import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -41,7 +42,7 @@ def compare(device: str) -> Iterator[str]:
 
 def scale(device: str) -> Iterator[str]:
     """A table of the golden pass over contexts and heads; rows are chosen where all are too much."""
-    yield "heads    keys   rows       time      memory   useful TFLOP/s"
+    yield "heads    keys   rows       time   workspace   useful TFLOP/s"
     for shape in _SCALES[device]:
         measured = _process(device, "scale", shape)
         rows = min(shape.queries, int(measured.get("rows", shape.queries)))
@@ -84,16 +85,32 @@ def _measure(device: torch.device, name: str, shape: Shape) -> Measured:
         operands = Operands.of(shape, device)
         before = _peak(device, reset=True)
         work = (lambda: golden(operands, rows)) if name == "scale" else (lambda: FORMULAS[name](operands))
+        workspace = _workspace(device, before, work)
         timing = timed(work, device, 3 if name == "scale" else REPETITIONS)
     except torch.cuda.OutOfMemoryError:
         return {"error": "out of memory"}
     return {
         "seconds": timing.median,
         "timing": str(timing),
-        "megabytes": _peak(device) - before,
+        "megabytes": workspace,
         "tflops": operations / timing.median / 1e12,
         "rows": len(rows) if rows else shape.queries,
     }
+
+
+def _workspace(device: torch.device, before: float, work: Callable[[], object]) -> float:
+    """Megabytes that a first run takes beside its results."""
+    result = work()
+    return _peak(device) - before - sum(x.numel() * x.element_size() for x in _tensors(result)) / 1e6
+
+
+def _tensors(result: object) -> Iterator[torch.Tensor]:
+    """The tensors of a tuple, or of a value object and those in it."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif result is not None:
+        for part in result if isinstance(result, tuple) else vars(result).values():
+            yield from _tensors(part)
 
 
 def _peak(device: torch.device, reset: bool = False) -> float:

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.cases.case import Case, Order
+from mla_conformance.driving.selector_config import decode_config, prefill_config
 
 _COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
 
@@ -65,23 +64,9 @@ def _kernel_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: Devi
     prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
     reasons: list[str] = []
     if prefill is not None and case.decodes < len(case.q):
-        config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
-        reasons += (f"prefill: {reason}" for reason in prefill.validate_configuration(capability, config))
+        asked = prefill.validate_configuration(capability, prefill_config(case, dtype))
+        reasons += (f"prefill: {reason}" for reason in asked)
     if decode is not None and case.decodes:
-        reasons += (
-            f"decode: {reason}" for reason in decode.validate_configuration(capability, _decode_config(case, dtype))
-        )
+        asked = decode.validate_configuration(capability, decode_config(case, dtype))
+        reasons += (f"decode: {reason}" for reason in asked)
     return reasons
-
-
-def _decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
-    queries = case.decode_queries
-    return MLADecodeSelectorConfig(
-        dtype=dtype,
-        kv_cache_dtype=case.cache,
-        block_size=case.page,
-        kv_lora_rank=case.kv_lora_rank,
-        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
-        max_query_len=max(queries),
-        uniform=len(set(queries)) == 1,
-    )

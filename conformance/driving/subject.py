@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding, declaration_of
-from mla_conformance.backends.decode import MLADecodeBackend, MLADecodeSelectorConfig
-from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import (
     BackendReference,
@@ -27,6 +27,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.device_needs import device_reasons
 from mla_conformance.driving.layer import Layer
 from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
+from mla_conformance.driving.selector_config import decode_config, prefill_config
 from mla_conformance.problems.problem import TORCH_DTYPES
 
 
@@ -160,14 +161,13 @@ class Subject:
         if case.role is Role.LAYER:
             reasons = layer_reasons(self.layer_class, case, dtype, self.capability)
         elif case.role is Role.DECODE:
-            reasons = list(self.decode_class.validate_configuration(self.capability, _decode_config(case, dtype)))
+            reasons = list(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
         else:
             reasons = self._unsupported_prefill(case, dtype)
         return reasons or device_reasons(case, self.device, self.class_of(case.role))
 
     def _unsupported_prefill(self, case: Case, dtype: torch.dtype) -> list[str]:
-        config = MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
-        reasons = list(self.prefill_class.validate_configuration(self.capability, config))
+        reasons = list(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
         if case.merge == "own" and not hasattr(self.prefill_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "fp8" and not reasons:
@@ -211,16 +211,3 @@ def _sizes(case: Case) -> dict[str, Any]:
         "qk_rope_head_dim": dims.qk_rope_head_dim,
         "v_head_dim": dims.v_head_dim,
     }
-
-
-def _decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
-    return MLADecodeSelectorConfig(
-        dtype=dtype,
-        kv_cache_dtype=case.cache,
-        block_size=case.page,
-        kv_lora_rank=case.kv_lora_rank,
-        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
-        max_query_len=max(case.q),
-        uniform=len(set(case.q)) == 1,
-        dcp_world_size=case.ranks,
-    )

@@ -61,7 +61,16 @@ def test_the_split_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{len(few['new_tokens'].smoke)} cases" in line
 
 
-def test_the_command_prints_its_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_workspace_leaves_out_operands_and_results() -> None:
+    result = AttentionState(torch.zeros(4, 2, 8, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64))
+    assert sorted(x.shape for x in golden._tensors((result, torch.zeros(3)))) == [(2, 4), (3,), (4, 2, 8)]
+
+
+def test_the_command_prints_where_it_runs_and_its_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(golden, "_SCALES", {"cpu": [Shape(1, 8, 8)]})
     assert main(["bench", "--scale", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.split()[:3] == ["heads", "keys", "rows"]
+    where, table, *_ = capsys.readouterr().out.splitlines()
+    assert where.startswith(f"device cpu · torch {torch.__version__}")
+    assert table.split()[:3] == ["heads", "keys", "rows"]

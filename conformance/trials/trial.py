@@ -98,7 +98,7 @@ class Trial:
         need = memory_need(self.case, kind)
         free = wait_for_memory(self.subject.device, need, seconds)
         if free < need:
-            found = f"needs at least {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {seconds:.0f} s"
+            found = f"may need {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {seconds:.0f} s"
             self._settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:

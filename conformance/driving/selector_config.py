@@ -1,0 +1,28 @@
+"""What a case asks of a backend, in the form that backends are validated against."""
+
+import torch
+
+from mla_conformance.backends.decode import MLADecodeSelectorConfig
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+
+
+def prefill_config(case: Case, dtype: torch.dtype) -> MLAPrefillSelectorConfig:
+    """For the prefills of a case."""
+    return MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
+
+
+def decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
+    """For the decodes of a case, which are all of its requests or some of a layer's batch."""
+    queries = case.decode_queries if case.role is Role.LAYER else case.q
+    return MLADecodeSelectorConfig(
+        dtype=dtype,
+        kv_cache_dtype=case.cache,
+        block_size=case.page,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
+        max_query_len=max(queries),
+        uniform=len(set(queries)) == 1,
+        dcp_world_size=case.ranks,
+    )
