@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.tiles import Keys, LowKeys, View
-from mla_conformance.reference.weights import Weights, weigh
+from mla_conformance.reference.weights import Products, weigh, weigh_with_products
 
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
@@ -27,14 +27,12 @@ class TermSums:
     absolute: Tensor
     largest: Tensor
 
-    def add(self, weights: Weights, keys: LowKeys) -> None:
+    def add(self, products: Products, keys: LowKeys) -> None:
         """Add a tile."""
-        assert weights.products is not None and weights.largest is not None
-        p, weighted, squared = weights.products
+        p, weighted, squared = products
         _accumulate(self.magnitude, p, keys.v)
         _accumulate(self.score, weighted, keys.v)
         _accumulate(self.squares, squared, keys.squared)
-        torch.maximum(self.largest, weights.largest, out=self.largest)
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,13 @@ class RowSums:
 
     def add(self, scores: Tensor, magnitudes: Tensor | None, keys: Keys) -> None:
         """Add a tile's keys with scores and score magnitudes [h, r, c], which are overwritten."""
-        weights = weigh(scores if self.shift is None else scores.sub_(self.shift), magnitudes)
-        self.totals.add_(weights.sums)
+        if self.shift is not None:
+            scores.sub_(self.shift)
+        if self.terms is None or magnitudes is None or keys.low is None:
+            weigh(scores, self.totals)
+        else:
+            self.terms.add(weigh_with_products(scores, magnitudes, self.totals, self.terms.largest), keys.low)
         self.output.baddbmm_(scores, keys.v)
-        if self.terms is not None and keys.low is not None:
-            self.terms.add(weights, keys.low)
 
     def set_absolute(self, absolute: Tensor) -> None:
         """Set Σ |v| of the visible keys, which takes no weights."""
