@@ -113,7 +113,7 @@ class Panel:
         for band, queries in self._bands():
             part = sums.map(band.rows)
             for keys, scores in band.scores(queries):
-                part.add(scores, keys.low and keys.low.bounds(queries.low), keys)
+                part.add(scores, None if keys.low is None else keys.low.bounds(queries.low), keys)
                 yield
 
     def _absolute(self, low: torch.dtype) -> Tensor:
