@@ -12,17 +12,15 @@ from typing import Any
 RECORDS = Path(__file__).parent / "certificates"
 _SECTION = re.compile(r"(<!-- h200:begin -->\n).*?(<!-- h200:end -->)", re.DOTALL)
 _HEAD = (
-    "| kernel | version | passed | failed | unsupported | worst of budget | LSE class |\n|---|---|---|---|---|---|---|"
+    "| kernel | version | date | passed | failed | unsupported | not judged | worst of budget | LSE class |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def table(folder: Path) -> str:
     """The Markdown table of one device's records."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    where = {
-        f"{r['environment']['device']}, torch {r['environment']['torch']}, suite {r['suite']}, {r['date']}"
-        for r in records
-    }
+    where = {f"{r['environment']['device']}, torch {r['environment']['torch']}, suite {r['suite']}" for r in records}
     return "\n".join([*sorted(where), "", _HEAD, *map(_row, records)])
 
 
@@ -34,10 +32,12 @@ def _row(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     worst = max((entry["share"] for entry in record["error_budget_used"].values()), default=0.0)
     emulated = " (emulated, never certified)" if record["emulated"] else ""
-    cells = [record["backend"] + emulated, versions, f"{counts['passed']}/{counts['listed']}", counts["failed"]]
-    return (
-        "| " + " | ".join(map(str, [*cells, counts["unsupported"], f"{worst:.2f}", record["rounding"]["lse"]])) + " |"
-    )
+    open_ = counts["listed"] - counts["passed"] - counts["failed"] - counts["unsupported"]
+    cells = [
+        *(record["backend"] + emulated, versions, record["date"], f"{counts['passed']}/{counts['listed']}"),
+        *(counts["failed"], counts["unsupported"], open_, f"{worst:.2f}", record["rounding"]["lse"]),
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def rewrite(readme: str) -> str:

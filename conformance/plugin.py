@@ -255,10 +255,12 @@ def trial(request: pytest.FixtureRequest) -> Iterator["Trial"]:
         if current.verdict.status is not Status.UNSUPPORTED:
             raise
         pytest.skip(f"{subject.name} unsupported: {unsupported}")
+    _disarm(request.config)  # to wait for what others hold is not the backend's time
     try:
         current.require_memory(_MEMORY_PATIENCE)
     except Nonconformance as lacking:
         pytest.skip(f"{subject.name} unavailable: {lacking}")
+    _arm(request.config)
     yield current
 
 

@@ -41,9 +41,8 @@ def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> 
 
 
 def _memory_reasons(case: Case, device: torch.device) -> list[str]:
-    needed = needed_bytes(case)
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if free >= needed:
+    """What others hold of a device at the moment is no reason: a trial waits for it."""
+    needed, whole = needed_bytes(case), torch.cuda.get_device_properties(device).total_memory
+    if whole >= needed:
         return []
-    return [f"needs {needed / _GIB:.0f} GiB of free device memory, {free / _GIB:.0f} GiB are free"]
+    return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]

@@ -1,6 +1,7 @@
 """What judging a case takes, so that one that does not fit is unavailable with the need stated."""
 
 from mla_conformance.cases.case import Call, Case
+from mla_conformance.driving.reach import needed_bytes
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
 
 MOST_OPERATIONS = {"cpu": 1e12}
@@ -20,7 +21,8 @@ def memory_need(case: Case, device_type: str) -> int:
     projected = 3 * 8 * min(case.workspace, keys) * (dims.qk_nope_head_dim + dims.v_head_dim)
     judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
     results = _RESULT_COPIES * 8 * judged * dims.v_head_dim
-    return _WORKSPACE + case.heads * (inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0))
+    far = 0 if case.far == "none" else needed_bytes(case)
+    return far + _WORKSPACE + case.heads * (inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0))
 
 
 def operations_of(case: Case) -> float:

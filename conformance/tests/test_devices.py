@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
+from mla_conformance.driving.device_needs import device_reasons
+from mla_conformance.driving.reach import needed_bytes
 from mla_conformance.driving.subject import Subject
 from mla_conformance.isolation.devices import VISIBLE, jit_caches, take_place, use_gpu, use_jit_cache, visible_gpus
 from mla_conformance.judging.needs import memory_need
@@ -144,3 +149,15 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
 def test_the_need_grows_with_the_case() -> None:
     small, large = (memory_need(Case(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
     assert 2**28 < small < 2**29 < large
+
+
+def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Case(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far="k32")
+    near = replace(far, capability="context_chunk", far="none")
+    assert memory_need(far, "cuda") - memory_need(near, "cuda") == needed_bytes(far)
+    device = SimpleNamespace(total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert device_reasons(far, CUDA, EagerPrefillBackend) == []
+    device.total_memory = 8 << 30
+    told = "needs a device with 18 GiB of memory, this one has 8 GiB"
+    assert device_reasons(far, CUDA, EagerPrefillBackend) == [told]
