@@ -27,7 +27,10 @@ def kernels(name: str, device: torch.device) -> list[str]:
     subject = Subject.of(name, device)
     if subject.unavailable:
         return []
-    problem = build_problem(_CASES[subject.roles[0]], device)
+    runnable = [case for case in _CASES.values() if not subject.missing_role(case)]
+    if not runnable:
+        return []
+    problem = build_problem(runnable[0], device)
     backend, call = subject.create(problem.case), problem.calls[0]
     run_calls(backend, problem)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
