@@ -73,7 +73,13 @@ def _entry(
     needs: str = "",
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, built[:_SMOKE_CASES], probes_refusals, needs)
+    return Capability(name, clause, definition, built, _smoke(built), probes_refusals, needs)
+
+
+def _smoke(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """The first cases, and the first of each role that is not among them: a decode has its laws too."""
+    first = {case.role: case for case in reversed(cases)}
+    return tuple(dict.fromkeys((*cases[:_SMOKE_CASES], *first.values())))
 
 
 _VOCABULARY = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier, nightly_cases
+from mla_conformance.cases.capabilities import CAPABILITIES, Capability, Tier, nightly_cases
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.combinations import (
     COMBINATIONS,
@@ -55,3 +55,9 @@ def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
     for case in LONG_CONTEXTS:
         assert 2e9 < memory_need(case, "cuda") < 130e9, case.id
         assert operations_of(case) > 1e12
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES.values(), ids=list(CAPABILITIES))
+def test_the_smoke_tier_meets_every_role(capability: Capability) -> None:
+    assert {case.role for case in capability.smoke} == {case.role for case in capability.cases}
+    assert capability.smoke[0] is capability.cases[0]
