@@ -34,7 +34,7 @@ class ThreeHeads(EagerPrefillBackend):
 
 class Dies(EagerPrefillBackend):
     def _batch(self, *args, **more):
-        if self.num_heads == 11:
+        if self.num_heads >= 11:
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._batch(*args, **more)
 
@@ -117,7 +117,7 @@ def test_a_wrong_backend_is_found_and_its_case_made_small(tmp_path: Path, capsys
 def test_a_drawn_case_that_kills_its_process_is_named(tmp_path: Path) -> None:
     status, explored = certified(tmp_path, "Dies", 60)
     (failure,) = explored["failures"]
-    assert status == 1 and failure["status"] == "crash" and Case.parse(failure["case"]).heads == 11
+    assert status == 1 and failure["status"] == "crash" and Case.parse(failure["case"]).heads >= 11
 
 
 def test_a_backend_that_declares_nothing_of_it_is_unsupported(tmp_path: Path) -> None:
