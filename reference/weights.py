@@ -1,5 +1,6 @@
 """From scores to weights: the exponential in float64, its sums, and the products that error terms are made of."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -23,10 +24,9 @@ def weigh_with_products(scores: Tensor, magnitudes: Tensor, totals: Tensor, larg
     As separate operations this moves 44 bytes an element of a GPU's memory, as one kernel 24. That one serves bfloat16
     only, which large problems are given, since it takes a second to compile.
     """
-    if magnitudes.dtype == torch.bfloat16 and scores.is_cuda and _has_triton():
-        from mla_conformance.reference.gpu_weights import weigh_on_gpu
-
-        return weigh_on_gpu(scores, magnitudes, totals, largest)
+    kernel = _kernel() if magnitudes.dtype == torch.bfloat16 and scores.is_cuda else None
+    if kernel is not None:
+        return kernel(scores, magnitudes, totals, largest)
     low = scores.exp_().to(magnitudes.dtype)
     weighted = magnitudes.mul_(low)
     totals.add_(torch.stack((scores.sum(-1), weighted.sum(-1, dtype=torch.float64)), dim=-1))
@@ -35,5 +35,15 @@ def weigh_with_products(scores: Tensor, magnitudes: Tensor, totals: Tensor, larg
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor], Products] | None:
+    """The kernel, tried once; None where there is no Triton, or nothing that it compiles with."""
+    if find_spec("triton") is None:
+        return None
+    scores, sums = torch.zeros(1, 1, 1, device="cuda"), torch.zeros(1, 1, 2, device="cuda")
+    try:
+        from mla_conformance.reference.gpu_weights import weigh_on_gpu
+
+        weigh_on_gpu(scores.double(), scores.bfloat16(), sums.double(), sums[..., :1])
+    except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
+        return None
+    return weigh_on_gpu
