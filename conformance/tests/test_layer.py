@@ -13,7 +13,7 @@ from mla_conformance.cases.case import CACHES, Case, CaseError, Order
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.layer_problem import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
@@ -161,7 +161,30 @@ SOURCE = """
 from types import SimpleNamespace
 
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.eager_layer import EagerLayer
+
+
+class LooksAway(EagerLayer):
+    class state_class(MLACommonState):
+        def prepare_graph_input_buffers(self, *operands, **options):
+            try:
+                super().prepare_graph_input_buffers(*operands, **options)
+            except ValueError:
+                pass
+
+    @classmethod
+    def get_state_cls(cls):
+        return cls.state_class
+
+
+class Asserts(LooksAway):
+    class state_class(MLACommonState):
+        def prepare_graph_input_buffers(self, *operands, **options):
+            try:
+                super().prepare_graph_input_buffers(*operands, **options)
+            except ValueError as error:
+                raise AssertionError from error
 
 
 class Mine(EagerLayer):
@@ -208,6 +231,16 @@ def test_a_layer_given_by_a_file_is_certified(source: str, tmp_path: Path) -> No
 def test_a_layer_that_writes_nothing_fails(source: str) -> None:
     found = verdict(Case.parse("cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12]"), f"{source}:Silent")
     assert found.status is Status.FAIL and found.message.startswith("layer: the entry of slot ")
+
+
+REPLAYS = "graph_replay:call=layer;dims=32-16-32-64;heads=2;q=[1x4];kv=[33,70,1,64];cache=fp8;decodes=4"
+
+
+def test_a_batch_larger_than_captured_must_be_refused_in_whatever_way(source: str) -> None:
+    taken, refused = (verdict(Case.parse(REPLAYS), f"{source}:{name}") for name in ("LooksAway", "Asserts"))
+    assert (taken.status, taken.check) == (Status.FAIL, Check.UNSAFE_REFUSAL)
+    assert taken.message.startswith("one request more than captured: it was loaded into the graph's buffers")
+    assert refused.status is Status.PASS, refused.message
 
 
 def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first(source: str) -> None:

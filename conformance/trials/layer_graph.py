@@ -14,7 +14,7 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.layer_problem import LayerCall
-from mla_conformance.problems.memory import poison
+from mla_conformance.problems.memory import device_lost, poison
 from mla_conformance.problems.problem import Problem, build_problem
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.launch import guarded
@@ -57,10 +57,15 @@ class LayerGraph:
         self._settle(problem, result[: call.query.shape[0]], step)
 
     def refuses(self, problem: Problem, step: str) -> None:
-        """A batch larger than the captured one must not be loaded."""
+        """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
+        problem.calls[0].prepare(self._layer, problem)
         try:
-            self._load(problem, problem.calls[0])
-        except Exception:  # whatever it raises, it is a refusal
+            self._fill_buffers()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            lost = device_lost(problem.device)
+            self._trial.require(not lost, Check.UNSAFE_REFUSAL, f"{step}: it launched before it raised {error}")
             return
         self._trial.require(False, Check.UNSAFE_REFUSAL, f"{step}: it was loaded into the graph's buffers")
 
@@ -72,10 +77,13 @@ class LayerGraph:
         )
         return value
 
+    def _fill_buffers(self) -> None:
+        self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
+
     def _load(self, problem: Problem, call: Any) -> None:
         """The batch's tensors into the buffers, its cache into the captured one."""
         call.prepare(self._layer, problem)
-        self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
+        self._fill_buffers()
         self._layer.impl.prepare(self._metadata)
         for name in ("query", "kv_c", "k_pe"):
             buffer, rows = getattr(self._call, name), getattr(call, name)
