@@ -80,7 +80,9 @@ def blockwise_attention(
             with_terms=with_terms,
             with_key_terms=with_key_terms,
         )
-        return state if rows is None else _chosen(state, rows)
+        return (
+            state if rows is None else _part(state, torch.tensor(rows, dtype=torch.long, device=q.device), slice(None))
+        )
     return state
 
 
@@ -160,8 +162,8 @@ class _Sweep:
         ]
 
 
-def _part(state: AttentionState, rows: slice, heads: slice) -> AttentionState:
-    """A view of some rows and heads."""
+def _part(state: AttentionState, rows: slice | Tensor, heads: slice) -> AttentionState:
+    """Some rows and heads; a view, if the rows are a slice and no numbers [r]."""
     terms = state.terms and ErrorTerms(
         **{name: x[heads, rows] if name == "lse_score" else x[rows, heads] for name, x in state.terms.by_name().items()}
     )
@@ -183,15 +185,6 @@ def _norms(x: Tensor) -> Tensor:
 
 def _low_precision(pairs: int, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and pairs >= _LOW_PRECISION_PAIRS else torch.float32
-
-
-def _chosen(state: AttentionState, rows: Sequence[int]) -> AttentionState:
-    """The rows ``rows`` of a state."""
-    index = torch.tensor(rows, dtype=torch.long, device=state.output.device)
-    terms = state.terms and ErrorTerms(
-        **{name: x[:, index] if name == "lse_score" else x[index] for name, x in state.terms.by_name().items()}
-    )
-    return AttentionState(state.output[index], state.lse[:, index], terms)
 
 
 def _check_rows(rows: Sequence[int] | None, stop: int) -> None:

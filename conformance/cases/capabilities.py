@@ -10,7 +10,8 @@ from enum import StrEnum
 from functools import cache
 from itertools import chain
 
-from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, prefill_caselists
+from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists
+from mla_conformance.cases import prefill_caselists as caselists
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import COMBINATIONS, PAIRS, TRIPLES, further_cases, telling_cases
 from mla_conformance.cases.long_contexts import LONG_CONTEXTS
@@ -83,87 +84,49 @@ def _smoke(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 
 _VOCABULARY = (
-    _entry(
-        "new_tokens",
-        "3.1",
-        "New tokens attend causally to each other within their request.",
-        prefill_caselists.new_tokens,
-    ),
-    _entry(
-        "lse", "1.4", "The LSE is the natural logarithm, float32, [heads, tokens], by value.", prefill_caselists.lse
-    ),
-    _entry("mla_dims", "2.1", "Every declared combination of head dims is computed right.", prefill_caselists.mla_dims),
-    _entry("head_counts", "2.1", "Any number of heads on this rank is computed right.", prefill_caselists.head_counts),
-    _entry(
-        "empty_rows",
-        "1.6",
-        "A row that sees no key is 0 with LSE -inf, wherever it stands.",
-        prefill_caselists.empty_rows,
-    ),
-    _entry(
-        "context_chunk", "3.1", "New tokens attend, unmasked, to a chunk of context.", prefill_caselists.context_chunk
-    ),
+    _entry("new_tokens", "3.1", "New tokens attend causally to each other within their request.", caselists.new_tokens),
+    _entry("lse", "1.4", "The LSE is the natural logarithm, float32, [heads, tokens], by value.", caselists.lse),
+    _entry("mla_dims", "2.1", "Every declared combination of head dims is computed right.", caselists.mla_dims),
+    _entry("head_counts", "2.1", "Any number of heads on this rank is computed right.", caselists.head_counts),
+    _entry("empty_rows", "1.6", "A row that sees no key is 0 with LSE -inf, wherever it stands.", caselists.empty_rows),
+    _entry("context_chunk", "3.1", "New tokens attend, unmasked, to a chunk of context.", caselists.context_chunk),
     _entry(
         "chunked_context",
         "1.7",
         "Chunks of a paged context and the new tokens, merged by LSE, equal unchunked attention.",
-        prefill_caselists.chunked_context,
+        caselists.chunked_context,
     ),
     _entry(
-        "merge_states",
-        "1.7",
-        "The backend's own merge of partial states obeys the merge law.",
-        prefill_caselists.merge_states,
+        "merge_states", "1.7", "The backend's own merge of partial states obeys the merge law.", caselists.merge_states
     ),
     _entry(
-        "weights",
-        "1.1",
-        "The weights of a row add up to 1, hot keys and diffuse tails included.",
-        prefill_caselists.weights,
+        "weights", "1.1", "The weights of a row add up to 1, hot keys and diffuse tails included.", caselists.weights
     ),
-    _entry("logit_range", "1.1", "Logits far larger than usual are computed right.", prefill_caselists.logit_range),
+    _entry("logit_range", "1.1", "Logits far larger than usual are computed right.", caselists.logit_range),
     _entry(
-        "shift_invariance",
-        "1.1",
-        "A constant on all logits of a row changes its LSE only.",
-        prefill_caselists.shift_invariance,
+        "shift_invariance", "1.1", "A constant on all logits of a row changes its LSE only.", caselists.shift_invariance
     ),
     _entry(
-        "softmax_scale",
-        "1.3",
-        "The softmax scale is the given one, not one of a head dim.",
-        prefill_caselists.softmax_scale,
+        "softmax_scale", "1.3", "The softmax scale is the given one, not one of a head dim.", caselists.softmax_scale
     ),
+    _entry("token_counts", "2.1", "Any number of tokens and requests is computed right.", caselists.token_counts),
+    _entry("dtypes", "4.2", "Every declared dtype stays within its own error budget.", caselists.dtypes),
+    _entry("v_padding", "3.3", "Padding of V never shows in the result's shape or values.", caselists.v_padding),
+    _entry("strided_inputs", "3.2", "Strided views of q, k and v are read as what they are.", caselists.strided_inputs),
     _entry(
-        "token_counts", "2.1", "Any number of tokens and requests is computed right.", prefill_caselists.token_counts
-    ),
-    _entry("dtypes", "4.2", "Every declared dtype stays within its own error budget.", prefill_caselists.dtypes),
-    _entry(
-        "v_padding", "3.3", "Padding of V never shows in the result's shape or values.", prefill_caselists.v_padding
-    ),
-    _entry(
-        "strided_inputs",
-        "3.2",
-        "Strided views of q, k and v are read as what they are.",
-        prefill_caselists.strided_inputs,
-    ),
-    _entry(
-        "out_tensor",
-        "3.4",
-        "A given out tensor holds the result, nothing around it changes.",
-        prefill_caselists.out_tensor,
+        "out_tensor", "3.4", "A given out tensor holds the result, nothing around it changes.", caselists.out_tensor
     ),
     _entry(
         "quant_output_fp8",
         "3.5",
         "Fused e4m3 output stores the rounded, saturated code of value / output_scale.",
-        prefill_caselists.quant_output_fp8,
+        caselists.quant_output_fp8,
     ),
     _entry(
         "fp8_operands",
         "3.1",
         "Operands in e4m3 are the values that they stand for; the output is bf16, held to P's declared class.",
-        prefill_caselists.fp8_operands,
+        caselists.fp8_operands,
     ),
     _entry(
         "decode",
@@ -242,7 +205,7 @@ _VOCABULARY = (
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
-        prefill_caselists.determinism,
+        caselists.determinism,
         decode_caselists.determinism,
         needs="deterministic",
     ),
@@ -250,52 +213,47 @@ _VOCABULARY = (
         "call_order",
         "3.7",
         "A result depends on its call and the metadata last prepared, not on earlier calls.",
-        prefill_caselists.call_order,
+        caselists.call_order,
         decode_caselists.call_order,
     ),
     _entry(
         "no_side_effects",
         "3.6",
         "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
-        prefill_caselists.no_side_effects,
+        caselists.no_side_effects,
         decode_caselists.no_side_effects,
     ),
     _entry(
         "batch_invariance",
         "3.7",
         "A request's result does not depend on the others of its batch.",
-        prefill_caselists.batches,
+        caselists.batches,
         decode_caselists.batches,
     ),
     _entry(
         "request_order",
         "3.7",
         "Permuted requests give permuted results.",
-        prefill_caselists.batches,
+        caselists.batches,
         decode_caselists.batches,
     ),
     _entry(
-        "causal_prefix",
-        "1.5",
-        "The first rows of a request do not depend on its later tokens.",
-        prefill_caselists.prefixes,
+        "causal_prefix", "1.5", "The first rows of a request do not depend on its later tokens.", caselists.prefixes
     ),
-    _entry("split_invariance", "1.7", "Any chunking of the context gives the same state.", prefill_caselists.splits),
-    _entry(
-        "v_linearity", "1.1", "Values times a power of two give exactly that multiple.", prefill_caselists.value_factors
-    ),
+    _entry("split_invariance", "1.7", "Any chunking of the context gives the same state.", caselists.splits),
+    _entry("v_linearity", "1.1", "Values times a power of two give exactly that multiple.", caselists.value_factors),
     _entry(
         "loose_maxima",
         "3.7",
         "Maxima in the metadata may exceed the true ones.",
-        prefill_caselists.loose_maxima,
+        caselists.loose_maxima,
         decode_caselists.loose_maxima,
     ),
     _entry(
         "refusals",
         "3.8",
         "What is declared unsupported is refused with an exception, what is declared supported runs.",
-        prefill_caselists.refusals,
+        caselists.refusals,
         decode_caselists.refusals,
         probes_refusals=True,
     ),

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from time import sleep
@@ -213,7 +213,7 @@ class Run:
             reasons=(),
             versions=subject.versions(),
             emulated=declaration.emulated,
-            deviations=tuple((d.library, d.adapter) for d in declaration.deviations),
+            deviations=tuple(map(astuple, declaration.deviations)),
             rounding=subject.rounding,
             capabilities=summarise(records, self.expected),
             reference=subject.backend.reference,
