@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 import torch
 
 LANES = 2
-"""Panels in work at a time on a GPU: while one is in its matrix products, another one moves memory."""
+"""Works on a GPU at a time: while one is in its matrix products, another one moves memory, or begins."""
 _END = object()
 
 _GPU_BYTES = 3_040_000_000
@@ -66,8 +66,9 @@ def _workspace(device: torch.device) -> int:
     if device.type != "cuda":
         return _CPU_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_GPU_BYTES, int(_SHARE_OF_FREE * (free + cached)))
+    if _SHARE_OF_FREE * free < _GPU_BYTES:  # asked only then, since the allocator takes a while to answer
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_GPU_BYTES, int(_SHARE_OF_FREE * free))
 
 
 def _rounded(number: int, multiple: int, most: int = 2**30) -> int:
@@ -76,24 +77,25 @@ def _rounded(number: int, multiple: int, most: int = 2**30) -> int:
 
 
 def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
-    """Run every work to its end, in turn step by step; on a GPU each on a stream of its own."""
+    """Run every work to its end, step by step; on a GPU several at a time, each on a stream."""
     if device.type != "cuda":
         deque(chain.from_iterable(works), maxlen=0)
         return
-    main, streams = torch.cuda.current_stream(device), _streams(device)[: len(works)]
+    main, streams = torch.cuda.current_stream(device), _streams(device)
     for stream in streams:
         stream.wait_stream(main)
-    for step in zip_longest(*(_on(stream, work) for stream, work in zip(streams, works, strict=True))):
+    lanes = (_on(stream, chain.from_iterable(works[lane::LANES])) for lane, stream in enumerate(streams))
+    for step in zip_longest(*lanes):
         del step
     for stream in streams:
         main.wait_stream(stream)
 
 
-def _on(stream: torch.cuda.Stream, work: Iterator[object]) -> Iterator[None]:
-    """The steps of a work, each on the stream."""
+def _on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
+    """The steps, each on the stream."""
     while True:
         with torch.cuda.stream(stream):
-            if next(work, _END) is _END:
+            if next(steps, _END) is _END:
                 return
         yield
 

@@ -17,7 +17,7 @@ kernels, one after the other, take 7.9 for the scores, 6.2 for the exponential, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
-from mla_conformance.reference.blocks import LANES, cuts, in_lanes, plan_blocks
+from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
 from mla_conformance.reference.tiles import Keys
@@ -57,7 +57,7 @@ def blockwise_attention(
     """What `attention` returns for the same arguments, or of it the rows ``rows`` (ascending query numbers).
 
     Output and LSE agree with it to float64 rounding. Error terms are float32; of large problems on a GPU they are
-    made in bfloat16 and up to 3 % larger. Key terms are left to the definition. Raises ValueError as
+    made in bfloat16 and up to 5 % larger. Key terms are left to the definition. Raises ValueError as
     `attention` does, and for rows that are not ascending query numbers of the batch.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
@@ -66,7 +66,7 @@ def blockwise_attention(
     pairs = sum(request.pairs for request in requests)
     low = _low_precision(pairs, q.device) if with_terms else None
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
-    pays = pairs >= _BLOCK_PAIRS * len(requests) > 0 and not with_key_terms
+    pays = bool(requests) and pairs >= _BLOCK_PAIRS * len(requests) and not with_key_terms
     state = sweep.state() if pays else None
     if state is None:
         state = attention(
@@ -106,40 +106,44 @@ class _Sweep:
 
     def state(self) -> AttentionState | None:
         """The state of all rows; None where operands are not finite."""
-        largest = self._largest_score()
-        if not math.isfinite(largest):
+        bounds = self._bounds()
+        finite = bounds.amax() + 0.0 * _largest_norm([request.v for request in self.requests])
+        # A GPU is asked at the end only, and given its work meanwhile.
+        if not finite.is_cuda and not math.isfinite(finite):
             return None
-        shift = None if largest <= _LARGEST_EXPONENT else (self._bounds() - _LARGEST_EXPONENT).clamp(min=0.0)
-        state, panels = empty_state(self._rows, *self.shape, self.low is not None, self.device), self._panels()
+        state, panels, shift = self._empty(), self._panels(), self._shift(bounds)
+        extremes = finite.repeat(len(panels) + 1, 2)
         shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
-        found = [
-            self._fill(state, panels[at : at + LANES], shifts[at : at + LANES]) for at in range(0, len(panels), LANES)
-        ]
-        # Asked at the end, since to answer the device must have done its work, and meanwhile nothing new is sent.
-        for panel, (least, largest) in zip(panels, torch.cat(found).tolist(), strict=True):
-            if not (least >= _LEAST_SUM and math.isfinite(largest)):
-                self._fill(state, [panel], [panel.maxima()])
+        in_lanes(self.device, [self._fill(state, *work) for work in zip(panels, shifts, extremes[1:], strict=True)])
+        (least, _), *found = extremes.tolist()
+        if not math.isfinite(least):
+            return None
+        for panel, (least, most) in zip(panels, found, strict=True):
+            if not (least >= _LEAST_SUM and math.isfinite(most)):
+                in_lanes(self.device, [self._fill(state, panel, panel.maxima(), extremes[0])])
         return state
 
-    def _fill(self, state: AttentionState, panels: Sequence[Panel], shifts: Sequence[Tensor | None]) -> Tensor:
-        """Write the rows of some panels into the state; [panels, 2] their sums' extremes."""
-        works = [(panel, panel.zeros(shift)) for panel, shift in zip(panels, shifts, strict=True)]
-        in_lanes(self.device, [panel.add_to(sums) for panel, sums in works])
-        # A margin, since terms must not be too small for the rounding of their products.
-        margin = 1.0 if self.low is None else 1.0 + 2 * torch.finfo(self.low).eps
-        for panel, sums in works:
-            store(panel.own(sums), margin, _part(state, panel.at, panel.heads))
-        return torch.stack([panel.extremes(sums) for panel, sums in works])
+    def _empty(self) -> AttentionState:
+        return empty_state(self._rows, *self.shape, self.low is not None, self.device)
+
+    def _shift(self, bounds: Tensor) -> Tensor | None:
+        """[N, T, 1] float64, what the scores are taken relative to; None for 0."""
+        if not bounds.is_cuda and bounds.amax() <= _LARGEST_EXPONENT:
+            return None
+        return (bounds - _LARGEST_EXPONENT).clamp_(min=0.0)
+
+    def _fill(self, state: AttentionState, panel: Panel, shift: Tensor | None, extremes: Tensor) -> Iterator[None]:
+        """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
+        sums = panel.zeros(shift)
+        yield from panel.add_to(sums)
+        # A margin, since terms must not be too small for the rounding of their products, six times by half an eps.
+        margin = 1.0 if self.low is None else 1.0 + 3 * torch.finfo(self.low).eps
+        store(panel.own(sums), margin, _part(state, panel.at, panel.heads))
+        extremes.copy_(panel.extremes(sums))
 
     @property
     def _rows(self) -> int:
         return sum(len(request.positions) for request in self.requests)
-
-    def _largest_score(self) -> float:
-        """A bound of all scores, |scale|·|q|·|k|; not finite where an operand is not."""
-        largest = [_largest_norm([getattr(request, name) for request in self.requests]) for name in "qkv"]
-        q, k, v = torch.stack(largest).tolist()
-        return abs(self.scale) * q * k + 0.0 * v
 
     def _bounds(self) -> Tensor:
         """[N, T, 1] float64, bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request)."""
@@ -151,7 +155,7 @@ class _Sweep:
         return bounds
 
     def _panels(self) -> list[Panel]:
-        key_bytes = Keys.bytes_of_key(self.requests[0].k.shape[2], self.shape[1], self.low)
+        key_bytes = Keys.bytes_of_key(self.requests[0], self.low)
         pair_bytes = 8 if self.low is None else 8 + 3 * self.low.itemsize
         blocks = plan_blocks(self.device, heads=self.shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
         return [

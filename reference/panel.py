@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from mla_conformance.reference.blocks import Blocks, cuts
 from mla_conformance.reference.row_sums import RowSums
-from mla_conformance.reference.tiles import Band, Keys, Queries, cut, folded, magnitudes, padded
+from mla_conformance.reference.tiles import Band, Keys, Queries, cut, folded, heads_first, magnitudes, padded
 from mla_conformance.reference.value_sums import seen_by_all, seen_by_some, seen_in_steps
 from mla_conformance.reference.visible import Request
 
@@ -76,8 +76,8 @@ class Panel:
         largest = self.zeros(None).totals[..., :1].contiguous().fill_(-torch.inf)
         for band, queries in self._bands():
             part = band.rows(largest)
-            for _, scores in band.scores(queries):
-                torch.maximum(part, scores.amax(dim=-1, keepdim=True), out=part)
+            for tile in band.tiles(queries):
+                torch.maximum(part, tile.scores().amax(dim=-1, keepdim=True), out=part)
         return largest.masked_fill_(largest == -torch.inf, 0.0)[:, : self._length]
 
     @property
@@ -112,8 +112,8 @@ class Panel:
     def _tiles(self, sums: RowSums) -> Iterator[None]:
         for band, queries in self._bands():
             part = sums.map(band.rows)
-            for keys, scores in band.scores(queries):
-                part.add(scores, None if keys.low is None else keys.low.bounds(queries.low), keys)
+            for tile in band.tiles(queries):
+                part.add(tile)
                 yield
 
     def _absolute(self, low: torch.dtype) -> Tensor:
@@ -121,11 +121,11 @@ class Panel:
         shared, request = self._seen_by_all, self.request
         if not self._stepped:
             some = seen_by_some(request, self.heads, self.rows, shared, low)
-            return seen_by_all(request, self.heads, shared) + some
+            return some.add_(seen_by_all(request, self.heads, shared))
         start = shared - 1
-        v = magnitudes(request.v[start : start + self._length, self.heads].transpose(0, 1), low)
+        v = magnitudes(heads_first(request.v[start : start + self._length, self.heads]), low)
         steps = seen_in_steps(padded(v, self._padded_length), self.blocks.step)[:, : self._length]
-        return seen_by_all(request, self.heads, start) + steps
+        return steps.add_(seen_by_all(request, self.heads, start))
 
     def _bands(self) -> Iterator[tuple[Band, Queries]]:
         """Bands that have every visible pair once, and their queries."""
@@ -161,8 +161,7 @@ class Panel:
         while size > self.blocks.step:
             size //= 2
             yield Band(folded(2 * size, slice(size, None)), [keys.map(folded(2 * size, slice(size)))])
-        above = torch.ones(size, size, dtype=torch.bool, device=keys.k.device).triu(1)
-        yield Band(folded(size), [keys.map(folded(size))], above)
+        yield Band(folded(size), [keys.map(folded(size))], torch.arange(1, size + 1, device=keys.k.device))
 
     def _ragged(self) -> Iterator[Band]:
         """The keys that only some rows see, whichever those are."""
@@ -171,6 +170,4 @@ class Panel:
             for part in cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
                 first = bisect_left(positions, part.start + 1, key=self.request.visible)
                 rows = slice(block.start + first, block.stop)
-                number = torch.arange(part.start, part.stop, device=self.request.counts.device)
-                hidden = number >= self.request.counts[self.rows][rows, None]
-                yield Band(cut(rows), [self._keys(part)], hidden)
+                yield Band(cut(rows), [self._keys(part)], self.request.counts[self.rows][rows] - part.start)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.tiles import Keys, LowKeys, View
-from mla_conformance.reference.weights import Products, weigh, weigh_with_products
+from mla_conformance.reference.tiles import LowKeys, Tile, View
+from mla_conformance.reference.weights import weigh, weigh_with_products
 
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
@@ -17,22 +17,32 @@ _NO_KEY = 1e-18
 class TermSums:
     """What ErrorTerms are made of, heads first, float32, relative to e^shift as the weights are.
 
-    magnitude, score, squares [h, r, V]: as in ErrorTerms. absolute [h, r, V]: Σ |v| of the visible keys.
+    products [3h, r, V]: magnitude, score and squares as in ErrorTerms. absolute [h, r, V]: Σ |v| of the visible keys.
     largest [h, r, 1]: the largest weight.
     """
 
-    magnitude: Tensor
-    score: Tensor
-    squares: Tensor
+    products: Tensor
     absolute: Tensor
     largest: Tensor
 
-    def add(self, products: Products, keys: LowKeys) -> None:
-        """Add a tile."""
-        p, weighted, squared = products
-        _accumulate(self.magnitude, p, keys.v)
-        _accumulate(self.score, weighted, keys.v)
-        _accumulate(self.squares, squared, keys.squared)
+    @staticmethod
+    def zeros(shape: torch.Size, device: torch.device) -> "TermSums":
+        """Nothing added yet; shape: (h, r, V)."""
+        heads, rows, width = shape
+        shapes = (3 * heads, rows, width), (heads, rows, width), (heads, rows, 1)
+        return TermSums(*(torch.zeros(x, device=device) for x in shapes))
+
+    def map(self, view: View) -> "TermSums":
+        """The view of each part."""
+        return TermSums(*(view(part) for part in vars(self).values()))
+
+    def add(self, products: Tensor, keys: LowKeys) -> None:
+        """Add a tile; products [3, h, r, c]."""
+        products = products.flatten(0, 1)
+        if products.is_cuda:  # without rounding what is added to the operands' dtype
+            torch.baddbmm(self.products, products, keys.v, out_dtype=self.products.dtype, out=self.products)
+        else:
+            self.products.add_(products @ keys.v)
 
 
 @dataclass(frozen=True)
@@ -55,28 +65,24 @@ class RowSums:
     def zeros(shape: torch.Size, shift: Tensor | None, with_terms: bool, device: torch.device) -> "RowSums":
         """Nothing added yet; shape: (h, r, V)."""
 
-        def zeros(columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape[:2], columns, dtype=dtype, device=device)
-
-        columns = (shape[2],) * 4 + (1,)
-        terms = TermSums(*(zeros(count, torch.float32) for count in columns)) if with_terms else None
-        return RowSums(zeros(shape[2], torch.float64), zeros(1 + with_terms, torch.float64), shift, terms)
+        heads, rows, _ = shape
+        output = torch.zeros(shape, dtype=torch.float64, device=device)
+        totals = output.new_zeros(heads, rows, 1 + with_terms)
+        return RowSums(output, totals, shift, TermSums.zeros(shape, device) if with_terms else None)
 
     def map(self, view: View) -> "RowSums":
         """The view of each part."""
         shift = None if self.shift is None else view(self.shift)
-        terms = self.terms and TermSums(*(view(part) for part in vars(self.terms).values()))
-        return RowSums(view(self.output), view(self.totals), shift, terms)
+        return RowSums(view(self.output), view(self.totals), shift, self.terms and self.terms.map(view))
 
-    def add(self, scores: Tensor, magnitudes: Tensor | None, keys: Keys) -> None:
-        """Add a tile's keys with scores and score magnitudes [h, r, c], which are overwritten."""
-        if self.shift is not None:
-            scores.sub_(self.shift)
-        if self.terms is None or magnitudes is None or keys.low is None:
-            weigh(scores, self.totals)
+    def add(self, tile: Tile) -> None:
+        """Add a tile's keys."""
+        if self.terms is None or tile.keys.low is None:
+            weights = weigh(tile, self.shift, self.totals)
         else:
-            self.terms.add(weigh_with_products(scores, magnitudes, self.totals, self.terms.largest), keys.low)
-        self.output.baddbmm_(scores, keys.v)
+            weights, products = weigh_with_products(tile, self.shift, self.totals, self.terms.largest)
+            self.terms.add(products, tile.keys.low)
+        self.output.baddbmm_(weights, tile.keys.v)
 
     def set_absolute(self, absolute: Tensor) -> None:
         """Set Σ |v| of the visible keys, which takes no weights."""
@@ -85,7 +91,7 @@ class RowSums:
 
     def extremes(self) -> Tensor:
         """[2] float64: the least Σ p of a row, and the largest sum of the error terms, not finite beyond its range."""
-        largest = self.totals.amax() if self.terms is None else self.terms.squares.amax().double()
+        largest = self.totals.amax() if self.terms is None else self.terms.products.amax().double()
         return torch.stack((self.totals[..., 0].amin(), largest))
 
 
@@ -106,20 +112,13 @@ def store(sums: RowSums, margin: float, state: AttentionState) -> None:
     state.lse.copy_(lse if sums.shift is None else lse + sums.shift.squeeze(-1))
     if sums.terms is not None and state.terms is not None:
         factor, terms = (inverse * margin).float(), sums.terms
+        magnitude, score, squares = terms.products.unflatten(0, (3, -1))
         written = (
-            (terms.magnitude, factor, state.terms.magnitude),
-            (terms.score, factor, state.terms.score),
-            (terms.squares, (inverse.square() * margin).float(), state.terms.squares),
+            (magnitude, factor, state.terms.magnitude),
+            (score, factor, state.terms.score),
+            (squares, (inverse.square() * margin).float(), state.terms.squares),
             (terms.absolute, terms.largest * factor, state.terms.peak),
         )
         for term, factor_of_row, target in written:
             torch.mul(term, factor_of_row, out=target.transpose(0, 1))
         state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
-
-
-def _accumulate(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 sums; on a GPU without rounding the product to the operands' dtype."""
-    if sums.is_cuda:
-        torch.baddbmm(sums, a, b, out_dtype=sums.dtype, out=sums)
-    else:
-        sums.add_(a @ b)

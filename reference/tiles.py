@@ -26,16 +26,28 @@ def folded(size: int, rows: slice = slice(None)) -> View:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of some heads, times the scale: wide [h, r, D] float64; low, magnitudes in low precision, or None."""
+    """Queries of some heads.
+
+    Attributes:
+        wide: [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise.
+        factor: [] float64, the scale that their products are still to be multiplied with, or None.
+        low: [h, r, D] their magnitudes, times the scale's, in low precision, or None.
+    """
 
     wide: Tensor
+    factor: Tensor | None
     low: Tensor | None
 
     @staticmethod
     def widened(request: Request, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
         """Rows of a request; the precision ``low`` is what error terms need."""
-        wide = _wide(request.q[rows, heads]).mul_(scale)
-        return Queries(wide, None if low is None else magnitudes(wide, low))
+        q = heads_first(request.q[rows, heads])
+        wide = q.to(_width(q, low))
+        scaled = wide * scale
+        magnitude = None if low is None else magnitudes(scaled, low)
+        if wide.dtype == torch.float64:
+            return Queries(scaled, None, magnitude)
+        return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitude)
 
     def padded(self, rows: int) -> "Queries":
         """With zeros after them, ``rows`` rows in all."""
@@ -43,30 +55,41 @@ class Queries:
 
     def map(self, view: View) -> "Queries":
         """The view of each part."""
-        return Queries(view(self.wide), None if self.low is None else view(self.low))
+        return Queries(view(self.wide), self.factor, None if self.low is None else view(self.low))
 
 
 @dataclass(frozen=True)
 class LowKeys:
-    """What error terms take of keys and values, in low precision: |k| [h, c, D], |v| and v² [h, c, V]."""
+    """What error terms take of keys and values, in low precision.
+
+    Attributes:
+        k: [h, c, D], |k|.
+        v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v².
+    """
 
     k: Tensor
     v: Tensor
-    squared: Tensor
 
-    def bounds(self, queries: Tensor | None) -> Tensor:
-        """[h, r, c] bounds of the scores of queries whose magnitudes are given."""
-        assert queries is not None
-        return torch.bmm(queries, self.k.mT)
+    @staticmethod
+    def of(k: Tensor, v: Tensor, low: torch.dtype) -> "LowKeys":
+        """Of k [h, c, D] and v [h, c, V] of any float dtype."""
+        absolute = magnitudes(v, low)
+        return LowKeys(magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
 
     def map(self, view: View) -> "LowKeys":
         """The view of each part."""
-        return LowKeys(view(self.k), view(self.v), view(self.squared))
+        return LowKeys(view(self.k), view(self.v))
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values of some heads: k [h, c, D] and v [h, c, V] float64; low is None without error terms."""
+    """Keys and values of some heads.
+
+    Attributes:
+        k: [h, c, D], in float32 or float64 as queries are.
+        v: [h, c, V] float64.
+        low: None without error terms.
+    """
 
     k: Tensor
     v: Tensor
@@ -75,17 +98,15 @@ class Keys:
     @staticmethod
     def widened(request: Request, heads: slice, keys: slice, low: torch.dtype | None) -> "Keys":
         """Some keys of a request; the precision ``low`` is what error terms need."""
-        k, v = request.k[keys, heads], request.v[keys, heads]
-        if low is None:
-            return Keys(_wide(k), _wide(v), None)
-        absolute = magnitudes(v.transpose(0, 1), low)
-        return Keys(_wide(k), _wide(v), LowKeys(magnitudes(k.transpose(0, 1), low), absolute, absolute.square()))
+        k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
+        return Keys(k.to(_width(k, low)), v.double(), None if low is None else LowKeys.of(k, v, low))
 
     @staticmethod
-    def bytes_of_key(width: int, value_width: int, low: torch.dtype | None) -> int:
-        """Bytes of one key of one head, of widths D and V."""
-        wide = 8 * (width + value_width)
-        return wide if low is None else wide + low.itemsize * (width + 2 * value_width)
+    def bytes_of_key(request: Request, low: torch.dtype | None) -> int:
+        """Bytes of one key of one head of a request."""
+        width, value_width = request.k.shape[2], request.v.shape[2]
+        wide = _width(request.k, low).itemsize * width + 8 * value_width
+        return wide if low is None else wide + low.itemsize * (width + 3 * value_width)
 
     def parts(self, width: int) -> list["Keys"]:
         """Consecutive pieces of ``width`` keys; the last may be shorter."""
@@ -101,35 +122,72 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Queries and keys that are multiplied with each other.
+
+    Attributes:
+        queries: r rows of h heads.
+        keys: c keys of them.
+        seen: [r] int64, how many of the keys each row sees, or None for all.
+    """
+
+    queries: Queries
+    keys: Keys
+    seen: Tensor | None
+
+    def scores(self) -> Tensor:
+        """[h, r, c] float64, -inf where a row does not see a key."""
+        scores = torch.bmm(self.queries.wide.double(), self.keys.k.double().mT)
+        if self.queries.factor is not None:
+            scores.mul_(self.queries.factor)
+        if self.seen is None:
+            return scores
+        number = torch.arange(scores.shape[2], device=scores.device)
+        return scores.masked_fill_(number >= self.seen[:, None], -torch.inf)
+
+    def products(self) -> Tensor:
+        """[3, h, r, c] in low precision, with the magnitudes of the scores, which bound them, as the second."""
+        low, k = self.queries.low, self.keys.low.k
+        products = low.new_empty(3, *low.shape[:2], k.shape[1])
+        torch.bmm(low, k.mT, out=products[1])
+        return products
+
+
+@dataclass(frozen=True)
 class Band:
     """Rows and the keys that they see.
 
     Attributes:
         rows: picks the rows of queries and of sums.
         keys: the keys, in parts that are multiplied at a time.
-        hidden: [r, c] bool, which keys a row does not see, where it does not see all; then there is one part.
+        seen: as a tile's, where a row does not see all; then there is one part.
     """
 
     rows: View
     keys: Sequence[Keys]
-    hidden: Tensor | None = None
+    seen: Tensor | None = None
 
-    def scores(self, queries: Queries) -> Iterator[tuple[Keys, Tensor]]:
-        """A part and its scores [h, r, c] float64, -inf where a row does not see a key; queries of these rows."""
-        for keys in self.keys:
-            scores = torch.bmm(queries.wide, keys.k.mT)
-            yield keys, scores if self.hidden is None else scores.masked_fill_(self.hidden, -torch.inf)
+    def tiles(self, queries: Queries) -> Iterator[Tile]:
+        """One for each part; queries of these rows."""
+        return (Tile(queries, keys, self.seen) for keys in self.keys)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[rows, h, columns] as [h, rows, columns], contiguous: conversions of such are several times as fast on a GPU."""
+    return x.transpose(0, 1).contiguous()
 
 
 def magnitudes(x: Tensor, low: torch.dtype) -> Tensor:
-    """|x| in low precision, of any float dtype, contiguous."""
-    return torch.empty(x.shape, dtype=low, device=x.device).copy_(x).abs_()
+    """|x| in low precision, of any float dtype."""
+    return x.abs() if x.dtype == low else x.to(low).abs_()
 
 
-def _wide(x: Tensor) -> Tensor:
-    """[rows, h, columns] of any float dtype as [h, rows, columns] float64, a copy."""
-    x = x.transpose(0, 1)
-    return torch.empty(x.shape, dtype=torch.float64, device=x.device).copy_(x)
+def _width(x: Tensor, low: torch.dtype | None) -> torch.dtype:
+    """What scores are made from: float64, and on a large problem float32, where that holds the operand.
+
+    Large is what has its error terms in bfloat16; the kernel that serves such problems reads half as much then.
+    """
+    return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
 def padded(x: Tensor, rows: int) -> Tensor:

@@ -24,7 +24,7 @@ def seen_in_steps(v: Tensor, step: int) -> Tensor:
     lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
     within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
     whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
-    return (within + (whole.cumsum(dim=1) - whole)).view(v.shape)
+    return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
 
 
 def seen_by_some(request: Request, heads: slice, rows: slice, start: int, low: torch.dtype) -> Tensor:
@@ -33,5 +33,5 @@ def seen_by_some(request: Request, heads: slice, rows: slice, start: int, low: t
     sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
     for keys in cuts(request.visible(rows.stop - 1), _KEYS, start=start):
         seen = torch.arange(keys.start, keys.stop, device=v.device) < counts
-        sums.add_(seen.to(low) @ magnitudes(v[:, keys], low))
+        sums.add_(seen.to(low) @ magnitudes(v[:, keys].contiguous(), low))
     return sums

@@ -1,6 +1,6 @@
 """`blockwise_attention` against the definition: values, masks, extreme logits, bad numbers, chosen rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mla_conformance.reference.blockwise as module
 from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.blocks import Blocks, cuts, plan_blocks
+from mla_conformance.reference.blocks import Blocks, cuts, in_lanes, plan_blocks
 from mla_conformance.reference.blockwise import blockwise_attention
 
 Normal = Callable[..., Tensor]
@@ -23,10 +23,19 @@ SIZES = [
 
 
 @pytest.fixture(params=SIZES, ids=str)
-def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of this size for every request."""
     monkeypatch.setattr(module, "plan_blocks", lambda *_, **__: request.param)
     monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
+
+
+@pytest.fixture
+def blocks(sizes: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same, in a test that would mean nothing if the definition were compared with itself."""
+    runs: list[object] = []
+    monkeypatch.setattr(module, "in_lanes", lambda *arguments: (runs.append(arguments), in_lanes(*arguments)))
+    yield
+    assert runs
 
 
 @pytest.fixture
@@ -77,7 +86,7 @@ def test_a_constant_on_all_logits(qkv: tuple[Tensor, ...], offset: float) -> Non
     torch.testing.assert_close(fast.lse, plain.lse, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_bad_numbers_as_the_definition_has_them(qkv: tuple[Tensor, ...], poison: float, where: str) -> None:
@@ -97,7 +106,7 @@ def test_rows_past_the_requests(qkv: tuple[Tensor, ...]) -> None:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rows", [(), (0,), (40,), (3, 4, 17, 39, 40), range(41)])
+@pytest.mark.parametrize("rows", [(0,), (40,), (3, 4, 17, 39, 40), range(41)])
 def test_chosen_rows_are_rows_of_the_whole(qkv: tuple[Tensor, ...], causal: bool, rows: tuple[int, ...]) -> None:
     options = {**BATCH, "causal": causal, "with_terms": True}
     whole = attention(*qkv, **options)
@@ -108,6 +117,13 @@ def test_chosen_rows_are_rows_of_the_whole(qkv: tuple[Tensor, ...], causal: bool
     torch.testing.assert_close(some.lse, whole.lse[:, index], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(some.terms.score.double(), whole.terms.score[index], rtol=2e-5, atol=1e-30)
     torch.testing.assert_close(some.terms.lse_score.double(), whole.terms.lse_score[:, index], rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.usefixtures("sizes")
+def test_no_rows_are_an_empty_state(qkv: tuple[Tensor, ...]) -> None:
+    state = blockwise_attention(*qkv, **BATCH, causal=True, with_terms=True, rows=[])
+    assert state.output.shape == (0, 4, 5) and state.lse.shape == (4, 0)
+    assert state.terms is not None and state.terms.score.shape == (0, 4, 5)
 
 
 @pytest.mark.parametrize("rows", [(2, 1), (1, 1), (-1, 2), (0, 41)])
@@ -130,17 +146,20 @@ def test_small_requests_are_the_definition_itself(qkv: tuple[Tensor, ...]) -> No
     assert torch.equal(fast.output, plain.output) and torch.equal(fast.lse, plain.lse)
 
 
-def test_low_precision_terms_are_close_and_not_too_small(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [0.2, 4.0], ids=["many keys weigh", "one key weighs"])
+def test_low_precision_terms_are_close_and_not_too_small(
+    normal: Normal, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
     monkeypatch.setattr(module, "_low_precision", lambda *_: torch.bfloat16)
     q, k, v = normal(1, 130, 2, 48), normal(2, 400, 2, 48), normal(3, 400, 2, 16)
-    options: dict[str, Any] = {"query_start_loc": (0, 130), "key_start_loc": (0, 400), "scale": 0.2, "causal": True}
+    options: dict[str, Any] = {"query_start_loc": (0, 130), "key_start_loc": (0, 400), "scale": scale, "causal": True}
     fast = blockwise_attention(q, k, v, **options, with_terms=True)
     plain = attention(q, k, v, **options, with_terms=True)
     assert fast.terms is not None and plain.terms is not None
     for name, term in plain.terms.by_name().items():
         ratio = getattr(fast.terms, name) / term
-        assert float(ratio.min()) > 0.99 and float(ratio.max()) < 1.03, name
-    torch.testing.assert_close(fast.output, plain.output, rtol=1e-13, atol=1e-13)
+        assert float(ratio.min()) > 1.0 and float(ratio.max()) < 1.05, name
+    torch.testing.assert_close(fast.output, plain.output, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("key_bytes", [4000, 12000])
