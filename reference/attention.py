@@ -89,7 +89,7 @@ def attention(
             seen = slice(visible.shape[1])
             operands = request[0][rows], request[1][seen], request[2][seen]
             blocks.append(_attend(*operands, visible, scale, with_terms, with_key_terms))
-    return _concatenate(blocks)
+    return concatenate(blocks)
 
 
 def _attend(
@@ -163,7 +163,7 @@ def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[
         yield slice(start, stop), key <= query[:, None] + diagonal
 
 
-def _concatenate(blocks: list[AttentionState]) -> AttentionState:
+def concatenate(blocks: list[AttentionState]) -> AttentionState:
     """Lay the states of consecutive queries end to end."""
     output = torch.cat([block.output for block in blocks])
     lse = torch.cat([block.lse for block in blocks], dim=-1)

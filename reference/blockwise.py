@@ -24,7 +24,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
+from mla_conformance.reference.alike import attention_of_alike
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, check_operands
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
@@ -68,22 +69,20 @@ def blockwise_attention(
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
     pays = bool(requests) and pairs >= _BLOCK_PAIRS * len(requests) and not with_key_terms
     state = sweep.state() if pays else None
-    if state is None:
-        state = attention(
-            q,
-            k,
-            v,
-            query_start_loc=query_start_loc,
-            key_start_loc=key_start_loc,
-            scale=scale,
-            causal=causal,
-            with_terms=with_terms,
-            with_key_terms=with_key_terms,
-        )
-        return (
-            state if rows is None else _part(state, torch.tensor(rows, dtype=torch.long, device=q.device), slice(None))
-        )
-    return state
+    if state is not None:
+        return state
+    state = attention_of_alike(
+        q,
+        k,
+        v,
+        query_start_loc=query_start_loc,
+        key_start_loc=key_start_loc,
+        scale=scale,
+        causal=causal,
+        with_terms=with_terms,
+        with_key_terms=with_key_terms,
+    )
+    return state if rows is None else _part(state, torch.tensor(rows, dtype=torch.long, device=q.device), slice(None))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ class Request:
         k: [S, N, D], all keys of the request.
         v: [S, N, V].
         rows: where the rows stand among those of all requests.
-        counts: [r] int64, ascending: row i sees keys 0 … counts[i] - 1.
         positions: number of each row within its request, ascending.
         diagonal: what a row sees beyond its own position, less one.
     """
@@ -27,7 +27,6 @@ class Request:
     k: Tensor
     v: Tensor
     rows: slice
-    counts: Tensor
     positions: Sequence[int]
     diagonal: int
 
@@ -35,6 +34,11 @@ class Request:
     def pairs(self) -> int:
         """Rows times keys times heads, the invisible ones included."""
         return len(self.positions) * self.k.shape[0] * self.q.shape[1]
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
+        return (_index(self.positions, self.k.device) + self.diagonal + 1).clamp_(0, self.k.shape[0])
 
     def visible(self, row: int) -> int:
         """How many keys a row sees, without a look at the device."""
@@ -73,18 +77,19 @@ def _positions(queries: slice, rows: Sequence[int] | None) -> Sequence[int]:
 
 def _request(q: Tensor, k: Tensor, v: Tensor, positions: Sequence[int], causal: bool, start: int) -> Request:
     q_len, kv_len = q.shape[0], k.shape[0]
-    diagonal = kv_len - q_len if causal else kv_len
-    every = isinstance(positions, range)
-    index = torch.arange(q_len, device=q.device) if every else torch.tensor(positions, device=q.device)
     return Request(
-        q=q if every else q[index],
+        q=q if isinstance(positions, range) else q[_index(positions, q.device)],
         k=k,
         v=v,
         rows=slice(start, start + len(positions)),
-        counts=(index + diagonal + 1).clamp(0, kv_len),
         positions=positions,
-        diagonal=diagonal,
+        diagonal=kv_len - q_len if causal else kv_len,
     )
+
+
+def _index(positions: Sequence[int], device: torch.device) -> Tensor:
+    every = isinstance(positions, range)
+    return torch.arange(len(positions), device=device) if every else torch.tensor(positions, device=device)
 
 
 def _clamped(number: int, most: int) -> int:

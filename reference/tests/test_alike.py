@@ -1,0 +1,82 @@
+"""Requests of one shape together, against the definition, which does one after the other."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_conformance.reference import alike
+from mla_conformance.reference.alike import attention_of_alike
+from mla_conformance.reference.attention import AttentionState, attention
+
+Normal = Callable[..., Tensor]
+
+BATCHES = [
+    ([3, 3, 3, 3], [5, 5, 5, 5]),
+    ([1] * 9, [1] * 9),
+    ([2, 2, 4, 4, 4, 2], [7, 7, 7, 7, 3, 7]),
+    ([0, 0, 3, 3], [4, 4, 0, 0]),
+    ([6, 1, 1], [2, 2, 2]),
+]
+
+
+def _operands(normal: Normal, q_lens: list[int], kv_lens: list[int], shared: bool) -> dict[str, Any]:
+    heads = 1 if shared else 2
+    return {
+        "q": normal(1, sum(q_lens), 2, 6),
+        "k": normal(2, sum(kv_lens), heads, 6),
+        "v": normal(3, sum(kv_lens), heads, 5),
+        "query_start_loc": [0, *accumulate(q_lens)],
+        "key_start_loc": [0, *accumulate(kv_lens)],
+        "scale": 0.4,
+        "with_terms": True,
+    }
+
+
+def _assert_same(found: AttentionState, plain: AttentionState) -> None:
+    tolerance = {"rtol": 1e-13, "atol": 1e-15, "equal_nan": True}
+    torch.testing.assert_close(found.output, plain.output, **tolerance)
+    torch.testing.assert_close(found.lse, plain.lse, **tolerance)
+    assert found.terms is not None and plain.terms is not None
+    assert found.terms.by_name().keys() == plain.terms.by_name().keys()
+    for name, term in plain.terms.by_name().items():
+        torch.testing.assert_close(getattr(found.terms, name), term, **tolerance)
+
+
+@pytest.mark.parametrize("workspace", [1, 100, 2**22])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_lens", "kv_lens"), BATCHES)
+def test_agrees_with_the_definition(
+    normal: Normal,
+    q_lens: list[int],
+    kv_lens: list[int],
+    causal: bool,
+    shared: bool,
+    workspace: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = _operands(normal, q_lens, kv_lens, shared) | {"causal": causal, "with_key_terms": True}
+    plain = attention(**options)
+    monkeypatch.setattr(alike, "WORKSPACE_ELEMENTS", workspace)
+    _assert_same(attention_of_alike(**options), plain)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_bad_number_stays_in_its_request(normal: Normal, where: str) -> None:
+    options = _operands(normal, [3, 3, 3], [4, 4, 4], False) | {"causal": True}
+    options[where][4] = torch.nan
+    found = attention_of_alike(**options)
+    _assert_same(found, attention(**options))
+    assert found.output.isnan().any() and not found.output[:3].isnan().any() and not found.output[6:].isnan().any()
+
+
+def test_thousands_of_requests_are_few_computations(normal: Normal, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[object] = []
+    monkeypatch.setattr(alike, "attention", lambda *x, **options: (runs.append(x), attention(*x, **options))[1])
+    options = _operands(normal, [2] * 3000, [3] * 3000, False) | {"causal": True}
+    assert attention_of_alike(**options).output.shape == (6000, 2, 5)
+    assert len(runs) == 1
