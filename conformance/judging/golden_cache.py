@@ -38,25 +38,22 @@ class GoldenCache:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], States] = OrderedDict()
+        self._bytes: dict[tuple[str, str], int] = {}
 
     def get(self, problem: Problem, compute: Callable[[], States]) -> States:
         """The states of a problem: from memory, from disk, or computed and kept."""
         key = (problem.key, str(problem.device))
         if key not in self._kept:
-            self._kept[key] = _from_disk(problem) or _to_disk(problem, compute())
+            states = self._kept[key] = _from_disk(problem) or _to_disk(problem, compute())
+            self._bytes[key] = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(states))
             self._shrink(KEPT_BYTES[problem.device.type])
         self._kept.move_to_end(key)
         return self._kept[key]
 
     def _shrink(self, limit: int) -> None:
-        sizes = {key: sum(map(_bytes, _tensors(states))) for key, states in self._kept.items()}
-        while len(self._kept) > 1 and sum(sizes.values()) > limit:
+        while len(self._kept) > 1 and sum(self._bytes.values()) > limit:
             oldest, _ = self._kept.popitem(last=False)
-            del sizes[oldest]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+            del self._bytes[oldest]
 
 
 def _states(states: States) -> list[AttentionState]:
