@@ -21,8 +21,7 @@ def weigh_on_gpu(tile: Tile, shift: Tensor | None, totals: Tensor, largest: Tens
     keys = k.shape[1]
     weights = torch.empty(heads, rows, keys, dtype=torch.float64, device=q.device)
     whole = seen is None and rows % _ROWS == 0 and keys % _KEYS == 0
-    of_rows = [(x, x.stride(0), x.stride(1)) for x in (totals, largest)]
-    of_rows.append((shift, 0, 0) if shift is None else (shift, shift.stride(0), shift.stride(1)))
+    of_rows = [(x, *((0, 0) if x is None else x.stride()[:2])) for x in (totals, largest, shift)]
     with torch.cuda.device(q.device):
         _weigh[triton.cdiv(rows, _ROWS), heads](
             *(q, q.stride(0), k, k.stride(0), tile.queries.factor, seen),

@@ -147,9 +147,10 @@ class Tile:
 
     def products(self) -> Tensor:
         """[3, h, r, c] in low precision, with the magnitudes of the scores, which bound them, as the second."""
-        low, k = self.queries.low, self.keys.low.k
-        products = low.new_empty(3, *low.shape[:2], k.shape[1])
-        torch.bmm(low, k.mT, out=products[1])
+        low, keys = self.queries.low, self.keys.low
+        assert low is not None and keys is not None
+        products = low.new_empty(3, *low.shape[:2], keys.k.shape[1])
+        torch.bmm(low, keys.k.mT, out=products[1])
         return products
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,12 +31,11 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def blocks(sizes: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def blocks(sizes: None) -> Iterator[None]:
     """The same, in a test that would mean nothing if the definition were compared with itself."""
-    runs: list[object] = []
-    monkeypatch.setattr(module, "in_lanes", lambda *arguments: (runs.append(arguments), in_lanes(*arguments)))
-    yield
-    assert runs
+    with patch.object(module, "in_lanes", wraps=in_lanes) as run:
+        yield
+    assert run.called
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The kernel for a GPU against the lines that say what it does, and the pass that uses it against the definition."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,9 +64,10 @@ def test_the_pass_with_the_kernel_agrees_with_the_definition(
     monkeypatch.setattr(blockwise, "_LOW_PRECISION_PAIRS", 0)
     monkeypatch.setattr(blockwise, "_BLOCK_PAIRS", 0)
     q, k, v = (_normal(seed, 3000, 2, width, dtype=dtype) for seed, width in ((1, 192), (2, 192), (3, 128)))
-    loc = {"query_start_loc": (0, 2500, 3000), "key_start_loc": (0, 2500, 3000)}
-    fast = blockwise_attention(factor * q, k, v, **loc, scale=0.07, causal=causal, with_terms=True, rows=rows)
-    plain = attention(factor * q, k, v, **loc, scale=0.07, causal=causal, with_terms=True)
+    options: dict[str, Any] = {"query_start_loc": (0, 2500, 3000), "key_start_loc": (0, 2500, 3000), "scale": 0.07}
+    options |= {"causal": causal, "with_terms": True}
+    fast = blockwise_attention(factor * q, k, v, **options, rows=rows)
+    plain = attention(factor * q, k, v, **options)
     chosen = slice(None) if rows is None else torch.tensor(rows, device="cuda")
     torch.testing.assert_close(fast.output, plain.output[chosen], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(fast.lse, plain.lse[:, chosen], rtol=1e-13, atol=1e-13)
