@@ -62,9 +62,9 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
     if width % STEP:
         return None
     try:
-        totals = torch.zeros(1, 64, 2, dtype=torch.float64, device="cuda")
-        low = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
-        weigh_on_gpu(_zeros(width, query, key), None, totals, totals[..., :1].float(), low)
+        shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
+        products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+        weigh_on_gpu(_zeros(width, query, key), shift, totals, shift.float(), products)
     except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
         return None
     return weigh_on_gpu
