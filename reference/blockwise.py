@@ -111,11 +111,11 @@ class _Sweep:
         if not finite.is_cuda and not math.isfinite(finite):
             return None
         state, panels, shift = self._empty(), self._panels(), self._shift(bounds)
-        extremes = finite.repeat(len(panels) + 1, 2)
+        extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
         shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
         in_lanes(self.device, [self._fill(state, *work) for work in zip(panels, shifts, extremes[1:], strict=True)])
-        (least, _), *found = extremes.tolist()
-        if not math.isfinite(least):
+        (bound, _), *found = extremes.tolist()
+        if not math.isfinite(bound):
             return None
         for panel, (least, most) in zip(panels, found, strict=True):
             if not (least >= _LEAST_SUM and math.isfinite(most)):
