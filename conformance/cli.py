@@ -6,17 +6,24 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.tiers import tier_lines
 from mla_conformance.commands import certify_cli, gating_cli, replay_cli
 from mla_conformance.commands.request import select
 from mla_conformance.files.inputs import InputError
+from mla_conformance.isolation.limits import leave
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
 
 _USAGE = 2
 _INTERRUPTED = 130
+
+
+def command() -> NoReturn:
+    """The console script."""
+    leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -330,12 +330,17 @@ def _retire(config: pytest.Config, trial: "Trial") -> None:
         os._exit(_OUT_OF_MEMORY)
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Backends that were asked for by name and could not be judged are no success."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
+    """Backends that were asked for by name and could not be judged are no success; a worker that has told all ends."""
     option = session.config.option
     meant = option.backend and not option.collectonly
     if meant and exitstatus == pytest.ExitCode.OK and _judged_nothing(session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+    result = yield
+    if option.mla_out and hasattr(session.config, "workerinput"):
+        limits.leave(int(session.exitstatus))  # the run waits for it
+    return result
 
 
 def _judged_nothing(config: pytest.Config) -> bool:

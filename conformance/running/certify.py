@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from time import sleep
 from typing import cast
 
 import torch
@@ -161,6 +160,8 @@ class Run:
         options += [*self._limits(), *self._sharing()]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += self._case_options()
+        if not self.selection.explore:
+            options += ["-p", "no:hypothesispytest"]  # at the end it imports hypothesis, in every process
         return [sys.executable, "-m", "pytest", *options, *self.extra]
 
     def _case_options(self) -> list[str]:
@@ -262,10 +263,16 @@ def _follow(journal: Journal, process: "subprocess.Popen[bytes]") -> Iterator[Re
     """Records as they are journalled, until the process has ended and everything is read."""
     seen = 0
     while True:
-        ended = process.poll() is not None
+        ended = _ends(process, _POLL_SECONDS)
         records = list(_records(journal))
         yield from records[seen:]
         seen = len(records)
         if ended:
             return
-        sleep(_POLL_SECONDS)
+
+
+def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Whether a process ends within so many seconds."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
