@@ -153,6 +153,8 @@ class Run:
     def _command(self) -> list[str]:
         suite = Path(__file__).parents[1] / "suite"
         options = ["--pyargs", "mla_conformance.suite", "-c", str(suite / "pytest.ini"), "--rootdir", str(suite)]
+        # Whatever pytest plugins are installed here would take their time in every process, and may shuffle cases.
+        options += ["--disable-plugin-autoload", "-p", "xdist", "-p", "mla_conformance"]
         # Nothing is captured: what a backend prints goes to the log, whose length is bounded.
         options += ["-q", "-s", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
@@ -160,8 +162,6 @@ class Run:
         options += [*self._limits(), *self._sharing()]
         options += [f"--backend={subject.backend.reference}" for subject in self.available]
         options += self._case_options()
-        if not self.selection.explore:
-            options += ["-p", "no:hypothesispytest"]  # at the end it imports hypothesis, in every process
         return [sys.executable, "-m", "pytest", *options, *self.extra]
 
     def _case_options(self) -> list[str]:
