@@ -157,6 +157,9 @@ class Run:
         options += ["--disable-plugin-autoload", "-p", "xdist", "-p", "mla_conformance"]
         # Nothing is captured: what a backend prints goes to the log, whose length is bounded.
         options += ["-q", "-s", "-p", "no:cacheprovider", "-n", str(self.workers), "--max-worker-restart", "100000"]
+        # Each worker has one stretch of cases, for a case's backends share its golden result, and who is done takes
+        # half of another's rest. Dealt out in shares, the last long cases are one worker's.
+        options += ["--dist", "worksteal"]
         options += [f"--mla-out={self.directory}", f"--mla-tier={self.selection.tier}"]
         options += [f"--mla-device={self.selection.device.type}", f"--mla-explore={self.selection.explore}"]
         options += [*self._limits(), *self._sharing()]
