@@ -3,6 +3,7 @@
 Workers and controller append to one file; a line is written in one call, which the system does not tear apart.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -48,13 +49,16 @@ class Journal:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All whole events so far; a last line that was cut off is left out."""
-        if not self.path.exists():
-            return
-        for line in self.path.read_text(encoding="ascii", errors="replace").split("\n"):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        if self.path.exists():
+            yield from _events(self.path.read_bytes())
+
+    def events_from(self, position: int) -> tuple[list[dict[str, Any]], int]:
+        """The events of whole lines from a byte of the file on, and the byte where the next line starts."""
+        with self.path.open("rb") as file:
+            file.seek(position)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        return list(_events(whole)), position + len(whole)
 
     def check(self) -> None:
         """Read every line but one at the end that was cut off.
@@ -86,6 +90,12 @@ class Journal:
             elif event["event"] == "resume":
                 before_resume = set(found)
         return before_resume
+
+
+def _events(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.decode("ascii", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def _require_event(line: bytes, where: str) -> None:

@@ -7,11 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -35,7 +35,7 @@ from mla_conformance.version import SUITE_VERSION, __version__
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.1
 _PYTEST_USAGE_ERROR = 4
 LOG_NAME = "pytest.log"
 _CASES_NAME = "cases.txt"
@@ -196,7 +196,9 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
         position = {case: index for index, case in enumerate(self.cases)}
-        records = sorted(_records(Journal.inside(self.directory)), key=lambda r: position.get(r.case, len(position)))
+        records = sorted(
+            _records(Journal.inside(self.directory).events()), key=lambda r: position.get(r.case, len(position))
+        )
         groups = by_backend(list(map(self._expected, records)))
         backends = tuple(self._backend(subject, groups.get(subject.name, [])) for subject in self.selection.subjects)
         return RunSummary(environment(self.selection), backends, self.selection.case_ids, self.shard)
@@ -250,9 +252,9 @@ def _compute_capability(device: torch.device) -> str:
     return str(capability) if capability else ""
 
 
-def _records(journal: Journal) -> Iterator[Record]:
+def _records(events: Iterable[dict[str, Any]]) -> Iterator[Record]:
     """Verdicts in the order in which they came."""
-    return (Record.from_json(event["record"]) for event in journal.events() if event["event"] == "verdict")
+    return (Record.from_json(event["record"]) for event in events if event["event"] == "verdict")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -264,12 +266,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _follow(journal: Journal, process: "subprocess.Popen[bytes]") -> Iterator[Record]:
     """Records as they are journalled, until the process has ended and everything is read."""
-    seen = 0
+    position = 0
     while True:
         ended = _ends(process, _POLL_SECONDS)
-        records = list(_records(journal))
-        yield from records[seen:]
-        seen = len(records)
+        events, position = journal.events_from(position)
+        yield from _records(events)
         if ended:
             return
 

@@ -129,8 +129,8 @@ def test_a_journal_without_its_plan_is_refused(
 @pytest.mark.parametrize(
     ("edit", "arguments", "said"),
     [
-        ((b'"event": "verdict"', b'"event": verdict'), [], "line 3: expected an event of a run as JSON"),
-        ((b'"status": "pass"', b'"status": "perfect"'), [], "line 3: expected an event of a run as JSON"),
+        ((b'"event": "verdict"', b'"event": verdict'), [], "expected an event of a run as JSON"),
+        ((b'"status": "pass"', b'"status": "perfect"'), [], "expected an event of a run as JSON"),
         ((b'"format": 1', b'"format": 2'), [], "expected plan format 1, got 2"),
         ((b'"cases": []', b'"cases": 5'), [], "the plan lacks a right value of cases"),
         ((b'"suite": "', b'"suite": "9'), [], "not the run that was interrupted; suite: was 9"),
