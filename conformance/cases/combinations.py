@@ -57,13 +57,14 @@ def allowed(row: Row) -> bool:
         return False
     if call == Call.CONTEXT_CHUNK and row.get("out") == "given":
         return False
-    return not {"lengths", "cache"} <= set(row) or _planned(row)
+    return not {"lengths", "cache"} <= set(row) or _planned(call, row["lengths"], row["cache"])
 
 
-def _planned(row: Row) -> bool:
+@cache
+def _planned(call: str, lengths: str, paging: str) -> bool:
     """Whether the workspace holds a page of each request."""
     try:
-        case_of({name: row[name] for name in ("call", "lengths", "cache")})
+        case_of({"call": call, "lengths": lengths, "cache": paging})
     except CaseError:
         return False
     return True
