@@ -15,6 +15,8 @@ from typing import Any
 from mla_conformance.judging.record import Record
 
 JOURNAL_NAME = "journal.jsonl"
+JOURNAL_LOST = 74
+"""Exit status of a run's pytest when the journal cannot be written."""
 
 
 class JournalError(ValueError):

@@ -21,14 +21,13 @@ from mla_conformance.driving.subject import Subject
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.isolation.bounded_log import BoundedLog
 from mla_conformance.isolation.devices import jit_caches, visible_gpus
-from mla_conformance.isolation.journal import Journal
+from mla_conformance.isolation.journal import JOURNAL_LOST, Journal
 from mla_conformance.isolation.limits import machine_memory
 from mla_conformance.isolation.watchdog import WORKERS_FOLDER
 from mla_conformance.judging.golden_cache import FOLDER_VARIABLE
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.running.plan import plan_of
-from mla_conformance.running.recording import JOURNAL_LOST
 from mla_conformance.running.selection import Selection
 from mla_conformance.version import SUITE_VERSION, __version__
 

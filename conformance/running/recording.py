@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mla_conformance.isolation.journal import Journal
+from mla_conformance.isolation.journal import JOURNAL_LOST, Journal
 from mla_conformance.isolation.watchdog import stacks_of
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
@@ -92,10 +92,6 @@ def _explanation(trial: "Trial", verdict: Verdict, seconds: float) -> str:
 
 def _device_lost(trial: "Trial") -> bool:
     return trial.last is not None and trial.last.device_lost
-
-
-JOURNAL_LOST = 74
-"""Exit status of pytest when the journal cannot be written."""
 
 
 class Recorder:
