@@ -3,19 +3,22 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.tiers import tier_lines
 from mla_conformance.commands import certify_cli, gating_cli, replay_cli
-from mla_conformance.commands.request import select
+from mla_conformance.commands.request import REFERENCE, select
 from mla_conformance.files.inputs import InputError
 from mla_conformance.isolation.limits import leave
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.terminal import say
+
+if TYPE_CHECKING:
+    from mla_conformance.running.selection import Selection
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -67,7 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--kernels", action="store_true", help="throughput of the backends that can run here")
     bench.add_argument("--metadata", action="store_true", help="building a layer's metadata, against a plain loop")
     bench.add_argument("--suite", metavar="NAME", help="where the time of a run on this backend goes")
-    bench.add_argument("--tier", default="smoke", metavar="smoke|full|nightly", help="of --suite")
+    bench.add_argument(
+        "--runs",
+        nargs="+",
+        metavar=REFERENCE,
+        help="runs of the first backend, of all, and of all on one GPU or worker",
+    )
+    bench.add_argument("--tier", default="smoke", metavar="smoke|full|nightly", help="of --suite and --runs")
+    bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")
     bench.set_defaults(run=_bench)
     gating_cli.add_commands(commands)
     report_commands.add_commands(commands)
@@ -134,7 +144,8 @@ def _bench(options: argparse.Namespace) -> int:
     from mla_conformance.bench import golden, kernels, metadata, suite
     from mla_conformance.running.certify import environment
 
-    selection = select([options.suite] if options.suite else [], options.device, tier=options.tier)
+    backends = options.runs or ([options.suite] if options.suite else [])
+    selection = select(backends, options.device, options.capability, options.tier)
     device = selection.device
     if options.scale:
         lines = golden.scale(device.type)
@@ -144,6 +155,8 @@ def _bench(options: argparse.Namespace) -> int:
         lines = metadata.metadata_benchmark()
     elif options.suite:
         lines = suite.split(options.suite, selection.tier, device)
+    elif options.runs:
+        lines = _runs(selection)
     else:
         lines = chain(golden.compare(device.type), suite.plugin_cost())
     where = environment(selection)
@@ -151,3 +164,16 @@ def _bench(options: argparse.Namespace) -> int:
     for line in lines:
         say(line)
     return 0
+
+
+def _runs(selection: "Selection") -> Iterator[str]:
+    from mla_conformance.bench.runs import compare_runs
+    from mla_conformance.running.certify import RunError
+
+    for subject in selection.subjects:
+        if subject.unavailable:
+            raise InputError(f"--runs: {subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+    try:
+        yield from compare_runs(selection)
+    except RunError as error:
+        raise InputError(str(error)) from error

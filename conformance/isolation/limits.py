@@ -44,5 +44,5 @@ def leave(status: int) -> NoReturn:
     """End this process at once; to take torch, libraries and a GPU's context apart takes an interpreter a second."""
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what a kernel's library printed
+    ctypes.CDLL(None).fflush(None)  # what libraries printed
     os._exit(status)

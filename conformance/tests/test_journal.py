@@ -28,6 +28,18 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> None:
     assert [event["message"] for event in journal.events()] == [AWKWARD]
 
 
+def test_a_reader_goes_on_where_whole_lines_ended(tmp_path: Path) -> None:
+    journal = Journal.inside(tmp_path)
+    journal.append("start")
+    events, position = journal.events_from(0)
+    journal.append("verdict", message=AWKWARD)
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole[:-9])
+    assert ([event["event"] for event in events], journal.events_from(position)) == (["start"], ([], position))
+    journal.path.write_bytes(whole)
+    assert journal.events_from(position) == ([{"event": "verdict", "message": AWKWARD}], len(whole))
+
+
 def test_bytes_that_are_no_text_cost_their_line_only(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     journal.append("start")

@@ -1,0 +1,107 @@
+"""Runs as ``certify`` makes them: several backends beside one, and all GPUs beside one; on a CPU, workers.
+
+A run on a GPU is made twice, since kernels are compiled in the first one. On a CPU the workers share its threads, so
+that one worker has all of them.
+"""
+
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.running.certify import Run, default_workers
+from mla_conformance.running.selection import Selection
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run judged and how long it took.
+
+    Attributes:
+        verdicts: the status of each (backend reference, capability, case).
+        seconds: from the start of its processes to their end.
+        judging: seconds from the first verdict to the last, to the 0.1 s in which a journal is read.
+    """
+
+    verdicts: dict[tuple[str, str, str], Status]
+    seconds: float
+    judging: float
+
+    def __str__(self) -> str:
+        rate = f", {len(self.verdicts) / self.judging:.1f} verdicts a second" if self.judging else ""
+        return (
+            f"{len(self.verdicts)} verdicts in {self.seconds:.1f} s, "
+            f"of which {self.judging:.1f} s from the first verdict to the last{rate}"
+        )
+
+    def ratio(self, other: "Measured") -> str:
+        """How much longer it took than another run."""
+        judging = f"{self.judging / other.judging:.2f}" if other.judging else "?"
+        ratio = f"{self.seconds / other.seconds:.2f}"
+        return f"{ratio} times as long in all, {judging} times as long from the first verdict to the last"
+
+
+def compare_runs(selection: Selection) -> Iterator[str]:
+    """Lines on runs of the first backend, of all, and of all on one GPU or worker; then their ratios.
+
+    Raises:
+        RunError: a run broke down.
+    """
+    workers, first = default_workers(selection), replace(selection, subjects=selection.subjects[:1])
+    yield "a run lasts from the start of pytest to its end; what certify imports before and writes after it is left out"
+    alone = yield from _measured(first, workers)
+    every = alone if len(selection.subjects) == 1 else (yield from _measured(selection, workers))
+    single = every if workers == 1 else (yield from _measured(selection, 1))
+    if every is not alone:
+        yield f"{_names(selection)} took, beside {_names(first)} alone, {every.ratio(alone)}"
+    if single is every:
+        yield f"{_places(selection, 1)} only: there are no more to compare it with"
+    else:
+        yield f"{_places(selection, 1)} took, beside {_places(selection, workers)}, {single.ratio(every)}"
+        yield from _agreement(single.verdicts, every.verdicts)
+
+
+def _measured(selection: Selection, workers: int) -> Generator[str, None, Measured]:
+    """Make a run, after one like it on a GPU, and say what it took."""
+    what = f"{_names(selection)} on {_places(selection, workers)}"
+    if selection.device.type == "cuda":
+        yield f"{what}: {_run(selection, workers)}: a warm-up, not counted"
+    measured = _run(selection, workers)
+    yield f"{what}: {measured}"
+    return measured
+
+
+def _run(selection: Selection, workers: int) -> Measured:
+    verdicts: dict[tuple[str, str, str], Status] = {}
+    moments: list[float] = []
+
+    def note(record: Record) -> None:
+        verdicts[record.question] = record.status
+        moments.append(time.perf_counter())
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mla-conformance-bench-") as folder:
+        Run(selection, Path(folder), workers).execute(note)
+    judging = moments[-1] - moments[0] if moments else 0.0
+    return Measured(verdicts, time.perf_counter() - started, judging)
+
+
+def _agreement(single: dict[tuple[str, str, str], Status], every: dict[tuple[str, str, str], Status]) -> Iterator[str]:
+    different = [key for key in single | every if single.get(key) != every.get(key)]
+    if not different:
+        yield f"the same {len(every)} verdicts on one as on all"
+    for reference, capability, case in different:
+        one, all_ = (found.get((reference, capability, case), "none") for found in (single, every))
+        yield f"DIFFERENT VERDICTS of {reference}, {capability}, case {case}: on one {one}, on all {all_}"
+
+
+def _names(selection: Selection) -> str:
+    return ", ".join(subject.name for subject in selection.subjects)
+
+
+def _places(selection: Selection, workers: int) -> str:
+    noun = "GPU" if selection.device.type == "cuda" else "worker"
+    return f"{workers} {noun}" + "s" * (workers > 1)
