@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 _USAGE = 2
 _INTERRUPTED = 130
+_CUT_OFF = 141
 
 
 def command() -> NoReturn:
     """The console script."""
-    leave(main())
+    try:
+        status = main()
+    except BrokenPipeError:  # who read what is printed has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _CUT_OFF
+    leave(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -220,12 +220,13 @@ class _Judge:
     def _worst_rms(self, ratio: torch.Tensor, independent: bool) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
         share = ratio / rms_limit(1, self.numbers.row_deviations)
-        for rows in segments(self.rows.start_loc):
-            if independent and rows.stop > rows.start:
-                together = ratio[rows].square().mean(dim=0, keepdim=True).sqrt()
-                limit = rms_limit(rows.stop - rows.start, self.numbers.row_deviations)
-                share[rows] = torch.maximum(share[rows], together / limit)
-        return share
+        if not independent:
+            return share
+        lengths = [rows.stop - rows.start for rows in segments(self.rows.start_loc)]
+        samples = torch.tensor(lengths, device=ratio.device)
+        together = torch.segment_reduce(ratio.square(), "mean", lengths=samples, axis=0, initial=0.0).sqrt()
+        limits = ratio.new_tensor([rms_limit(max(1, count), self.numbers.row_deviations) for count in lengths])
+        return torch.maximum(share, (together / limits[:, None]).repeat_interleave(samples, dim=0))
 
     def _codes(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
         """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""

@@ -182,9 +182,8 @@ class DecodeBatch(Draw):
             [first + position for position in self._positions(total, rank)]
             for first, total in zip(start_loc(self.totals), self.totals, strict=False)
         ]
-        pages = write_pages(self.case, [self.entries[rows] for rows in owned], self.device)
-        lengths = [len(rows) for rows in owned]
-        keys = self.keys[[row for rows in owned for row in rows]]
+        lengths, every = [len(rows) for rows in owned], [row for rows in owned for row in rows]
+        pages, keys = write_pages(self.case, self.entries[every], lengths, self.device), self.keys[every]
         return DecodeCall(
             chunk_idx=None,
             q=self.queries,

@@ -205,10 +205,8 @@ class LayerBatch(Draw):
         return torch.cat([x, padding]).to(self.device)
 
     def _expected(self, latents: tuple[torch.Tensor, torch.Tensor]) -> ExpectedCache:
-        entries = self._entries(latents)
-        requests = [entries[rows] for rows in segments(start_loc(self.totals))]
-        requests += [entries[:0]] * (len(self.case.q) + self.case.pad - len(requests))
-        pages = write_pages(self.case, requests, self.device)
+        lengths = [*self.totals, *(0 for _ in range(len(self.case.q) + self.case.pad - len(self.totals)))]
+        pages = write_pages(self.case, self._entries(latents), lengths, self.device)
         return ExpectedCache(self.case, pages, self.totals, latents)
 
     def _requests(self, block_ids: list[list[int]]) -> tuple[LayerRequest, ...]:

@@ -26,23 +26,25 @@ class Pages:
     block_table: torch.Tensor
 
 
-def write_pages(case: Case, requests: Sequence[torch.Tensor], device: torch.device) -> Pages:
-    """Store the entries [tokens, width] of every request, in blocks drawn from all but block 0.
+def write_pages(case: Case, entries: torch.Tensor, lengths: Sequence[int], device: torch.device) -> Pages:
+    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
 
     Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
     A request without tokens pads a graph's batch, if the case has such rows, or has no key on this rank.
     """
-    counts = [-(-len(rows) // case.page) for rows in requests]
-    total = 1 + sum(counts) + case.spare
-    order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(case.seed)) + 1
-    blocks = order[: sum(counts)].split(counts)
-    cache = _poisoned(case, total, requests[0], device)
-    slots = [
-        ids.repeat_interleave(case.page)[: len(rows)] * case.page + torch.arange(len(rows)) % case.page
-        for ids, rows in zip(blocks, requests, strict=True)
-    ]
-    write_rows(cache, torch.cat([rows.to(device) for rows in requests]), torch.cat(slots).to(device))
-    return Pages(cache, _block_table(case, blocks, order).to(device))
+    tokens = torch.tensor(lengths)
+    counts = -(-tokens // case.page)
+    order = torch.randperm(int(counts.sum()) + case.spare, generator=torch.Generator().manual_seed(case.seed)) + 1
+    cache = _poisoned(case, 1 + len(order), entries, device)
+    position = _positions(tokens)
+    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // case.page]
+    write_rows(cache, entries.to(device), (block * case.page + position % case.page).to(device))
+    return Pages(cache, _block_table(case, counts, order).to(device))
+
+
+def _positions(lengths: torch.Tensor) -> torch.Tensor:
+    """0 … n - 1 for each length n, end to end."""
+    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
 def _poisoned(case: Case, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -50,20 +52,18 @@ def _poisoned(case: Case, blocks: int, like: torch.Tensor, device: torch.device)
     return buffer[:, -1]
 
 
-def _block_table(case: Case, blocks: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+def _block_table(case: Case, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[B, max blocks] int32; the last columns are past every request's last page."""
-    width = max(len(ids) for ids in blocks) + _UNUSED_COLUMNS
-    table = torch.stack([_tail(case, order, request, width) for request in range(len(blocks))])
-    for row, ids in zip(table, blocks, strict=True):
-        row[: len(ids)] = ids
+    table = _tails(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
+    table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
     if case.pad:
         table[-case.pad :] = -1
     return table
 
 
-def _tail(case: Case, order: torch.Tensor, request: int, width: int) -> torch.Tensor:
-    """A row of what stands past the last page."""
+def _tails(case: Case, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
+    """What stands past the last page of each request."""
     if case.tails == "stale":
-        return order.roll(-request)[torch.arange(width) % len(order)].int()
+        return order[(torch.arange(requests)[:, None] + torch.arange(width)) % len(order)].int()
     filling = {"null": 0, "minus": -1, "huge": _HUGE}[case.tails]
-    return torch.full((width,), filling, dtype=torch.int32)
+    return torch.full((requests, width), filling, dtype=torch.int32)

@@ -137,3 +137,12 @@ def test_undeclared_determinism_is_unsupported_and_not_passed(
     (mine,) = load_report(tmp_path).backends
     assert {record.status for record in mine.records} == {Status.UNSUPPORTED}
     assert {record.message for record in mine.records} == {"not declared deterministic", "prefill only"}
+
+
+def test_a_reader_that_has_enough_is_no_traceback() -> None:
+    command = Path(sys.executable).with_name("mla-conformance")
+    process = subprocess.Popen([command, "capabilities"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
