@@ -33,10 +33,9 @@ def attention_of_alike(
 ) -> AttentionState:
     """What `attention` returns for the same arguments, to float64 rounding; a request unlike its neighbours exactly."""
     check_operands(q, k, v, query_start_loc, key_start_loc)
-    k, v = (x.expand(-1, q.shape[1], -1) for x in (k, v))
-    states = []
-    for queries, keys, count in _runs(query_start_loc, key_start_loc, q.shape[1], q.shape[2]):
-        operands = [_as_heads(x[rows], count) for x, rows in ((q, queries), (k, keys), (v, keys))]
+    heads, states = q.shape[1], []
+    for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2]):
+        operands = [_as_heads(x[rows], heads, count) for x, rows in ((q, queries), (k, keys), (v, keys))]
         state = attention(
             *operands,
             query_start_loc=(0, operands[0].shape[0]),
@@ -64,9 +63,11 @@ def _runs(
             yield *rows, len(part)
 
 
-def _as_heads(x: Tensor, count: int) -> Tensor:
-    """[count · tokens, N, D] as [tokens, count · N, D]."""
-    return x.unflatten(0, (count, x.shape[0] // count)).transpose(0, 1).flatten(1, 2)
+def _as_heads(x: Tensor, heads: int, count: int) -> Tensor:
+    """[count · tokens, N or 1, D] as [tokens, count · N, D]; one request as it is, whose heads may share a key."""
+    if count == 1:
+        return x
+    return x.expand(-1, heads, -1).unflatten(0, (count, x.shape[0] // count)).transpose(0, 1).flatten(1, 2)
 
 
 def _as_requests(state: AttentionState, count: int) -> AttentionState:

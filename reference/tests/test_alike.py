@@ -81,3 +81,10 @@ def test_thousands_of_requests_are_few_computations(normal: Normal) -> None:
     with patch.object(alike, "attention", wraps=attention) as definition:
         assert attention_of_alike(**options).output.shape == (6000, 2, 5)
     assert definition.call_count == 1
+
+
+def test_a_key_that_heads_share_is_not_copied_for_a_request_alone(normal: Normal) -> None:
+    options = _operands(normal, [2, 3], [5, 4], True) | {"causal": True}
+    with patch.object(alike, "attention", wraps=attention) as definition:
+        attention_of_alike(**options)
+    assert [call.args[1].shape[1] for call in definition.call_args_list] == [1, 1]
