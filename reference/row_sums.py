@@ -64,7 +64,6 @@ class RowSums:
     @staticmethod
     def zeros(shape: torch.Size, shift: Tensor | None, with_terms: bool, device: torch.device) -> "RowSums":
         """Nothing added yet; shape: (h, r, V)."""
-
         heads, rows, _ = shape
         output = torch.zeros(shape, dtype=torch.float64, device=device)
         totals = output.new_zeros(heads, rows, 1 + with_terms)

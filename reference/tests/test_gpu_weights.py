@@ -44,13 +44,13 @@ def test_the_kernel_does_what_the_lines_say(
 
 
 def _weighed(tile: Tile, shift: Tensor | None) -> list[Tensor]:
-    """Weights, totals in float32 and largest, which are views into larger ones as a panel's are, and products."""
+    """Weights, both totals, largest, products; totals and largest are views into larger ones, as a panel's are."""
     rows = tile.queries.wide.shape[1]
     totals = torch.ones(3, rows + 4, 2, dtype=torch.float64, device="cuda")[:, 2:-2]
     largest = torch.full((3, rows + 4, 1), 0.5, device="cuda")[:, 2:-2]
     found, products = weigh_with_products(tile, shift, totals, largest)
-    # The magnitudes' sum is one of bfloat16 numbers in the lines, of what they are rounded from in the kernel.
     torch.testing.assert_close(found.sum(-1), totals[..., 0] - 1.0)
+    # The magnitudes' sum is one of bfloat16 numbers in the lines, of what they are rounded from in the kernel.
     return [found, totals[..., :1], totals[..., 1].bfloat16(), largest, products]
 
 
