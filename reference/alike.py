@@ -3,7 +3,7 @@
 Attention knows no other heads, and a batch of thousands of small requests, one after the other, is slow everywhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from torch import Tensor
@@ -12,39 +12,30 @@ from mla_conformance.reference.attention import (
     WORKSPACE_ELEMENTS,
     AttentionState,
     ErrorTerms,
-    attention,
     check_operands,
     concatenate,
     segments,
 )
 
 
-def attention_of_alike(
+def by_shape(
+    attend: Callable[..., AttentionState],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     query_start_loc: Sequence[int],
     key_start_loc: Sequence[int],
-    scale: float,
-    causal: bool,
-    with_terms: bool = False,
-    with_key_terms: bool = False,
 ) -> AttentionState:
-    """What `attention` returns for the same arguments, to float64 rounding; a request unlike its neighbours exactly."""
+    """What ``attend``, which is `attention` with all its other arguments, returns for a batch.
+
+    To float64 rounding; for a request unlike its neighbours exactly. Raises ValueError as `attention` does.
+    """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     heads, states = q.shape[1], []
     for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2]):
         operands = [_as_heads(x[rows], heads, count) for x, rows in ((q, queries), (k, keys), (v, keys))]
-        state = attention(
-            *operands,
-            query_start_loc=(0, operands[0].shape[0]),
-            key_start_loc=(0, operands[1].shape[0]),
-            scale=scale,
-            causal=causal,
-            with_terms=with_terms,
-            with_key_terms=with_key_terms,
-        )
+        ends = operands[0].shape[0], operands[1].shape[0]
+        state = attend(*operands, query_start_loc=(0, ends[0]), key_start_loc=(0, ends[1]))
         states.append(_as_requests(state, count))
     return concatenate(states)
 

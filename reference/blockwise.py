@@ -19,13 +19,14 @@ scores and weights takes 11.8 ps there, p·v 4.7, magnitudes 1.1 and the terms' 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.alike import attention_of_alike
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, check_operands
+from mla_conformance.reference.alike import by_shape
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
@@ -71,17 +72,8 @@ def blockwise_attention(
     state = sweep.state() if pays else None
     if state is not None:
         return state
-    state = attention_of_alike(
-        q,
-        k,
-        v,
-        query_start_loc=query_start_loc,
-        key_start_loc=key_start_loc,
-        scale=scale,
-        causal=causal,
-        with_terms=with_terms,
-        with_key_terms=with_key_terms,
-    )
+    attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
+    state = by_shape(attend, q, k, v, query_start_loc, key_start_loc)
     return state if rows is None else _part(state, torch.tensor(rows, dtype=torch.long, device=q.device), slice(None))
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from mla_conformance.reference import alike
-from mla_conformance.reference.alike import attention_of_alike
+from mla_conformance.reference.alike import by_shape
 from mla_conformance.reference.attention import AttentionState, attention
 
 Normal = Callable[..., Tensor]
@@ -36,6 +36,11 @@ def _operands(normal: Normal, q_lens: list[int], kv_lens: list[int], shared: boo
         "scale": 0.4,
         "with_terms": True,
     }
+
+
+def _together(attend: Callable[..., AttentionState], options: dict[str, Any]) -> AttentionState:
+    batch = {name: options[name] for name in ("q", "k", "v", "query_start_loc", "key_start_loc")}
+    return by_shape(partial(attend, **{name: x for name, x in options.items() if name not in batch}), **batch)
 
 
 def _assert_same(found: AttentionState, plain: AttentionState) -> None:
@@ -64,27 +69,27 @@ def test_agrees_with_the_definition(
     options = _operands(normal, q_lens, kv_lens, shared) | {"causal": causal, "with_key_terms": True}
     plain = attention(**options)
     monkeypatch.setattr(alike, "WORKSPACE_ELEMENTS", workspace)
-    _assert_same(attention_of_alike(**options), plain)
+    _assert_same(_together(attention, options), plain)
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_bad_number_stays_in_its_request(normal: Normal, where: str) -> None:
     options = _operands(normal, [3, 3, 3], [4, 4, 4], False) | {"causal": True}
     options[where][4] = torch.nan
-    found = attention_of_alike(**options)
+    found = _together(attention, options)
     _assert_same(found, attention(**options))
     assert found.output.isnan().any() and not found.output[:3].isnan().any() and not found.output[6:].isnan().any()
 
 
 def test_thousands_of_requests_are_few_computations(normal: Normal) -> None:
     options = _operands(normal, [2] * 3000, [3] * 3000, False) | {"causal": True}
-    with patch.object(alike, "attention", wraps=attention) as definition:
-        assert attention_of_alike(**options).output.shape == (6000, 2, 5)
+    definition = Mock(wraps=attention)
+    assert _together(definition, options).output.shape == (6000, 2, 5)
     assert definition.call_count == 1
 
 
 def test_a_key_that_heads_share_is_not_copied_for_a_request_alone(normal: Normal) -> None:
     options = _operands(normal, [2, 3], [5, 4], True) | {"causal": True}
-    with patch.object(alike, "attention", wraps=attention) as definition:
-        attention_of_alike(**options)
+    definition = Mock(wraps=attention)
+    _together(definition, options)
     assert [call.args[1].shape[1] for call in definition.call_args_list] == [1, 1]
