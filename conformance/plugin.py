@@ -19,10 +19,12 @@ from mla_conformance.isolation.devices import take_place, use_gpu, use_jit_cache
 from mla_conformance.isolation.journal import Journal
 from mla_conformance.isolation.watchdog import WORKERS_FOLDER, Watchdog
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.judging.verdict import Nonconformance, Status
+from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.running.recording import Recorder, attach, identity, record_of
 
 if TYPE_CHECKING:
+    import torch
+
     from mla_conformance.driving.subject import Subject
     from mla_conformance.running.selection import Selection
     from mla_conformance.trials.explore import Exploration
@@ -37,8 +39,6 @@ _WATCHDOG = pytest.StashKey[Watchdog]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 
 _MEMORY_PATIENCE = 120.0
-_DEVICE_LOST = 70
-_OUT_OF_MEMORY = 71
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
@@ -301,7 +301,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     result = yield
     _disarm(item.config)
     if _TRIAL in item.stash:
-        _retire(item.config, item.stash[_TRIAL][0])
+        trial, _ = item.stash[_TRIAL]
+        device, verdict = trial.subject.device, trial.verdict
+        del trial, item.stash[_TRIAL]  # pytest keeps its items to the end, and a trial keeps tensors
+        _retire(item.config, device, verdict)
     return result
 
 
@@ -315,19 +318,15 @@ def _disarm(config: pytest.Config) -> None:
         config.stash[_WATCHDOG].disarm()
 
 
-def _retire(config: pytest.Config, trial: "Trial") -> None:
-    """End a process that cannot judge further cases."""
-    from mla_conformance.problems.memory import device_lost
+def _retire(config: pytest.Config, device: "torch.device", verdict: Verdict) -> None:
+    """End a process that cannot judge further cases; one that is nobody's worker does without memory it has lost."""
+    from mla_conformance.running.retirement import Retirement, retirement
 
-    is_worker = hasattr(config, "workerinput")
-    if device_lost(trial.subject.device):
-        if is_worker:
-            os._exit(_DEVICE_LOST)
-        pytest.exit("a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", _DEVICE_LOST)
-    # What one case leaked must not be missing to the next.
-    crowded = config.option.mla_memory and 2 * limits.allocated_memory() > config.option.mla_memory
-    if is_worker and (crowded or trial.verdict.status is Status.UNAVAILABLE):
-        os._exit(_OUT_OF_MEMORY)
+    reason = retirement(device, verdict, config.option.mla_memory)
+    if reason is not None and hasattr(config, "workerinput"):
+        os._exit(reason)
+    if reason is Retirement.DEVICE_LOST:
+        pytest.exit("a kernel destroyed the GPU's context; with -n 1 the run goes on in a new process", reason)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -148,7 +149,7 @@ class Case:
             object.__setattr__(self, "call", _default_call(self.capability))
         _validate(self)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
         default = Case(capability=self.capability, q=(1,), kv=(0,))

@@ -8,7 +8,7 @@ from mla_conformance.driving.phases import phase
 from mla_conformance.judging.golden_cache import GoldenCache
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
-from mla_conformance.problems.problem import Problem, segments, start_loc
+from mla_conformance.problems.problem import Problem, forget_problems, segments, start_loc
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 
@@ -36,6 +36,12 @@ def expect(problem: Problem) -> Expectation:
     rows = choose_rows(problem)
     calls, merged = _cache.get(problem, lambda: _timed(problem, rows))
     return Expectation(rows, calls, merged)
+
+
+def forget() -> None:
+    """Compute golden results, and build the problems that they belong to, anew from here on."""
+    _cache.forget()
+    forget_problems()
 
 
 def _timed(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:

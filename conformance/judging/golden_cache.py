@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
@@ -18,6 +17,7 @@ from pickle import UnpicklingError
 import torch
 
 from mla_conformance.cases.case import CASE_FORMAT
+from mla_conformance.problems.kept import Kept
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 
@@ -37,23 +37,21 @@ class GoldenCache:
     """States by problem and device."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], States] = OrderedDict()
-        self._bytes: dict[tuple[str, str], int] = {}
+        self._kept = Kept[States]()
 
     def get(self, problem: Problem, compute: Callable[[], States]) -> States:
         """The states of a problem: from memory, from disk, or computed and kept."""
         key = (problem.key, str(problem.device))
-        if key not in self._kept:
-            states = self._kept[key] = _from_disk(problem) or _to_disk(problem, compute())
-            self._bytes[key] = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(states))
-            self._shrink(KEPT_BYTES[problem.device.type])
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        found = self._kept.find(key)
+        if found is not None:
+            return found
+        states = _from_disk(problem) or _to_disk(problem, compute())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(states))
+        return self._kept.keep(key, states, size, KEPT_BYTES[problem.device.type])
 
-    def _shrink(self, limit: int) -> None:
-        while len(self._kept) > 1 and sum(self._bytes.values()) > limit:
-            oldest, _ = self._kept.popitem(last=False)
-            del self._bytes[oldest]
+    def forget(self) -> None:
+        """Forget what is in memory."""
+        self._kept.forget()
 
 
 def _states(states: States) -> list[AttentionState]:

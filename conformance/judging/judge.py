@@ -15,7 +15,7 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.locate import Place, extent, worst_element, worst_row
+from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
@@ -185,7 +185,7 @@ class _Judge:
         self._use(BudgetUse(lse=_largest(share)))
         if _largest(share) <= 1:
             return None
-        place = worst_row(self.rows, share.mT)
+        place = worst_place(self.rows, share.mT)
         got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
         sentence = explain_lse(self.rows, part.lse.double(), part.golden.lse) or (
             f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget, "
@@ -204,7 +204,7 @@ class _Judge:
         if max(_largest(element), _largest(row)) <= 1:
             return None
         if _largest(element) > 1:
-            place = worst_element(self.rows, element)
+            place = worst_place(self.rows, element)
             index = (place.row, place.head, place.column or 0)
             got, want = part.output[index].item(), part.golden.output[index].item()
             detail = (
@@ -212,7 +212,7 @@ class _Judge:
             )
             detail += extent(self.rows, element > 1)
         else:
-            place = worst_row(self.rows, row)
+            place = worst_place(self.rows, row)
             detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
@@ -240,7 +240,7 @@ class _Judge:
         outside = torch.maximum(low - code, code - high).clamp(min=0).double()
         if not bool(outside.any()):
             return None
-        place = worst_element(self.rows, outside)
+        place = worst_place(self.rows, outside)
         index = (place.row, place.head, place.column or 0)
         got = dequantize_e4m3(part.output[index], scale).item()
         return failed(

@@ -58,11 +58,11 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
 
 
-def worst_element(rows: JudgedRows, share: torch.Tensor) -> Place:
-    """The place of the largest value of ``share`` [T, N, V]."""
-    return Place.of(rows, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
-
-
-def worst_row(rows: JudgedRows, share: torch.Tensor) -> Place:
-    """The place of the largest value of ``share`` [T, N]."""
-    return Place.of(rows, [int(i) for i in torch.unravel_index(share.argmax(), share.shape)])
+def worst_place(rows: JudgedRows, share: torch.Tensor) -> Place:
+    """The place of the largest value of ``share`` [T, N, V] or [T, N]."""
+    index = []
+    position = int(share.argmax())
+    for size in reversed(share.shape):  # torch.unravel_index imports sympy, which takes seconds
+        position, at = divmod(position, size)
+        index.append(at)
+    return Place.of(rows, index[::-1])

@@ -1,7 +1,7 @@
 """The record: one (backend, case) with its verdict, as plain data that journals and reports hold."""
 
 import shlex
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mla_conformance.judging.verdict import Status, Verdict
@@ -95,12 +95,12 @@ class Record:
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""
-        content = {**asdict(self), **verdict.to_json(), "check": verdict.check or "", "seconds": seconds}
+        content = {**self.to_json(), **verdict.to_json(), "check": verdict.check or "", "seconds": seconds}
         return Record.from_json(content)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        return dict(vars(self))
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Record":

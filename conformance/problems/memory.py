@@ -87,7 +87,8 @@ def out_of_memory(error: BaseException) -> bool:
 def free_memory(device: torch.device) -> int:
     """Bytes of a GPU that this process could still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_stats(device)
+    return int(free + held.get("reserved_bytes.all.current", 0) - held.get("allocated_bytes.all.current", 0))
 
 
 def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:

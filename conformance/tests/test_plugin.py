@@ -53,6 +53,32 @@ def test_a_keyword_is_exact(tmp_path: Path) -> None:
     assert (status, backends_in(listing)) == (0, {"EAGER"}), listing
 
 
+_WATCHES = """
+import gc, weakref
+
+trials, alive = [], []
+
+
+def pytest_runtest_logfinish(nodeid):
+    gc.collect()
+    alive.append(sum(trial() is not None for trial in trials))
+
+
+def pytest_runtest_call(item):
+    trials.append(weakref.ref(item.funcargs["trial"]))
+
+
+def pytest_sessionfinish():
+    print(f"of {len(trials)} trials at most {max(alive)} alive")
+"""
+
+
+def test_a_trial_and_its_tensors_end_with_its_test(tmp_path: Path) -> None:
+    (tmp_path / "watches.py").write_text(_WATCHES)
+    status, printed = run(tmp_path, *SUITE, "--backend", "TORCH_SDPA", "-p", "watches", "-s")
+    assert status == 0 and "of 3 trials at most 1 alive" in printed, printed
+
+
 def test_a_marker_selects_a_backend(tmp_path: Path) -> None:
     status, listing = run(tmp_path, *LIST, "-m", "backend(name='EAGER')")
     assert (status, backends_in(listing)) == (0, {"EAGER"}), listing

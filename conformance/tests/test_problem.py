@@ -5,8 +5,9 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.problems import problem as problems
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem, ProblemError, build_problem
+from mla_conformance.problems.problem import Problem, ProblemError, build_problem, forget_problems
 
 CPU = torch.device("cpu")
 CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"
@@ -25,8 +26,46 @@ def test_a_case_stands_for_the_same_bytes_each_time(text: str) -> None:
     torch.manual_seed(1)
     first = all_bytes(built(text))
     torch.manual_seed(2)
+    forget_problems()
     assert all_bytes(built(text)) == first
     assert all_bytes(built(f"{text};seed=1")) != first
+
+
+def layouts(problem: Problem) -> dict[str, tuple[object, ...]]:
+    return {name: (x.shape, x.stride(), x.storage_offset(), x.dtype) for name, x in problem.caller_owned.items()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lse:dims=small;q=[5,9];layout=odd",
+        CHUNKED,
+        "decode:call=decode;dims=small;q=[1,1];kv=[40,7];page=16",
+        "mixed_batch:call=layer;q=[1,4];kv=[9,5];decodes=1",
+    ],
+)
+def test_a_problem_is_built_once_and_what_one_writes_another_does_not_see(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_problems()
+    first = built(text)
+    before, laid_out, meant = all_bytes(first), layouts(first), [call.v.clone() for call in first.calls]
+    monkeypatch.delattr(problems, "_build")  # what is asked for again is there
+    for tensor in (*first.caller_owned.values(), *(call.v for call in first.calls)):
+        storage_bytes(tensor).fill_(7)
+    second = built(text)
+    assert (second.key, second.case) == (first.key, first.case)
+    assert (all_bytes(second), layouts(second)) == (before, laid_out)
+    assert all(torch.equal(call.v, v) for call, v in zip(second.calls, meant, strict=True))
+
+
+def test_a_problem_above_the_bound_is_built_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "lse:dims=small;q=[5]"
+    monkeypatch.setattr(problems, "KEPT_BYTES", {"cpu": built(text).memory - 1})
+    forget_problems()
+    first = all_bytes(built(text))
+    monkeypatch.setitem(REGIMES, "normal", REGIMES["needle"])
+    assert all_bytes(built(text)) != first
 
 
 def test_v_is_the_second_half_of_a_projection() -> None:

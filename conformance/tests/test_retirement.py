@@ -1,0 +1,77 @@
+"""A process goes on while it has its GPU and its memory, and does not trust what a wrong kernel may have changed."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.verdict import Check, Status, Verdict, failed
+from mla_conformance.problems import problem as problems
+from mla_conformance.problems.problem import build_problem
+from mla_conformance.running import retirement as room
+from mla_conformance.running.retirement import Retirement, retirement
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+PASSED, LACKING = Verdict(Status.PASS, ""), Verdict(Status.UNAVAILABLE, "out of memory")
+WRONG = failed(Check.MASK, "wrong")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Plays a GPU of which so much is free."""
+
+    def has(share: float) -> None:
+        monkeypatch.setattr(room, "device_lost", lambda device: False)
+        monkeypatch.setattr(room, "free_memory", lambda device: share * GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
+
+    return has
+
+
+@pytest.mark.parametrize(
+    ("verdict", "share", "expected"),
+    [
+        (LACKING, 0.95, None),
+        (LACKING, 0.8, Retirement.OUT_OF_MEMORY),
+        (PASSED, 0.1, None),
+        (WRONG, 0.1, None),
+    ],
+)
+def test_after_running_out_of_memory_a_process_goes_on_if_it_is_back(
+    gpu: Callable[[float], None], verdict: Verdict, share: float, expected: Retirement | None
+) -> None:
+    gpu(share)
+    assert retirement(CUDA, verdict, None) is expected
+
+
+def test_a_lost_gpu_comes_before_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "device_lost", lambda device: True)
+    assert retirement(CUDA, LACKING, None) is Retirement.DEVICE_LOST
+
+
+def test_a_process_that_has_taken_half_of_its_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "allocated_memory", lambda: 51)
+    assert retirement(CPU, PASSED, 100) is Retirement.OUT_OF_MEMORY
+    assert retirement(CPU, PASSED, 102) is None
+
+
+@pytest.mark.parametrize(("verdict", "anew"), [(PASSED, False), (WRONG, True), (LACKING, True)])
+def test_what_a_wrong_kernel_may_have_written_over_is_made_anew(
+    verdict: Verdict, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, build = Case.parse("lse:dims=small;q=[5]"), problems._build
+    golden, built = expect(build_problem(case, CPU)).calls[0], 0
+
+    def counted(case: Case, device: torch.device) -> problems.Problem:
+        nonlocal built
+        built += 1
+        return build(case, device)
+
+    monkeypatch.setattr(problems, "_build", counted)
+    assert retirement(CPU, verdict, None) is None
+    again = expect(build_problem(case, CPU)).calls[0]
+    assert (built, again is golden) == ((1, False) if anew else (0, True))
