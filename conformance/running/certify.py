@@ -155,18 +155,8 @@ class Run:
         # Whatever pytest plugins are installed here would take their time in every process, and may shuffle cases.
         options += ["--disable-plugin-autoload", "-p", "xdist", "-p", "mla_conformance"]
         # Nothing is captured: what a backend prints goes to the log, whose length is bounded.
-        options += [
-            "-q",
-            "-s",
-            "-p",
-            "no:logging",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            str(self.workers),
-            "--max-worker-restart",
-            "100000",
-        ]
+        options += ["-q", "-s", "-p", "no:logging", "-p", "no:cacheprovider"]
+        options += ["-n", str(self.workers), "--max-worker-restart", "100000"]
         # Each worker has one stretch of cases, for a case's backends share its golden result, and who is done takes
         # half of another's rest. Dealt out in shares, the last long cases are one worker's.
         options += ["--dist", "worksteal"]
