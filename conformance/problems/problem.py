@@ -98,8 +98,10 @@ class Problem:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self.caller_owned.values()
-        for asked in (*self.calls, *([self.whole] if self.whole else [])):
-            yield from (asked.q, asked.k, asked.v)
+        for call in self.calls:
+            yield from (call.q, call.k, call.v)
+        if self.whole is not None:
+            yield from (self.whole.q, self.whole.k, self.whole.v)
 
 
 _kept = Kept[Problem]()
