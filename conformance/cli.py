@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--tier", default="smoke", metavar="smoke|full|nightly", help="of --suite and --runs")
     bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")
+    bench.add_argument("--case", action="append", default=[], metavar="ID", help="of --suite: this case, not a tier")
     bench.set_defaults(run=_bench)
     gating_cli.add_commands(commands)
     report_commands.add_commands(commands)
@@ -151,8 +152,10 @@ def _bench(options: argparse.Namespace) -> int:
     from mla_conformance.running.certify import environment
 
     backends = options.runs or ([options.suite] if options.suite else [])
-    selection = select(backends, options.device, options.capability, options.tier)
+    selection = select(backends, options.device, options.capability, options.tier, options.case)
     device = selection.device
+    if backends:
+        _require_available(selection)
     if options.scale:
         lines = golden.scale(device.type)
     elif options.kernels:
@@ -160,7 +163,7 @@ def _bench(options: argparse.Namespace) -> int:
     elif options.metadata:
         lines = metadata.metadata_benchmark()
     elif options.suite:
-        lines = suite.split(options.suite, selection.tier, device)
+        lines = suite.split(selection)
     elif options.runs:
         lines = _runs(selection)
     else:
@@ -172,13 +175,16 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_available(selection: "Selection") -> None:
+    for subject in selection.subjects:
+        if subject.unavailable:
+            raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+
+
 def _runs(selection: "Selection") -> Iterator[str]:
     from mla_conformance.bench.runs import compare_runs
     from mla_conformance.running.certify import RunError
 
-    for subject in selection.subjects:
-        if subject.unavailable:
-            raise InputError(f"--runs: {subject.name} cannot run here: {'; '.join(subject.unavailable)}")
     try:
         yield from compare_runs(selection)
     except RunError as error:

@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from unittest.mock import patch
 import torch
 
 from mla_conformance.bench.timing import timed
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
 from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.golden import forget
+from mla_conformance.running.selection import Selection
 from mla_conformance.trials import trial as steps
 from mla_conformance.trials.execute import execute
 
@@ -23,19 +26,36 @@ _PARTS = {"build_problem": "generation", "expect": "golden", "run_calls": "kerne
 """Steps of a trial, by the names under which it calls them."""
 
 
-def split(backend: str, tier: Tier, device: torch.device) -> Iterator[str]:
-    """Lines that say how long the cases of a tier take on one backend, in one process, and what of it each step."""
-    subject = Subject.of(backend, device)
-    cases = [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
+def split(selection: Selection) -> Iterator[str]:
+    """Lines on how long cases take on a backend, in one process, and what of it each step: a tier, or each named case.
+
+    On a GPU a named case is judged before it is measured: what is compiled then is not counted.
+    """
+    (subject,) = selection.subjects
+    if not selection.cases:
+        cases = [case for capability in CAPABILITIES.values() for case in capability.select(selection.tier)]
+        took = _steps(subject, cases)
+        yield f"{subject.name}, tier {selection.tier}, {len(cases)} cases in one process: {took}"
+    for case in selection.cases:
+        if selection.device.type == "cuda":
+            execute(steps.Trial(subject, case))
+            forget()
+        yield f"{subject.name}, {case.id}: {_steps(subject, [case])}"
+
+
+def _steps(subject: Subject, cases: Sequence[Case]) -> str:
+    """Seconds of all cases, and of each step with its share."""
     seconds: dict[str, float] = defaultdict(float)
     started = time.perf_counter()
-    with _clocked(seconds, device):
+    with _clocked(seconds, subject.device):
         for case in cases:
             execute(steps.Trial(subject, case))
     total = time.perf_counter() - started
-    shares = ", ".join(f"{part} {seconds[part] / total:.0%}" for part in _PARTS.values())
-    rest = 1 - sum(seconds.values()) / total
-    yield f"{backend}, tier {tier}, {len(cases)} cases in one process: {total:.1f} s: {shares}, rest {rest:.0%}"
+    seconds["rest"] = total - sum(seconds.values())
+    parts = (*_PARTS.values(), "rest")
+    return f"{total:.2f} s: " + ", ".join(
+        f"{part} {seconds[part]:.2f} s ({seconds[part] / total:.0%})" for part in parts
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The benchmark's parts: formulas agree, times are of the work, and the split adds up."""
 
+import re
 import time
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from mla_conformance.bench import golden, suite
 from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
 from mla_conformance.bench.timing import Timing, timed
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cli import main
 from mla_conformance.reference.attention import AttentionState
+from mla_conformance.running.selection import Selection
 
 CPU = torch.device("cpu")
 
@@ -55,10 +57,20 @@ def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_split_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"new_tokens": CAPABILITIES["new_tokens"]}
     monkeypatch.setattr(suite, "CAPABILITIES", few)
-    (line,) = suite.split("EAGER", Tier.SMOKE, CPU)
-    shares = [int(word.rstrip("%,")) for word in line.split() if word.rstrip(",").endswith("%")]
+    (line,) = suite.split(Selection.of(["EAGER"], [], "smoke", "cpu", []))
+    shares = [int(share) for share in re.findall(r"\((-?\d+)%\)", line)]
     assert len(shares) == 5 and 97 <= sum(shares) <= 103
     assert f"{len(few['new_tokens'].smoke)} cases" in line
+
+
+def test_named_cases_are_measured_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = ["new_tokens:dims=small;q=[5]", "lse:dims=small;q=[300]"]
+    named = [word for case in cases for word in ("--case", case)]
+    assert main(["bench", "--suite", "EAGER", "--device", "cpu", *named]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    for case, line in zip(cases, lines, strict=True):
+        told = re.fullmatch(r"EAGER, (.*): ([\d.]+) s: .*golden ([\d.]+) s .*", line)
+        assert told and told[1] == case and float(told[3]) <= float(told[2])
 
 
 def test_the_workspace_leaves_out_operands_and_results() -> None:

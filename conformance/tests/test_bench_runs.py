@@ -85,7 +85,7 @@ def test_verdicts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("backends", "said"),
-    [(["EAGER", "FLASH_ATTN"], "--runs: FLASH_ATTN cannot run here: "), (["NOPE"], "unknown backend 'NOPE'")],
+    [(["EAGER", "FLASH_ATTN"], "FLASH_ATTN cannot run here: "), (["NOPE"], "unknown backend 'NOPE'")],
 )
 def test_a_backend_that_cannot_run_is_refused(
     capsys: pytest.CaptureFixture[str], backends: list[Any], said: str
