@@ -5,6 +5,7 @@ Asking whether a library is installed imports nothing; only an adapter that is g
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -57,15 +58,20 @@ class Library:
 
     def version(self) -> str:
         """Version of the distribution, or that it has none."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return "not installed as a distribution"
+        return _version(self.distribution)
 
 
 def extra(name: str) -> str:
     """The command that installs an extra of this project."""
     return f"pip install 'mla-conformance[{name}]'"
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed as a distribution"
 
 
 def _installed(module: str) -> bool:

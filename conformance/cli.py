@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         nargs="+",
         metavar=REFERENCE,
-        help="runs of the first backend, of all, and of all on one GPU or worker",
+        help="runs of each backend, of all, and of all on one GPU or worker",
     )
     bench.add_argument("--tier", default="smoke", metavar="smoke|full|nightly", help="of --suite and --runs")
     bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")

@@ -1,4 +1,4 @@
-"""Runs as ``certify`` makes them: several backends beside one, and all GPUs beside one; on a CPU, workers.
+"""Runs as ``certify`` makes them: several backends beside each alone, and all GPUs beside one; on a CPU, workers.
 
 A run on a GPU is made twice, since kernels are compiled in the first one. On a CPU the workers share its threads, so
 that one worker has all of them.
@@ -6,9 +6,10 @@ that one worker has all of them.
 
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import harmonic_mean
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -45,23 +46,29 @@ class Measured:
 
 
 def compare_runs(selection: Selection) -> Iterator[str]:
-    """Lines on runs of the first backend, of all, and of all on one GPU or worker; then their ratios.
+    """Lines on runs of each backend, of all, and of all on one GPU or worker; then their ratios.
 
     Raises:
         RunError: a run broke down.
     """
-    workers, first = default_workers(selection), replace(selection, subjects=selection.subjects[:1])
+    workers, alone = default_workers(selection), []
     yield "a run lasts from the start of pytest to its end; what certify imports before and writes after it is left out"
-    alone = yield from _measured(first, workers)
-    every = alone if len(selection.subjects) == 1 else (yield from _measured(selection, workers))
+    for subject in selection.subjects:
+        alone.append((yield from _measured(replace(selection, subjects=(subject,)), workers)))
+    every = alone[0] if len(alone) == 1 else (yield from _measured(selection, workers))
     single = every if workers == 1 else (yield from _measured(selection, 1))
-    if every is not alone:
-        yield f"{_names(selection)} took, beside {_names(first)} alone, {every.ratio(alone)}"
+    if len(alone) > 1:
+        yield f"all {len(alone)} took {_beside([every.seconds / one.seconds for one in alone])} as long as one alone"
     if single is every:
         yield f"{_places(selection, 1)} only: there are no more to compare it with"
     else:
         yield f"{_places(selection, 1)} took, beside {_places(selection, workers)}, {single.ratio(every)}"
         yield from _agreement(single.verdicts, every.verdicts)
+
+
+def _beside(ratios: Sequence[float]) -> str:
+    """The ratio to the mean of what the others took, and the smallest and largest of all."""
+    return f"{harmonic_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _measured(selection: Selection, workers: int) -> Generator[str, None, Measured]:

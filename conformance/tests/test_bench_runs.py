@@ -51,14 +51,14 @@ def test_the_command_judges_on_all_workers_and_on_one(
     assert verdicts == f"the same {LISTED} verdicts on one as on all"
 
 
-def test_ratios_are_of_the_first_backend_alone_and_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, every, single = measured(10, 4, a="pass"), measured(15, 8, a="pass"), measured(45, 32, a="pass")
-    made = played(monkeypatch, 4, alone, every, single)
+def test_ratios_are_of_each_backend_alone_and_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, every = measured(10, 4, a="pass"), measured(6, 2, a="pass"), measured(12, 8, a="pass")
+    made = played(monkeypatch, 4, first, second, every, measured(36, 32, a="pass"))
     _, *lines = compare_runs(selected("EAGER", "TORCH_SDPA"))
     both = ["EAGER", "TORCH_SDPA"]
-    assert made == [(["EAGER"], 4), (both, 4), (both, 1)]
-    assert lines[3:] == [
-        f"EAGER, TORCH_SDPA took, beside EAGER alone, 1.50 times {LONG}, 2.00 times {JUDGING}",
+    assert made == [(["EAGER"], 4), (["TORCH_SDPA"], 4), (both, 4), (both, 1)]
+    assert lines[4:] == [
+        "all 2 took 1.50 times (1.20 to 2.00) as long as one alone",  # 12 s beside a mean of 8
         f"1 worker took, beside 4 workers, 3.00 times {LONG}, 4.00 times {JUDGING}",
         "the same 1 verdicts on one as on all",
     ]
