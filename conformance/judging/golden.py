@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.driving.phases import phase
+from mla_conformance.judging.budgets import forget_budgets
 from mla_conformance.judging.golden_cache import GoldenCache
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
@@ -39,8 +40,9 @@ def expect(problem: Problem) -> Expectation:
 
 
 def forget() -> None:
-    """Compute golden results, and build the problems that they belong to, anew from here on."""
+    """Compute golden results and budgets, and build the problems that they belong to, anew from here on."""
     _cache.forget()
+    forget_budgets()
     forget_problems()
 
 

@@ -12,6 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.budgets import Budget, budget_of
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judged_rows import JudgedRows
@@ -22,7 +23,7 @@ from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, f
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem, segments
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget, rms_limit
+from mla_conformance.reference.error_budget import rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
 
 
@@ -142,17 +143,17 @@ class _Judge:
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
         allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
-        fp8 = self.problem.output_scale is not None
-        yield self._mask(part)
+        budget, fp8 = budget_of(part.golden, allowed), self.problem.output_scale is not None
+        yield self._mask(part, ~budget.visible)
         if part.lse is not None:
-            yield self._lse(part, allowed)
-        yield self._codes(part, allowed) if fp8 else self._output(part, allowed)
+            yield self._lse(part, budget)
+        # Rows that share keys share the roundings of those, so they are no samples of their own.
+        yield self._codes(part, budget) if fp8 else self._output(part, budget, independent=not allowed.keys)
 
-    def _mask(self, part: _Part) -> Verdict | None:
-        """Not a number nowhere, -inf and 0 exactly where no key is visible."""
+    def _mask(self, part: _Part, empty: torch.Tensor) -> Verdict | None:
+        """Not a number nowhere, -inf and 0 exactly where no key is visible, in the rows ``empty`` [N, T]."""
         if not bool(part.whole.double().isfinite().all()):  # also in rows that are not compared
             return self._not_finite(part)
-        empty = part.golden.lse == -torch.inf
         written = empty.mT & (part.output.double() != 0).any(dim=-1)
         if bool(written.any()):
             place = Place.of(self.rows, written.nonzero()[0].tolist())
@@ -177,43 +178,40 @@ class _Judge:
         value = output[place.row, place.head, place.column or 0].item()
         return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
 
-    def _lse(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+    def _lse(self, part: _Part, budget: Budget) -> Verdict | None:
         assert part.lse is not None
-        seen = part.golden.lse != -torch.inf
-        error = (part.lse.double() - part.golden.lse).masked_fill(~seen, 0.0).abs()
-        share = error / (lse_budget(part.golden, allowed) * self.numbers.lse_limit).masked_fill(~seen, 1.0)
-        self._use(BudgetUse(lse=_largest(share)))
-        if _largest(share) <= 1:
+        error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
+        share = error / (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
+        largest = _largest(share)
+        self._use(BudgetUse(lse=largest))
+        if largest <= 1:
             return None
         place = worst_place(self.rows, share.mT)
         got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
         sentence = explain_lse(self.rows, part.lse.double(), part.golden.lse) or (
-            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {_largest(share):.3g} × its error budget, "
+            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
             f"{extent(self.rows, share.mT > 1)}"
         )
         return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
 
-    def _output(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+    def _output(self, part: _Part, budget: Budget, independent: bool) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         error = (part.output.double() - part.golden.output).abs()
-        element = _share(error, element_budget(part.golden, allowed) * self.numbers.element_limit)
-        ratio = _share(error.square().mean(dim=-1).sqrt(), expected_row_rms(part.golden, allowed))
-        # Rows that share keys share the roundings of those, so they are no samples of their own.
-        row = self._worst_rms(ratio, independent=not allowed.keys)
-        self._use(BudgetUse(element=_largest(element), row=_largest(row)))
-        if max(_largest(element), _largest(row)) <= 1:
+        element = _share(error, budget.element * self.numbers.element_limit)
+        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), independent)
+        largest, largest_rms = _largest(element), _largest(row)
+        self._use(BudgetUse(element=largest, row=largest_rms))
+        if max(largest, largest_rms) <= 1:
             return None
-        if _largest(element) > 1:
+        if largest > 1:
             place = worst_place(self.rows, element)
             index = (place.row, place.head, place.column or 0)
             got, want = part.output[index].item(), part.golden.output[index].item()
-            detail = (
-                f"output is {got:.5g} at {place}, expected {want:.5g}: {_largest(element):.3g} × its error budget, "
-            )
+            detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {largest:.3g} × its error budget, "
             detail += extent(self.rows, element > 1)
         else:
             place = worst_place(self.rows, row)
-            detail = f"RMS error around {place} is {_largest(row):.3g} × what rounding explains"
+            detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
 
@@ -226,15 +224,16 @@ class _Judge:
         samples = torch.tensor(lengths, device=ratio.device)
         together = torch.segment_reduce(ratio.square(), "mean", lengths=samples, axis=0, initial=0.0).sqrt()
         limits = ratio.new_tensor([rms_limit(max(1, count), self.numbers.row_deviations) for count in lengths])
-        return torch.maximum(share, (together / limits[:, None]).repeat_interleave(samples, dim=0))
+        # Without the number of rows a GPU is asked for it.
+        spread = (together / limits[:, None]).repeat_interleave(samples, dim=0, output_size=len(ratio))
+        return torch.maximum(share, spread)
 
-    def _codes(self, part: _Part, allowed: Roundoffs) -> Verdict | None:
+    def _codes(self, part: _Part, budget: Budget) -> Verdict | None:
         """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
         assert self.problem.output_scale is not None
         scale = float(self.problem.output_scale)
-        budget = element_budget(part.golden, allowed)
         low, high = (
-            e4m3_ordinal(quantize_e4m3(part.golden.output + sign * budget, scale)).int() for sign in (-1.0, 1.0)
+            e4m3_ordinal(quantize_e4m3(part.golden.output + sign * budget.element, scale)).int() for sign in (-1.0, 1.0)
         )
         code = e4m3_ordinal(part.output).int()
         outside = torch.maximum(low - code, code - high).clamp(min=0).double()
