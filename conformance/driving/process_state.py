@@ -62,8 +62,9 @@ class ProcessState:
         try:
             yield changes
         finally:
-            changes += before._changes()
-            before._restore()
+            lost = before._lost_variables()
+            changes += before._changes(lost)
+            before._restore(lost)
 
     @staticmethod
     def _now() -> "ProcessState":
@@ -74,10 +75,10 @@ class ProcessState:
         sys.stdout, sys.stderr = stand_ins
         return ProcessState(settings, torch.get_rng_state(), dict(os.environ), streams, stand_ins, descriptors)
 
-    def _changes(self) -> list[str]:
+    def _changes(self, lost: dict[str, str]) -> list[str]:
         pairs = [(name, old, _SETTINGS[name][0]()) for name, old in self.settings.items()]
         found = [f"{name} from {old} to {now}" for name, old, now in pairs if old != now]
-        found += [f"environment variable {name}" for name in self._lost_variables()]
+        found += [f"environment variable {name}" for name in lost]
         if any(stream.closed for stream in self.stand_ins) or not all(map(_same_file, self.descriptors, _STANDARD)):
             found.append("a standard stream")
         return found
@@ -85,14 +86,14 @@ class ProcessState:
     def _lost_variables(self) -> dict[str, str]:
         return {name: value for name, value in self.environment.items() if value not in os.environ.get(name, "")}
 
-    def _restore(self) -> None:
+    def _restore(self, lost: dict[str, str]) -> None:
         for kept, number, stand_in in zip(self.descriptors, _STANDARD, self.stand_ins, strict=True):
             os.dup2(kept, number)
             os.close(kept)
             with contextlib.suppress(OSError):  # a call closed the file below it
                 stand_in.close()
         sys.stdout, sys.stderr = self.streams
-        os.environ.update(self._lost_variables())
+        os.environ.update(lost)
         for name, old in self.settings.items():
             read, restore = _SETTINGS[name]
             if read() != old:

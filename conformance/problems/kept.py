@@ -12,6 +12,7 @@ class Kept(Generic[Value]):
 
     def __init__(self) -> None:
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._bytes = 0
 
     def find(self, key: Hashable) -> Value | None:
         """The value, if it is still there."""
@@ -22,11 +23,15 @@ class Kept(Generic[Value]):
 
     def keep(self, key: Hashable, value: Value, size: int, limit: int) -> Value:
         """Keep a value of ``size`` bytes, and of the earlier ones as many as ``limit`` bytes leave room for."""
+        _, replaced = self._values.pop(key, (None, 0))
         self._values[key] = (value, size)
-        while len(self._values) > 1 and sum(size for _, size in self._values.values()) > limit:
-            self._values.popitem(last=False)
+        self._bytes += size - replaced
+        while len(self._values) > 1 and self._bytes > limit:
+            _, (_, oldest) = self._values.popitem(last=False)
+            self._bytes -= oldest
         return value
 
     def forget(self) -> None:
         """Keep nothing."""
         self._values.clear()
+        self._bytes = 0

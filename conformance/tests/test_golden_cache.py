@@ -9,6 +9,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging import golden_cache
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.golden_cache import FOLDER_VARIABLE, GoldenCache, States
+from mla_conformance.problems.kept import Kept
 from mla_conformance.problems.problem import Problem, build_problem
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 
@@ -112,3 +113,14 @@ def test_real_states_go_through_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     calls, merged = GoldenCache().get(made, lambda: forget(made))
     assert merged and expected.merged and torch.equal(merged.output, expected.merged.output)
     assert len(calls) == len(expected.calls)
+
+
+def test_a_value_that_comes_again_counts_once() -> None:
+    kept = Kept[str]()
+    for value in ("first", "again"):
+        kept.keep("one", value, size=60, limit=100)
+    kept.keep("two", "beside", size=40, limit=100)
+    assert (kept.find("one"), kept.find("two")) == ("again", "beside")
+    kept.forget()
+    kept.keep("three", "alone", size=100, limit=100)
+    assert (kept.find("one"), kept.find("three")) == (None, "alone")
