@@ -4,9 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.problems.kept import Kept
+from mla_conformance.problems.problem import segments
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
+from mla_conformance.reference.error_budget import (
+    Roundoffs,
+    element_budget,
+    expected_row_rms,
+    lse_budget,
+    rms_limit,
+)
 
 KEPT_BYTES = {"cpu": 2**26, "cuda": 2**29}
 """Memory that budgets and their golden results may keep, by type of device; the last one is kept in any case."""
@@ -22,6 +30,8 @@ class Budget:
         element: [T, N, V] largest error of the output.
         row_rms: [T, N] expected RMS error of the output over the columns.
         lse: [N, T] largest error of the LSE.
+        samples: [B] int64, rows of each request.
+        limits: [B] largest plausible RMS of a request's rows over its expectation.
     """
 
     golden: AttentionState
@@ -29,25 +39,37 @@ class Budget:
     element: torch.Tensor
     row_rms: torch.Tensor
     lse: torch.Tensor
+    samples: torch.Tensor
+    limits: torch.Tensor
 
     @property
     def memory(self) -> int:
         """Bytes of all tensors."""
         terms = self.golden.terms.by_name().values() if self.golden.terms else ()
-        tensors = (self.golden.output, self.golden.lse, *terms, self.visible, self.element, self.row_rms, self.lse)
-        return sum(tensor.nbytes for tensor in tensors)
+        own = (value for value in vars(self).values() if isinstance(value, torch.Tensor))
+        return sum(tensor.nbytes for tensor in (self.golden.output, self.golden.lse, *terms, *own))
 
 
 _kept = Kept[Budget]()
 
 
-def budget_of(golden: AttentionState, allowed: Roundoffs) -> Budget:
-    """The budget of a golden result for a kernel that rounds as ``allowed`` says."""
-    key = (id(golden), allowed)  # a kept budget holds its golden result, so that no other has its id
+def budget_of(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
+    """The budget of a golden result for a kernel that rounds as ``allowed`` says.
+
+    Args:
+        golden: the result.
+        rows: which rows of the batch it holds.
+        allowed: what the kernel rounds.
+        row_deviations: by how many deviations the RMS of independent errors may exceed its expectation.
+    """
+    key = (id(golden), allowed, row_deviations)  # a kept budget holds its golden result: no other has its id
     budget = _kept.find(key)
     if budget is None:
         rules = (rule(golden, allowed) for rule in (element_budget, expected_row_rms, lse_budget))
-        budget = Budget(golden, golden.lse != -torch.inf, *rules)
+        lengths = [part.stop - part.start for part in segments(rows.start_loc)]
+        limits = [rms_limit(max(1, count), row_deviations) for count in lengths]
+        samples = torch.tensor(lengths, device=golden.lse.device)
+        budget = Budget(golden, golden.lse != -torch.inf, *rules, samples, golden.lse.new_tensor(limits))
         _kept.keep(key, budget, budget.memory, KEPT_BYTES[golden.lse.device.type])
     return budget
 

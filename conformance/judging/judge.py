@@ -143,7 +143,8 @@ class _Judge:
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
         allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
-        budget, fp8 = budget_of(part.golden, allowed), self.problem.output_scale is not None
+        budget = budget_of(part.golden, self.rows, allowed, self.numbers.row_deviations)
+        fp8 = self.problem.output_scale is not None
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:
             yield self._lse(part, budget)
@@ -198,7 +199,7 @@ class _Judge:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         error = (part.output.double() - part.golden.output).abs()
         element = _share(error, budget.element * self.numbers.element_limit)
-        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), independent)
+        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), budget, independent)
         largest, largest_rms = _largest(element), _largest(row)
         self._use(BudgetUse(element=largest, row=largest_rms))
         if max(largest, largest_rms) <= 1:
@@ -215,17 +216,14 @@ class _Judge:
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
 
-    def _worst_rms(self, ratio: torch.Tensor, independent: bool) -> torch.Tensor:
+    def _worst_rms(self, ratio: torch.Tensor, budget: Budget, independent: bool) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
         share = ratio / rms_limit(1, self.numbers.row_deviations)
         if not independent:
             return share
-        lengths = [rows.stop - rows.start for rows in segments(self.rows.start_loc)]
-        samples = torch.tensor(lengths, device=ratio.device)
-        together = torch.segment_reduce(ratio.square(), "mean", lengths=samples, axis=0, initial=0.0).sqrt()
-        limits = ratio.new_tensor([rms_limit(max(1, count), self.numbers.row_deviations) for count in lengths])
+        together = torch.segment_reduce(ratio.square(), "mean", lengths=budget.samples, axis=0, initial=0.0).sqrt()
         # Without the number of rows a GPU is asked for it.
-        spread = (together / limits[:, None]).repeat_interleave(samples, dim=0, output_size=len(ratio))
+        spread = (together / budget.limits[:, None]).repeat_interleave(budget.samples, dim=0, output_size=len(ratio))
         return torch.maximum(share, spread)
 
     def _codes(self, part: _Part, budget: Budget) -> Verdict | None:

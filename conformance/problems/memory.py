@@ -108,4 +108,10 @@ class Snapshot:
 
     def changed(self) -> list[str]:
         """Names of the tensors whose storage differs now."""
-        return [name for name, data in self._watched.items() if not torch.equal(data, self._before[name])]
+        on_gpu = {name: (data != self._before[name]).any() for name, data in self._watched.items() if data.is_cuda}
+        # A GPU is asked once for all of them: each question waits for it.
+        differs = dict(zip(on_gpu, torch.stack([*on_gpu.values()]).tolist(), strict=True)) if on_gpu else {}
+        for name, data in self._watched.items():
+            if not data.is_cuda:
+                differs[name] = not torch.equal(data, self._before[name])
+        return [name for name in self._watched if differs[name]]
