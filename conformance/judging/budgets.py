@@ -65,11 +65,17 @@ def budget_of(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_
     key = (id(golden), allowed, row_deviations)  # a kept budget holds its golden result: no other has its id
     budget = _kept.find(key)
     if budget is None:
-        rules = (rule(golden, allowed) for rule in (element_budget, expected_row_rms, lse_budget))
         lengths = [part.stop - part.start for part in segments(rows.start_loc)]
         limits = [rms_limit(max(1, count), row_deviations) for count in lengths]
-        samples = torch.tensor(lengths, device=golden.lse.device)
-        budget = Budget(golden, golden.lse != -torch.inf, *rules, samples, golden.lse.new_tensor(limits))
+        budget = Budget(
+            golden=golden,
+            visible=golden.lse != -torch.inf,
+            element=element_budget(golden, allowed),
+            row_rms=expected_row_rms(golden, allowed),
+            lse=lse_budget(golden, allowed),
+            samples=torch.tensor(lengths, device=golden.lse.device),
+            limits=golden.lse.new_tensor(limits),
+        )
         _kept.keep(key, budget, budget.memory, KEPT_BYTES[golden.lse.device.type])
     return budget
 
