@@ -73,7 +73,7 @@ def budget_of(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_
             element=element_budget(golden, allowed),
             row_rms=expected_row_rms(golden, allowed),
             lse=lse_budget(golden, allowed),
-            samples=torch.tensor(lengths, device=golden.lse.device),
+            samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
             limits=golden.lse.new_tensor(limits),
         )
         _kept.keep(key, budget, budget.memory, KEPT_BYTES[golden.lse.device.type])
