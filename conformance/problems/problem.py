@@ -32,6 +32,7 @@ __all__ = [
     "assemble_metadata",
     "build_problem",
     "forget_problems",
+    "is_as_built",
     "segments",
     "start_loc",
 ]
@@ -130,6 +131,26 @@ def build_problem(case: Case, device: torch.device) -> Problem:
 def forget_problems() -> None:
     """Build every problem anew from here on."""
     _kept.forget()
+
+
+def is_as_built(problem: Problem) -> bool:
+    """Whether a problem of a case, that its backend left alone, holds what the case stands for.
+
+    A kernel that writes out of bounds may reach what is kept, of which later backends are given copies. What is too
+    large to be kept, or cannot be built once more, is taken for what it should be.
+    """
+    if problem.memory > KEPT_BYTES[problem.device.type]:
+        return True
+    try:
+        fresh = _build(problem.case, problem.device).caller_owned
+    except (RuntimeError, MemoryError):
+        return True
+    return all(_same_bytes(tensor, fresh[name]) for name, tensor in problem.caller_owned.items())
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
 
 
 def _build(case: Case, device: torch.device) -> Problem:

@@ -1,17 +1,23 @@
 """A process goes on while it has its GPU and its memory, and does not trust what a wrong kernel may have changed."""
 
+import json
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cli import main
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.problems import problem as problems
 from mla_conformance.problems.problem import build_problem
 from mla_conformance.running import retirement as room
+from mla_conformance.running.recording import MISLED
 from mla_conformance.running.retirement import Retirement, retirement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -75,3 +81,51 @@ def test_what_a_wrong_kernel_may_have_written_over_is_made_anew(
     assert retirement(CPU, verdict, None) is None
     again = expect(build_problem(case, CPU)).calls[0]
     assert (built, again is golden) == ((1, False) if anew else (0, True))
+
+
+_BACKENDS = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.problems import problem
+
+
+class WritesAnywhere(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        for kept, _ in problem._kept._values.values():
+            kept.calls[0].q.fill_(1.0)
+        return super().run_prefill_new_tokens(*arguments, **options)
+
+
+class Honest(EagerPrefillBackend): ...
+
+
+class Wrong(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        output, lse = super().run_prefill_new_tokens(*arguments, **options)
+        return output + 1, lse
+"""
+
+
+@pytest.mark.parametrize("second", ["Honest", "Wrong"])
+def test_a_backend_does_not_answer_for_inputs_that_another_wrote_over(tmp_path: Path, second: str) -> None:
+    records = judged(tmp_path, "WritesAnywhere", second)
+    assert records["WritesAnywhere"]["status"] == "pass"
+    assert (records[second]["status"], records[second]["message"]) == ("harness_error", MISLED)
+
+
+def test_a_wrong_backend_with_its_own_inputs_fails(tmp_path: Path) -> None:
+    records = judged(tmp_path, "Honest", "Wrong")
+    assert (records["Honest"]["status"], records["Wrong"]["status"]) == ("pass", "fail")
+
+
+def judged(folder: Path, *names: str) -> dict[str, dict[str, str]]:
+    """Records of one case, judged in this order in one process."""
+    source = folder / "backends.py"
+    source.write_text(textwrap.dedent(_BACKENDS))
+    case = folder / "cases" / "one.json"
+    case.parent.mkdir()
+    write_case(case, Case.parse("lse:dims=small;heads=2;q=[5,9]"))
+    backends = [word for name in names for word in ("--backend", f"{source}:{name}")]
+    out = folder / "out"
+    main(["certify", *backends, "--cases", str(case.parent), "--device", "cpu", "-n", "1", "--out", str(out)])
+    events = map(json.loads, (out / "journal.jsonl").read_text().splitlines())
+    return {event["record"]["backend"]: event["record"] for event in events if event["event"] == "verdict"}

@@ -18,7 +18,7 @@ from mla_conformance.judging.judge import judge
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes, wait_for_memory
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem, build_problem, is_as_built
 
 
 @dataclass
@@ -136,6 +136,16 @@ class Trial:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
         return observation
+
+    def was_misled(self) -> bool:
+        """Whether the case's own problem, judged last, was another before the backend was called.
+
+        Asked of a failure only: it builds the problem anew.
+        """
+        problem, observation = self.last_problem, self.last
+        if problem is None or observation is None or problem.key != self.case.id:
+            return False
+        return not (observation.mutated or observation.device_lost or is_as_built(problem))
 
     def must_refuse(self, reasons: list[str]) -> None:
         """The backend rejects this configuration, so a call must raise before it launches anything."""
