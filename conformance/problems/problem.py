@@ -32,9 +32,9 @@ __all__ = [
     "assemble_metadata",
     "build_problem",
     "forget_problems",
-    "is_as_built",
     "segments",
     "start_loc",
+    "was_overwritten",
 ]
 KEPT_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """Memory that problems which were built before may keep, by type of device; a larger one is built each time."""
@@ -111,14 +111,13 @@ _kept = Kept[Problem]()
 def build_problem(case: Case, device: torch.device) -> Problem:
     """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
 
-    All backends of a case are given the same, so a problem is built once and then copied, which a case of a few
-    megabytes costs a tenth of the time.
+    All backends of a case are given the same, so a problem is built once and then copied, which takes less time.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
-    key, limit = (case.id, str(device)), KEPT_BYTES[device.type]
+    key, limit = _key(case, device), KEPT_BYTES[device.type]
     untouched = _kept.find(key)
     if untouched is None:
         untouched = _build(case, device)
@@ -128,24 +127,33 @@ def build_problem(case: Case, device: torch.device) -> Problem:
     return deepcopy(untouched, {id(untouched.case): untouched.case})
 
 
+def _key(case: Case, device: torch.device) -> tuple[str, str]:
+    return case.id, str(device)
+
+
 def forget_problems() -> None:
     """Build every problem anew from here on."""
     _kept.forget()
 
 
-def is_as_built(problem: Problem) -> bool:
-    """Whether a problem of a case, that its backend left alone, holds what the case stands for.
+def was_overwritten(problem: Problem) -> bool:
+    """Whether a problem of a case is the copy of a kept one that a kernel had written over before.
 
-    A kernel that writes out of bounds may reach what is kept, of which later backends are given copies. What is too
-    large to be kept, or cannot be built once more, is taken for what it should be.
+    A kernel that writes out of bounds may reach what is kept. What the problem's own backend wrote over makes the two
+    differ, and is its own affair; what is not kept, or cannot be built once more, excuses nobody.
     """
-    if problem.memory > KEPT_BYTES[problem.device.type]:
-        return True
+    kept = _kept.find(_key(problem.case, problem.device))
+    if kept is None or not _same_inputs(problem, kept):
+        return False
     try:
-        fresh = _build(problem.case, problem.device).caller_owned
+        return not _same_inputs(kept, _build(problem.case, problem.device))
     except (RuntimeError, MemoryError):
-        return True
-    return all(_same_bytes(tensor, fresh[name]) for name, tensor in problem.caller_owned.items())
+        return False
+
+
+def _same_inputs(a: Problem, b: Problem) -> bool:
+    theirs = b.caller_owned
+    return all(_same_bytes(tensor, theirs[name]) for name, tensor in a.caller_owned.items())
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -102,6 +102,16 @@ class Wrong(EagerPrefillBackend):
     def run_prefill_new_tokens(self, *arguments, **options):
         output, lse = super().run_prefill_new_tokens(*arguments, **options)
         return output + 1, lse
+
+
+class SpoilsItsOwn(EagerPrefillBackend):
+    calls = 0
+
+    def run_prefill_new_tokens(self, q, *arguments, **options):
+        self.calls += 1
+        if self.calls > 1:
+            q.fill_(1.0)
+        return super().run_prefill_new_tokens(q, *arguments, **options)
 """
 
 
@@ -117,15 +127,20 @@ def test_a_wrong_backend_with_its_own_inputs_fails(tmp_path: Path) -> None:
     assert (records["Honest"]["status"], records["Wrong"]["status"]) == ("pass", "fail")
 
 
-def judged(folder: Path, *names: str) -> dict[str, dict[str, str]]:
+def test_a_backend_that_writes_over_its_own_inputs_fails(tmp_path: Path) -> None:
+    records = judged(tmp_path, "Honest", "SpoilsItsOwn", case="determinism:dims=small;heads=2;q=[5,9]")
+    assert (records["Honest"]["status"], records["SpoilsItsOwn"]["status"]) == ("pass", "fail")
+
+
+def judged(folder: Path, *names: str, case: str = "lse:dims=small;heads=2;q=[5,9]") -> dict[str, dict[str, str]]:
     """Records of one case, judged in this order in one process."""
     source = folder / "backends.py"
     source.write_text(textwrap.dedent(_BACKENDS))
-    case = folder / "cases" / "one.json"
-    case.parent.mkdir()
-    write_case(case, Case.parse("lse:dims=small;heads=2;q=[5,9]"))
+    file = folder / "cases" / "one.json"
+    file.parent.mkdir()
+    write_case(file, Case.parse(case))
     backends = [word for name in names for word in ("--backend", f"{source}:{name}")]
     out = folder / "out"
-    main(["certify", *backends, "--cases", str(case.parent), "--device", "cpu", "-n", "1", "--out", str(out)])
+    main(["certify", *backends, "--cases", str(file.parent), "--device", "cpu", "-n", "1", "--out", str(out)])
     events = map(json.loads, (out / "journal.jsonl").read_text().splitlines())
     return {event["record"]["backend"]: event["record"] for event in events if event["event"] == "verdict"}

@@ -18,7 +18,7 @@ from mla_conformance.judging.judge import judge
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes, wait_for_memory
-from mla_conformance.problems.problem import Problem, build_problem, is_as_built
+from mla_conformance.problems.problem import Problem, build_problem, was_overwritten
 
 
 @dataclass
@@ -142,10 +142,10 @@ class Trial:
 
         Asked of a failure only: it builds the problem anew.
         """
-        problem, observation = self.last_problem, self.last
-        if problem is None or observation is None or problem.key != self.case.id:
+        problem = self.last_problem
+        if problem is None or problem.key != self.case.id or (self.last is not None and self.last.device_lost):
             return False
-        return not (observation.mutated or observation.device_lost or is_as_built(problem))
+        return was_overwritten(problem)
 
     def must_refuse(self, reasons: list[str]) -> None:
         """The backend rejects this configuration, so a call must raise before it launches anything."""
