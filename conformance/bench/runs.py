@@ -4,6 +4,7 @@ A run on a GPU is made twice, since kernels are compiled in the first one. On a 
 that one worker has all of them.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -11,10 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import harmonic_mean
 
+import torch
+
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.running.certify import Run, default_workers
-from mla_conformance.running.selection import Selection
+from mla_conformance.engine.devices import visible_gpus
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.messages import Question, question_of
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Limits, Run
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,12 @@ class Measured:
     """What a run judged and how long it took.
 
     Attributes:
-        verdicts: the status of each (backend reference, capability, case).
+        verdicts: the status of each question.
         seconds: from the start of its processes to their end.
-        judging: seconds from the first verdict to the last, to the 0.1 s in which a journal is read.
+        judging: seconds from the first verdict to the last.
     """
 
-    verdicts: dict[tuple[str, str, str], Status]
+    verdicts: dict[Question, Status]
     seconds: float
     judging: float
 
@@ -45,16 +51,17 @@ class Measured:
         return f"{ratio} times as long in all, {judging} times as long from the first verdict to the last"
 
 
-def compare_runs(selection: Selection) -> Iterator[str]:
+def compare_runs(request: Request, device: torch.device) -> Iterator[str]:
     """Lines on runs of each backend, of all, and of all on one GPU or worker; then their ratios.
 
     Raises:
         RunError: a run broke down.
     """
-    workers, alone = default_workers(selection), []
-    yield "a run lasts from the start of pytest to its end; what certify imports before and writes after it is left out"
-    for subject in selection.subjects:
-        alone.append((yield from _measured(replace(selection, subjects=(subject,)), workers)))
+    selection = replace(request, device=device.type)
+    workers, alone = len(visible_gpus()) if device.type == "cuda" else max(1, min(4, os.cpu_count() or 1)), []
+    yield "a run lasts from the start of its processes to their end; the report, written after it, is left out"
+    for backend in selection.backends:
+        alone.append((yield from _measured(replace(selection, backends=(backend,)), workers)))
     every = alone[0] if len(alone) == 1 else (yield from _measured(selection, workers))
     single = every if workers == 1 else (yield from _measured(selection, 1))
     if len(alone) > 1:
@@ -71,44 +78,47 @@ def _beside(ratios: Sequence[float]) -> str:
     return f"{harmonic_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def _measured(selection: Selection, workers: int) -> Generator[str, None, Measured]:
+def _measured(selection: Request, workers: int) -> Generator[str, None, Measured]:
     """Make a run, after one like it on a GPU, and say what it took."""
     what = f"{_names(selection)} on {_places(selection, workers)}"
-    if selection.device.type == "cuda":
+    if selection.device == "cuda":
         yield f"{what}: {_run(selection, workers)}: a warm-up, not counted"
     measured = _run(selection, workers)
     yield f"{what}: {measured}"
     return measured
 
 
-def _run(selection: Selection, workers: int) -> Measured:
-    verdicts: dict[tuple[str, str, str], Status] = {}
+def _run(selection: Request, workers: int) -> Measured:
+    verdicts: dict[Question, Status] = {}
     moments: list[float] = []
 
     def note(record: Record) -> None:
-        verdicts[record.question] = record.status
+        verdicts[question_of(record)] = record.status
         moments.append(time.perf_counter())
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mla-conformance-bench-") as folder:
-        Run(selection, Path(folder), workers).execute(note)
+        with Run(selection, RunFolder.claim(Path(folder)), Limits(workers)) as run:
+            run.prepare()
+            run.begin()
+            run.judge(note)
     judging = moments[-1] - moments[0] if moments else 0.0
     return Measured(verdicts, time.perf_counter() - started, judging)
 
 
-def _agreement(single: dict[tuple[str, str, str], Status], every: dict[tuple[str, str, str], Status]) -> Iterator[str]:
+def _agreement(single: dict[Question, Status], every: dict[Question, Status]) -> Iterator[str]:
     different = [key for key in single | every if single.get(key) != every.get(key)]
     if not different:
         yield f"the same {len(every)} verdicts on one as on all"
-    for reference, capability, case in different:
-        one, all_ = (found.get((reference, capability, case), "none") for found in (single, every))
-        yield f"DIFFERENT VERDICTS of {reference}, {capability}, case {case}: on one {one}, on all {all_}"
+    for reference, case in different:
+        one, all_ = (found.get((reference, case), "none") for found in (single, every))
+        yield f"DIFFERENT VERDICTS of {reference}, case {case}: on one {one}, on all {all_}"
 
 
-def _names(selection: Selection) -> str:
-    return ", ".join(subject.name for subject in selection.subjects)
+def _names(selection: Request) -> str:
+    return ", ".join(backend.name for backend in selection.backends)
 
 
-def _places(selection: Selection, workers: int) -> str:
-    noun = "GPU" if selection.device.type == "cuda" else "worker"
+def _places(selection: Request, workers: int) -> str:
+    noun = "GPU" if selection.device == "cuda" else "worker"
     return f"{workers} {noun}" + "s" * (workers > 1)

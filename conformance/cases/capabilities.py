@@ -1,7 +1,8 @@
 """The capability vocabulary: what can be right or wrong about a backend, with definitions, clauses and cases.
 
-Adding a capability is one entry here and one test in the suite. The order goes from the general to the
-special, so that the first failed capability names a fault best. No torch: the plugin lists cases without it.
+Adding a capability is one entry here; if none of the procedures fits, one more in ``trials/procedures.py``. The order goes
+from the general to the special, so that the first failed capability names a fault best. No torch: cases are listed
+without it.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import chain
+from typing import Any
 
 from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists
 from mla_conformance.cases import prefill_caselists as caselists
@@ -46,8 +48,11 @@ class Capability:
         definition: one sentence.
         cases: the cases that decide it, the most telling first.
         smoke: those of them that the smoke tier takes.
+        procedure: what is done with a backend, by its name in ``trials/procedures.py``.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
+        needs_cuda: there is nothing to judge on another device.
+        captures: a GPU captures the calls in a graph, if the backend declares that it may.
     """
 
     name: str
@@ -55,8 +60,11 @@ class Capability:
     definition: str
     cases: tuple[Case, ...]
     smoke: tuple[Case, ...]
+    procedure: str = "conforms"
     probes_refusals: bool = False
     needs: str = ""
+    needs_cuda: bool = False
+    captures: bool = False
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         """The cases of a tier."""
@@ -70,11 +78,10 @@ def _entry(
     clause: str,
     definition: str,
     *cases: Callable[[], Iterable[Fields]],
-    probes_refusals: bool = False,
-    needs: str = "",
+    **further: Any,
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, _smoke(built), probes_refusals, needs)
+    return Capability(name, clause, definition, built, _smoke(built), **further)
 
 
 def _smoke(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -176,18 +183,21 @@ _VOCABULARY = (
         "6.7",
         "New latents stand in their slots, nothing else of the cache changes; blocks are copied byte by byte.",
         layer_caselists.cache_write,
+        procedure="cache_write",
     ),
     _entry(
         "weight_absorption",
         "6.7",
         "The absorbed weights are those of kv_b_proj, for every head, also after these were replaced.",
         layer_caselists.weight_absorption,
+        procedure="weight_absorption",
     ),
     _entry(
         "prefill_decode_agreement",
         "6.7",
         "The same tokens give the same result and the same cache, whether they prefill or decode.",
         layer_caselists.prefill_decode_agreement,
+        procedure="prefill_decode_agreement",
     ),
     _entry(
         "graph_padding",
@@ -200,6 +210,8 @@ _VOCABULARY = (
         "6.8",
         "A layer over a graph's buffers computes the batch that was loaded into them last.",
         layer_caselists.graph_replay,
+        procedure="layer_graph",
+        captures=True,
     ),
     _entry(
         "determinism",
@@ -208,6 +220,7 @@ _VOCABULARY = (
         caselists.determinism,
         decode_caselists.determinism,
         needs="deterministic",
+        procedure="determinism",
     ),
     _entry(
         "call_order",
@@ -215,6 +228,7 @@ _VOCABULARY = (
         "A result depends on its call and the metadata last prepared, not on earlier calls.",
         caselists.call_order,
         decode_caselists.call_order,
+        procedure="call_order",
     ),
     _entry(
         "no_side_effects",
@@ -222,6 +236,7 @@ _VOCABULARY = (
         "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
         caselists.no_side_effects,
         decode_caselists.no_side_effects,
+        procedure="no_side_effects",
     ),
     _entry(
         "batch_invariance",
@@ -229,6 +244,7 @@ _VOCABULARY = (
         "A request's result does not depend on the others of its batch.",
         caselists.batches,
         decode_caselists.batches,
+        procedure="batch_invariance",
     ),
     _entry(
         "request_order",
@@ -236,12 +252,29 @@ _VOCABULARY = (
         "Permuted requests give permuted results.",
         caselists.batches,
         decode_caselists.batches,
+        procedure="request_order",
     ),
     _entry(
-        "causal_prefix", "1.5", "The first rows of a request do not depend on its later tokens.", caselists.prefixes
+        "causal_prefix",
+        "1.5",
+        "The first rows of a request do not depend on its later tokens.",
+        caselists.prefixes,
+        procedure="causal_prefix",
     ),
-    _entry("split_invariance", "1.7", "Any chunking of the context gives the same state.", caselists.splits),
-    _entry("v_linearity", "1.1", "Values times a power of two give exactly that multiple.", caselists.value_factors),
+    _entry(
+        "split_invariance",
+        "1.7",
+        "Any chunking of the context gives the same state.",
+        caselists.splits,
+        procedure="split_invariance",
+    ),
+    _entry(
+        "v_linearity",
+        "1.1",
+        "Values times a power of two give exactly that multiple.",
+        caselists.value_factors,
+        procedure="v_linearity",
+    ),
     _entry(
         "loose_maxima",
         "3.7",
@@ -256,26 +289,39 @@ _VOCABULARY = (
         caselists.refusals,
         decode_caselists.refusals,
         probes_refusals=True,
+        procedure="refuses_or_conforms",
     ),
     _entry(
         "cuda_graph",
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
         device_caselists.cuda_graph,
+        procedure="graph",
+        captures=True,
     ),
     _entry(
         "streams",
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
         device_caselists.streams,
+        procedure="streams",
+        needs_cuda=True,
     ),
     _entry(
         "large_offsets",
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
         device_caselists.large_offsets,
+        procedure="far",
+        needs_cuda=True,
     ),
-    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
+    _entry(
+        "many_rows",
+        "3.9",
+        "Around 2^16 rows in a call are all computed right.",
+        device_caselists.many_rows,
+        needs_cuda=True,
+    ),
 )
 
 _PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)

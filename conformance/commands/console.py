@@ -2,11 +2,16 @@
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import RequestError
+from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import RunError, Stopped
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.report.html import html
@@ -14,24 +19,24 @@ from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import backend_lines, closing_line, header, say
-from mla_conformance.running.certify import Run, RunError, environment
 
-REPORT_NAME = "report.json"
-PAGE_NAME = "report.html"
-_BROKEN = 3
-_INTERRUPTED = 130
+BROKEN = 3
+_SIGNALLED = 128
 
 
 class Progress:
     """The first failure of each capability as it comes; a counter on a terminal, a line per tenth elsewhere."""
 
     def __init__(self, run: Run) -> None:
-        self.total = sum(run.expected.values()) * len(run.available)
+        self.total = sum(run.request.expected.values()) * len(run.available)
         self.done = self.failed = 0
         self._shown: set[tuple[str, str]] = set()
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
+        if record.confirmation:
+            self._remark(record)
+            return
         self.done += 1
         if record.failed:
             self.failed += 1
@@ -44,6 +49,15 @@ class Progress:
             self._shown.add(key)
             self._clear()
             say(describe_failure(record))
+
+    def _remark(self, record: Record) -> None:
+        """What was found out about a failure that was shown before."""
+        remarks = record.remarks if record.failed else (record.message,)
+        for remark in remarks:
+            self._clear()
+            say(f"about {record.backend} {record.capability}: {remark}")
+        if record.after:
+            say(f"     replay: {record.replay}")
 
     def _count(self, record: Record) -> None:
         text = f"{self.done}/{self.total} judged, {self.failed} failed"
@@ -65,26 +79,37 @@ class Progress:
         return self.failed - len(self._shown)
 
 
-def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) -> int:
-    """Execute a run, write ``report.json``, show the outcome, and return the exit status.
+def run_and_report(
+    run: Run,
+    as_json: bool = False,
+    keep_report: bool = True,
+    resumed: Plan | None = None,
+    check: Callable[[Run], str] | None = None,
+) -> int:
+    """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
 
     Args:
-        run: what to execute.
+        run: what to carry out.
         as_json: print the report instead of text.
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
+        resumed: the plan of the run that is gone on with, which must be this one.
+        check: says of a prepared run why it is not to be carried out at all.
 
     Raises:
-        RunError: pytest could not be started with these arguments.
+        InputError: what was asked for is not here, or is another run than the one to go on with.
     """
-    if not as_json:
-        shard = f" · shard {run.shard} of {len(run.selection.case_ids)}" if run.shard else ""
-        say(header(environment(run.selection), len(run.cases), run.selection.explore) + shard)
-    report = run.directory / REPORT_NAME
-    for name in (REPORT_NAME, PAGE_NAME):
-        (run.directory / name).unlink(missing_ok=True)  # what is there is of another run
-    progress = Progress(run)
-    broken, status = _execute(run, _ignore if as_json else progress)
+    with run:
+        refused = _prepare(run, resumed, check)
+        if refused:
+            say(f"mla-conformance: {refused[0]}", error=True)
+            return refused[1]
+        if not as_json:
+            shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
+            say(header(run.environment, len(run.request.judged_ids), run.request.explore) + shard)
+        progress = Progress(run)
+        broken, status = _judge(run, _ignore if as_json else progress)
     summary = run.summary()
+    report = run.folder.path / REPORT_NAME
     unwritten = _write(report, summary, views=keep_report)
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
@@ -92,22 +117,43 @@ def run_and_report(run: Run, as_json: bool = False, keep_report: bool = True) ->
         _show_outcome(summary, progress, report if keep_report else None)
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)
-    return status or summary.exit_status or (_BROKEN if broken or unwritten else 0)
+    return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
-def _execute(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
-    """Run it; what kept it from its end, and the exit status if that decides it."""
+def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
+    """Have the run know its backends, and begin its folder; a message and an exit status if it is not to be."""
     try:
-        if run.available:
-            run.execute(on_record)
+        run.prepare()
+        if reason := check(run) if check else "":
+            run.folder.discard()
+            return reason, BROKEN
+        if resumed and (different := resumed.differences(run.plan)):
+            raise InputError(f"--resume {run.folder.path}: not the run that was interrupted; {'; '.join(different)}")
+        run.resume() if resumed else run.begin()
+    except RequestError as error:
+        run.folder.discard()
+        raise InputError(str(error)) from error
+    except Stopped as stop:
+        run.folder.discard()
+        return f"ended by {stop} before anything was judged", _status_of(stop)
+    except (RunError, OSError) as error:
+        return str(error), BROKEN
+    return None
+
+
+def _judge(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
+    """What kept the run from its end, and the exit status if that decides it."""
+    try:
+        run.judge(on_record)
     except RunError as error:
-        if error.usage:
-            raise
         return str(error), 0
-    except KeyboardInterrupt:
-        resume = f"mla-conformance certify --resume {shlex.quote(str(run.directory))}"
-        return f"interrupted; to go on: {resume}", _INTERRUPTED
+    except Stopped as stop:
+        return f"ended by {stop}; to go on: {run.resume_line}", _status_of(stop)
     return "", 0
+
+
+def _status_of(stop: Stopped) -> int:
+    return _SIGNALLED + stop.signal if stop.signal else 0
 
 
 def _ignore(record: Record) -> None:

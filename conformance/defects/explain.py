@@ -15,13 +15,17 @@ from mla_conformance.defects.known import Judged, judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.golden import expect
-from mla_conformance.judging.verdict import Verdict
-from mla_conformance.trials.execute import execute, failing
+from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.record import Record
+from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.trial import Trial
 
 _PATIENCE = 60.0
 """Seconds after which no further candidate is tried."""
+_LONG_SECONDS = 5.0
+"""A trial that takes longer is not repeated with every candidate; a process's first one loads everything."""
+_MOST_REQUESTS = 256
+"""The candidates take one request after the other."""
 _WORTH_TELLING = 0.8
 _INFINITE, _NOT_A_NUMBER = 1e4, 2e4
 
@@ -52,12 +56,12 @@ def _candidates(role: Role) -> Iterator[tuple[str, str, type[Judged]]]:
     yield from ((entry.id, entry.family, entry.kernel) for entry in known_defects().values() if role in entry.roles)
 
 
-def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
+def explanations(trial: Trial, record: Record) -> list[Explanation]:
     """Every candidate that fails the same check on the same case, best first.
 
     Args:
         trial: the trial that failed; its last observation is compared.
-        verdict: its verdict.
+        record: its record.
     """
     found: list[Explanation] = []
     started = time.monotonic()
@@ -65,33 +69,33 @@ def explanations(trial: Trial, verdict: Verdict) -> list[Explanation]:
         if time.monotonic() - started > _PATIENCE:
             break
         subject = Subject(BackendReference(name, f"{cls.__module__}:{cls.__name__}"), trial.subject.device)
-        other = Trial(subject, trial.case)
-        outcome = execute(other)
-        if failing(outcome) and outcome.check == verdict.check:
+        other, outcome = judged_trial(subject, trial.case, trial.context)
+        if outcome.failed and outcome.check == record.check:
             sentence = (cls.__doc__ or "").strip().rstrip(".")
-            fit = _fit(trial, other, verdict, outcome)
-            found.append(Explanation(name, family, sentence, fit))
+            found.append(Explanation(name, family, sentence, _fit(trial, other, record, outcome)))
     return sorted(found, key=lambda explanation: -explanation.fit)
 
 
-def explain(trial: Trial, verdict: Verdict) -> str:
-    """The best explanation as a sentence, or that there is none."""
-    best = next(iter(explanations(trial, verdict)), None)
+def explain(trial: Trial, record: Record) -> str:
+    """The best explanation as a sentence, that there is none, or nothing where trying candidates takes too long."""
+    if record.seconds > _LONG_SECONDS or len(trial.case.q) > _MOST_REQUESTS:
+        return ""
+    best = next(iter(explanations(trial, record)), None)
     if best is None or best.fit < _WORTH_TELLING:
         return "unlike every known defect"
     return str(best)
 
 
-def _fit(trial: Trial, other: Trial, verdict: Verdict, outcome: Verdict) -> float:
+def _fit(trial: Trial, other: Trial, record: Record, outcome: Record) -> float:
     """1 for the same result, 0 for one that is no nearer than the golden one."""
-    step = verdict.message.partition(":")[0] == outcome.message.partition(":")[0]
-    observed, suspected = trial.last, other.last
-    if observed is None or suspected is None:
+    step = record.message.partition(":")[0] == outcome.message.partition(":")[0]
+    if trial.last is None or other.last is None:
         return float(step)
+    (expectation, observed), (_, suspected) = trial.last, other.last
     observed_values, suspected_values = _values(observed), _values(suspected)
     if not observed_values or len(observed_values) != len(suspected_values):
         return 0.9 * step + 0.1 * _same_error(observed, suspected)
-    golden = _golden(trial, len(observed_values))
+    golden = _golden(expectation, len(observed_values))
     if [x.shape for x in observed_values] != [x.shape for x in suspected_values]:
         return 0.0
     if golden is None or [x.shape for x in golden] != [x.shape for x in observed_values]:
@@ -117,11 +121,8 @@ def _values(observation: Observation) -> list[torch.Tensor]:
     return [x.nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE) for x in tensors]
 
 
-def _golden(trial: Trial, count: int) -> list[torch.Tensor] | None:
+def _golden(expectation: Expectation, count: int) -> list[torch.Tensor] | None:
     """The golden values in the same order, where they can be lined up."""
-    if trial.last_problem is None:
-        return None
-    expectation = expect(trial.last_problem)
     states = [*expectation.calls, *([expectation.merged] if expectation.merged is not None else [])]
     tensors = [x for state in states for x in (state.output, state.lse)]
     if count == 1:

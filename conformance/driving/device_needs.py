@@ -5,29 +5,33 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import needed_bytes
 
-_NEEDS_CUDA = ("streams", "large_offsets", "many_rows")
 _GIB = 2**30
 
 
 def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
     """Why a case cannot be judged on ``device``; an empty list means that it can."""
-    if case.capability in _NEEDS_CUDA and device.type != "cuda":
+    capability = find_capability(case.capability)
+    if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
-    if case.capability == "graph_replay" and device.type == "cuda":
-        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
-        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-    if case.capability == "cuda_graph":
-        return _graph_reasons(case, backend_class)
+    if capability.captures:
+        return _graph_reasons(case, device, backend_class)
     return _memory_reasons(case, device) if case.far != "none" else []
 
 
-def _graph_reasons(case: Case, backend_class: Any) -> list[str]:
+def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    if case.role is Role.LAYER:
+        if device.type != "cuda":
+            return []  # replayed as a call over the same buffers
+        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
+        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
     needed = AttentionCGSupport.UNIFORM_BATCH
-    if case.call != "decode":
+    if case.role is Role.PREFILL:
         needed = AttentionCGSupport.ALWAYS
     elif max(case.q) == 1:
         needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.phases import phase
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
@@ -98,8 +97,7 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
     process = os.getpid()
     returned: list[Returned] = []
     for call in problem.calls:
-        with phase("calls"):
-            returned.append(_guarded_call(backend, problem, call, prepare))
+        returned.append(_guarded_call(backend, problem, call, prepare))
         if os.getpid() != process:
             os._exit(0)  # the backend forked, and its child came back into a run that is not its own
         if returned[-1].error:

@@ -1,4 +1,4 @@
-"""Where a trial's time goes: golden result, calls, judge. A process judges one trial at a time."""
+"""Where a trial's time goes: inputs, golden result, calls, judge."""
 
 import time
 from collections.abc import Iterator
@@ -6,23 +6,25 @@ from contextlib import contextmanager
 
 import torch
 
-_spent: dict[str, float] = {}
 
+class Clock:
+    """Seconds by phase of one trial."""
 
-@contextmanager
-def phase(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Add the wall time of what happens inside to ``name``, with the work of the device if one is given."""
-    started = time.perf_counter()
-    try:
-        yield
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-    finally:
-        _spent[name] = _spent.get(name, 0.0) + time.perf_counter() - started
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
 
+    @contextmanager
+    def phase(self, name: str, device: torch.device | None = None) -> Iterator[None]:
+        """Add the wall time of what happens inside to ``name``, with the work of the device if one is given."""
+        started = time.perf_counter()
+        try:
+            yield
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - started
 
-def spent() -> dict[str, float]:
-    """Seconds by phase since this was last asked."""
-    found = {name: round(seconds, 4) for name, seconds in _spent.items()}
-    _spent.clear()
-    return found
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by phase so far."""
+        return {name: round(seconds, 4) for name, seconds in self._spent.items()}

@@ -1,15 +1,15 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
-from mla_conformance.driving.phases import phase
-from mla_conformance.judging.budgets import forget_budgets
-from mla_conformance.judging.golden_cache import GoldenCache
+from mla_conformance.judging.budgets import Budgets
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
-from mla_conformance.problems.problem import Problem, forget_problems, segments, start_loc
+from mla_conformance.problems.operands import segments, start_loc
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 
@@ -22,41 +22,28 @@ class Expectation:
         rows: which rows they are.
         calls: one per call of the problem.
         merged: attention to the keys of all calls at once; None where there is nothing to merge.
+        budgets: how far kernels may be from these states.
     """
 
     rows: JudgedRows
     calls: tuple[AttentionState, ...]
     merged: AttentionState | None
+    budgets: Budgets = field(default_factory=Budgets)
 
-
-_cache = GoldenCache()
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that the states consist of."""
+        for state in (*self.calls, *([self.merged] if self.merged else [])):
+            yield from (state.output, state.lse)
+            yield from (state.terms.by_name() if state.terms else {}).values()
 
 
 def expect(problem: Problem) -> Expectation:
-    """The golden result, computed once per case for all backends as far as the cache's bound allows."""
+    """The golden result, computed in float64."""
     rows = choose_rows(problem)
-    calls, merged = _cache.get(problem, lambda: _timed(problem, rows))
-    return Expectation(rows, calls, merged)
-
-
-def forget() -> None:
-    """Compute golden results and budgets, and build the problems that they belong to, anew from here on."""
-    _cache.forget()
-    forget_budgets()
-    forget_problems()
-
-
-def _timed(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
-    # A kept result is returned without a word to the device, which a backend may have lost by then.
-    with phase("golden", problem.device):
-        return _compute(problem, rows)
-
-
-def _compute(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
     states = tuple(_golden(problem, rows, call.question(problem)) for call in problem.calls)
-    if not problem.is_merged:
-        return states, None
-    return states, _golden(problem, rows, problem.whole or _unchunked(problem))
+    merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.is_merged else None
+    return Expectation(rows, states, merged)
 
 
 def _unchunked(problem: Problem) -> Question:

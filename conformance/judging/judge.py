@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.budgets import Budget, budget_of
+from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judged_rows import JudgedRows
@@ -64,22 +64,25 @@ def judge(
         declaration: the rounding classes that the backend declares.
         numbers: the tolerance table; by default the one that the suite ships.
     """
-    judged = _Judge(problem, expectation.rows, declaration, numbers or tolerance())
-    return judged.verdict(expectation, observation)
+    return _Judge(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 
 
 class _Judge:
-    def __init__(self, problem: Problem, rows: JudgedRows, declaration: Declaration, numbers: Tolerance) -> None:
-        self.problem, self.rows, self.declaration, self.numbers = problem, rows, declaration, numbers
+    def __init__(
+        self, problem: Problem, expectation: Expectation, declaration: Declaration, numbers: Tolerance
+    ) -> None:
+        self.problem, self.expectation, self.declaration, self.numbers = problem, expectation, declaration, numbers
+        self.rows = expectation.rows
         self.used = BudgetUse()
 
-    def verdict(self, expectation: Expectation, observation: Observation) -> Verdict:
-        for verdict in self._steps(expectation, observation):
+    def verdict(self, observation: Observation) -> Verdict:
+        for verdict in self._steps(observation):
             if verdict is not None:
                 return replace(verdict, sampled=self.rows.to_json())
         return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
 
-    def _steps(self, expectation: Expectation, observation: Observation) -> Iterator[Verdict | None]:
+    def _steps(self, observation: Observation) -> Iterator[Verdict | None]:
+        expectation = self.expectation
         for returned in observation.returned:
             yield _raised(returned)
             yield self._form(returned)
@@ -143,7 +146,7 @@ class _Judge:
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
         allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
-        budget = budget_of(part.golden, self.rows, allowed, self.numbers.row_deviations)
+        budget = self.expectation.budgets.of(part.golden, self.rows, allowed, self.numbers.row_deviations)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:

@@ -1,5 +1,6 @@
 """Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
 
+import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _LARGE = 1e4
 _FREED_BLOCKS = 2
+_ENOUGH = 7 / 8
+"""Share of a GPU's memory that has to be free again after a case that there was not enough for."""
 _POISON_BYTE = 0xFF
 """Every float format here, e4m3 included, reads all bits set as NaN."""
 
@@ -97,6 +100,14 @@ def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:
     while (free := free_memory(device)) < need and time.monotonic() < end:
         time.sleep(1)
     return free
+
+
+def is_free_again(device: torch.device) -> bool:
+    """Whether the memory that a case has taken is back, so that the next one in this process has it."""
+    if device.type != "cuda":
+        return True
+    gc.collect()
+    return free_memory(device) >= _ENOUGH * torch.cuda.get_device_properties(device).total_memory
 
 
 class Snapshot:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,6 @@ from mla_conformance.problems.calls import AttentionCall, PrefillCall, Question
 from mla_conformance.problems.context import Keys, LatentContext, latent_context
 from mla_conformance.problems.counter_normal import fill_normal
 from mla_conformance.problems.decode_problem import DecodeBatch
-from mla_conformance.problems.kept import Kept
 from mla_conformance.problems.layer_problem import LayerBatch
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import TORCH_DTYPES, Draw, ProblemError, edges, lay_out, segments, start_loc
@@ -31,13 +29,9 @@ __all__ = [
     "ProblemError",
     "assemble_metadata",
     "build_problem",
-    "forget_problems",
     "segments",
     "start_loc",
-    "was_overwritten",
 ]
-KEPT_BYTES = {"cpu": 2**26, "cuda": 2**31}
-"""Memory that problems which were built before may keep, by type of device; a larger one is built each time."""
 _COUNTED_ELEMENTS = 2**30
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
@@ -94,10 +88,11 @@ class Problem:
     @property
     def memory(self) -> int:
         """Bytes behind the operands and what they mean."""
-        storages = (tensor.untyped_storage() for tensor in self._tensors())
+        storages = (tensor.untyped_storage() for tensor in self.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that the problem consists of."""
         yield from self.caller_owned.values()
         for call in self.calls:
             yield from (call.q, call.k, call.v)
@@ -105,63 +100,13 @@ class Problem:
             yield from (self.whole.q, self.whole.k, self.whole.v)
 
 
-_kept = Kept[Problem]()
-
-
 def build_problem(case: Case, device: torch.device) -> Problem:
-    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
-
-    All backends of a case are given the same, so a problem is built once and then copied, which takes less time.
+    """The inputs that a case stands for; the same bytes on every device.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
-    key, limit = _key(case, device), KEPT_BYTES[device.type]
-    untouched = _kept.find(key)
-    if untouched is None:
-        untouched = _build(case, device)
-        if untouched.memory > limit:
-            return untouched
-        _kept.keep(key, untouched, untouched.memory, limit)
-    return deepcopy(untouched, {id(untouched.case): untouched.case})
-
-
-def _key(case: Case, device: torch.device) -> tuple[str, str]:
-    return case.id, str(device)
-
-
-def forget_problems() -> None:
-    """Build every problem anew from here on."""
-    _kept.forget()
-
-
-def was_overwritten(problem: Problem) -> bool:
-    """Whether a problem of a case is the copy of a kept one that a kernel had written over before.
-
-    A kernel that writes out of bounds may reach what is kept. What the problem's own backend wrote over makes the two
-    differ, and is its own affair; what is not kept, or cannot be built once more, excuses nobody.
-    """
-    kept = _kept.find(_key(problem.case, problem.device))
-    if kept is None or not _same_inputs(problem, kept):
-        return False
-    try:
-        return not _same_inputs(kept, _build(problem.case, problem.device))
-    except (RuntimeError, MemoryError):
-        return False
-
-
-def _same_inputs(a: Problem, b: Problem) -> bool:
-    theirs = b.caller_owned
-    return all(_same_bytes(tensor, theirs[name]) for name, tensor in a.caller_owned.items())
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
-
-
-def _build(case: Case, device: torch.device) -> Problem:
     if case.call == Call.LAYER:
         layer = LayerBatch(case, device)
         return Problem(case, case.id, device, layer.dtype, layer.query_start_loc, (layer.call(),), None, None)

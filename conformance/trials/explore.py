@@ -1,19 +1,31 @@
 """Exploration: drawn cases for one backend until one of them fails, which is then made as small as it can be."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict
+from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import device_lost
-from mla_conformance.trials.execute import execute, failing
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import Started, judge_one
 from mla_conformance.trials.trial import Trial
 
-DRAWN = ("new_tokens", "context_chunk", "chunked_context")
-"""Capabilities that cases are drawn of."""
+
+def explore(
+    subject: Subject, draws: int, capabilities: tuple[str, ...], context: Context, started: Started = lambda case: None
+) -> Record:
+    """The record of a whole exploration: of all cases that hold, or of the smallest one found that fails.
+
+    Args:
+        subject: the backend on its device.
+        draws: how many cases to draw.
+        capabilities: of which capabilities they are.
+        context: what this process has made before.
+        started: told of every case before anything of it is launched.
+    """
+    return replace(_Exploration(subject, draws, capabilities, context, started).search(), capability=EXPLORED)
 
 
 class _CaseFails(Exception):
@@ -25,28 +37,18 @@ class _CaseFails(Exception):
 
 
 @dataclass
-class Exploration:
-    """Drawn cases for one subject.
-
-    Attributes:
-        subject: the backend under test.
-        draws: how many cases to draw.
-        capabilities: of which capabilities they are.
-        start: told of every trial before anything of it is launched.
-        verdicts: of all cases so far, by id; a case that is drawn again is not run again.
-    """
-
+class _Exploration:
     subject: Subject
     draws: int
     capabilities: tuple[str, ...]
-    start: Callable[[Trial], None]
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    _check: Check | None = None
+    context: Context
+    started: Started
+    records: dict[str, Record] = field(default_factory=dict)
+    _check: str | None = None
     _found_after: int = 0
     _device_lost: bool = False
 
-    def search(self) -> Verdict:
-        """A pass, or the verdict of the smallest case found that fails; the last trial started is of that case."""
+    def search(self) -> Record:
         from hypothesis import given
 
         from mla_conformance.cases.strategies import cases, profile
@@ -60,26 +62,19 @@ class Exploration:
         try:
             holds()
         except _CaseFails as found:
-            return self._confirmed(found.case)
-        return self._summed() if self._passed else next(iter(self.verdicts.values()))
-
-    def described(self, record: Record) -> Record:
-        """The record of the last trial as that of the whole exploration."""
-        record = replace(record, capability=EXPLORED)
-        if record.failed:
+            record = self._confirmed(found.case)
             return replace(record, message=f"drawn case {self._found_after}, made small: {record.message}")
-        if not self._passed:
-            return record
-        return replace(record.with_verdict(self._summed(), record.seconds), cases=len(self._passed))
+        return self._summed()
 
-    @property
-    def _passed(self) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts.values() if verdict.status is Status.PASS]
-
-    def _summed(self) -> Verdict:
-        used = reduce(BudgetUse.worst_with, (verdict.used for verdict in self._passed))
-        held = f"{len(self._passed)} of {len(self.verdicts)} drawn cases hold, none fails"
-        return Verdict(Status.PASS, held, used=used)
+    def _summed(self) -> Record:
+        """The record of the last case that holds as that of all; of none the first that does not."""
+        passed = [record for record in self.records.values() if record.status is Status.PASS]
+        if not passed:
+            return next(iter(self.records.values()))
+        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.used) for record in passed))
+        held = f"{len(passed)} of {len(self.records)} drawn cases hold, none fails"
+        seconds = round(sum(record.seconds for record in self.records.values()), 4)
+        return replace(passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds), cases=len(passed))
 
     def _configurations(self) -> list[tuple[str, str]]:
         """Head dims and dtypes that the backend declares; if it declares none of them, one that it can say so of."""
@@ -89,32 +84,29 @@ class Exploration:
 
     def _declared(self, configuration: tuple[str, str]) -> bool:
         dims, dtype = configuration
+        case = Case(capability=self.capabilities[0], q=(1,), dims=dims, dtype=dtype)
         try:
-            Trial(self.subject, Case(capability=DRAWN[0], q=(1,), dims=dims, dtype=dtype)).require_support()
-        except Nonconformance as outcome:
-            return outcome.verdict.status is not Status.UNSUPPORTED
-        return True
+            return not (self.subject.missing_role(case) or Trial(self.subject, case, self.context).unsupported())
+        except Nonconformance:
+            return True
 
     def _fails(self, case: Case) -> bool:
         """Whether a case fails; once one has failed, whether it fails the same check."""
-        if case.id not in self.verdicts and not self._device_lost:
-            trial = Trial(self.subject, case)
-            self.start(trial)
-            self.verdicts[case.id] = execute(trial)
-            self._device_lost = failing(self.verdicts[case.id]) and device_lost(self.subject.device)
-        verdict = self.verdicts.get(case.id)
-        if verdict is None or not failing(verdict) or self._check not in (None, verdict.check):
+        if case.id not in self.records and not self._device_lost:
+            record = judge_one(self.subject, case, self.context, self.started)
+            self.records[case.id] = record
+            self._device_lost = record.failed and device_lost(self.subject.device)
+        found = self.records.get(case.id)
+        if found is None or not found.failed or self._check not in (None, found.check):
             return False
         if self._check is None:
-            self._check, self._found_after = verdict.check, len(self.verdicts)
+            self._check, self._found_after = found.check, len(self.records)
         return True
 
-    def _confirmed(self, case: Case) -> Verdict:
-        """The verdict of the smallest case, run once more where that is possible."""
-        first, trial = self.verdicts[case.id], Trial(self.subject, case)
-        self.start(trial)
-        again = first if self._device_lost else execute(trial)
-        if not failing(again):
-            again = replace(first, message=f"{first.message}; the same case passed when it was run again")
-        trial.verdict = again
-        return again
+    def _confirmed(self, case: Case) -> Record:
+        """The record of the smallest case, run once more where that is possible."""
+        first = self.records[case.id]
+        again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
+        if again.failed:
+            return again
+        return replace(first, message=f"{first.message}; the same case passed when it was run again")

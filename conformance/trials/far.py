@@ -14,9 +14,8 @@ import torch
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import Reach, rows_before
-from mla_conformance.judging.golden import expect
 from mla_conformance.problems.calls import PrefillCall
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.trials.launch import cut, guarded, observed, prepared_call
 from mla_conformance.trials.trial import Trial
@@ -24,26 +23,26 @@ from mla_conformance.trials.trial import Trial
 _ALIGNMENT = 64
 
 
-def far_problem(case: Case, device: torch.device) -> tuple[Problem, Problem]:
-    """(what is run, what is judged): one request; in the second its rows alone, near one another."""
-    near = build_problem(replace(case, far="none"), device)
+def far_problem(case: Case, near: Problem) -> Problem:
+    """What is run: the one request of ``near``, whose rows stand near one another, far away."""
     reach = Reach.of(case)
     call: Any = near.calls[0]
     if reach.operand != "rows":
         name = "kv_cache" if reach.operand == "cache" else reach.operand
         spread = {name: _spread(getattr(call, name), reach.elements)}
-        return replace(near, calls=(replace(call, **spread),)), near
-    return _behind_others(near, rows_before(case)), near
+        return replace(near, calls=(replace(call, **spread),))
+    return _behind_others(near, rows_before(case))
 
 
 def judge_far_away(trial: Trial) -> None:
     """Run the far problem, and judge the rows of its last request."""
     device = trial.subject.device
     try:
-        far, near = far_problem(trial.case, device)
-        expect(near)
+        near = trial.build(replace(trial.case, far="none"))
+        far, expectation = far_problem(trial.case, near), trial.expect(near)
         value = guarded(trial, "far operands", lambda: prepared_call(trial.backend, far))
-        trial.judged(near, observed(near, cut(value, slice(-near.calls[0].q.shape[0], None))), "far operands")
+        seen = observed(near, cut(value, slice(-near.calls[0].q.shape[0], None)))
+        trial.judged(near, expectation, seen, "far operands")
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # other processes judge on the same device

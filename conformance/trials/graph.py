@@ -13,8 +13,7 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import expect
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.launch import cut, guarded, invoke, observed, prepare, tensors
 from mla_conformance.trials.trial import Trial
 
@@ -31,38 +30,37 @@ class Graph:
 
     def __init__(self, trial: Trial, static: Problem) -> None:
         self.static, self._trial = static, trial
-        first = self.batch(len(static.case.q), seed=1)
-        expect(first)
-        loaded = _load(static, first)
+        loaded = _load(static, self.batch(len(static.case.q), seed=1))
         prepare(trial.backend, loaded)
         self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests, shorter than those of the buffers, and padding up to the captured number."""
-        return build_problem(_padded(self.static.case, requests, seed), self.static.device)
+        return self._trial.build(_padded(self.static.case, requests, seed))
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
-        expect(problem)
+        expectation = self._trial.expect(problem)
         loaded = _load(self.static, problem)
         for tensor in tensors(self._value):
             tensor.fill_(torch.nan)
         guarded(self._trial, step, lambda: prepare(self._trial.backend, loaded))
         value = guarded(self._trial, step, self._replay)
-        self._trial.judged(problem, observed(problem, cut(value, slice(problem.calls[0].q.shape[0]))), step)
+        seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
+        self._trial.judged(problem, expectation, seen, step)
 
 
 def replays(trial: Trial) -> None:
     """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph."""
-    case, device = trial.case, trial.subject.device
+    case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
     whole = guarded(trial, "captured", lambda: Graph(trial, trial.problem))
-    half = guarded(trial, "captured once more", lambda: Graph(trial, build_problem(_first(case, smaller), device)))
+    half = guarded(trial, "captured once more", lambda: Graph(trial, trial.build(_first(case, smaller))))
     whole.judge(whole.batch(size, seed=2), "a batch of the captured size, replayed")
     half.judge(half.batch(smaller, seed=3), "the smaller graph, replayed after the larger")
     whole.judge(whole.batch(smaller + 1, seed=4), "one request more than the smaller graph has, replayed with padding")
     half.judge(half.batch(1, seed=5), "a single request, replayed with padding")
-    trial.conforms(_beyond(case, device), step="one request more than any graph has, called")
+    trial.conforms(trial.build(_beyond(case)), step="one request more than any graph has, called")
     whole.judge(whole.batch(size, seed=6), "replayed after a call without a graph")
 
 
@@ -71,9 +69,9 @@ def _first(case: Case, requests: int) -> Case:
     return replace(case, q=case.q[:requests], kv=case.kv[:requests])
 
 
-def _beyond(case: Case, device: torch.device) -> Problem:
+def _beyond(case: Case) -> Case:
     """One request more than ``case`` has."""
-    return build_problem(replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1])), device)
+    return replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
 
 
 def _padded(case: Case, requests: int, seed: int) -> Case:

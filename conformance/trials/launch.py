@@ -1,26 +1,23 @@
 """A call without the driver's synchronisation and snapshots, for tests that place it on a stream or in a graph."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mla_conformance.driving.driver import Observation, Returned, one_line
-from mla_conformance.driving.phases import phase
-from mla_conformance.judging.verdict import Check, Nonconformance
+from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.trial import Trial
 
 
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
-    with phase("calls"):
-        problem.calls[0].prepare(backend, problem)
+    problem.calls[0].prepare(backend, problem)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:
     """Make the problem's only call; what the backend returns, possibly still being computed."""
-    with phase("calls"):
-        return problem.calls[0].invoke(backend, problem, None)
+    return problem.calls[0].invoke(backend, problem, None)
 
 
 def prepared_call(backend: Any, problem: Problem) -> Any:
@@ -49,11 +46,6 @@ def observed(problem: Problem, value: Any) -> Observation:
     return Observation((Returned(problem.calls[0], value),), None, ())
 
 
-def guarded(trial: Trial, what: str, step: Any) -> Any:
+def guarded(trial: Trial, what: str, step: Callable[[], Any]) -> Any:
     """``step()``, whose exception is the backend's failure; memory that does not suffice is not."""
-    try:
-        return step()
-    except (torch.OutOfMemoryError, Nonconformance):
-        raise
-    except Exception as error:
-        return trial.require(False, Check.CALL, f"{what}: the call raised {one_line(error)}")
+    return trial.asked(f"{what}: the call", step)

@@ -11,11 +11,11 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.layer_problem import LayerCall
 from mla_conformance.problems.memory import device_lost, poison
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
@@ -48,13 +48,13 @@ class LayerGraph:
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, judge."""
-        expect(problem)
+        expectation = self._trial.expect(problem)
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
         guarded(self._trial, step, lambda: self._load(problem, call))
         self._value.fill_(torch.nan)
         result = guarded(self._trial, step, self._replay).unflatten(-1, (problem.case.heads, -1))
-        self._settle(problem, result[: call.query.shape[0]], step)
+        self._settle(problem, expectation, result[: call.query.shape[0]], step)
 
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
@@ -99,13 +99,13 @@ class LayerGraph:
         blocks = len(call.image.cache)
         return self._call.image.cache[:blocks], self._call.image.cache[blocks:]
 
-    def _settle(self, problem: Problem, result: torch.Tensor, step: str) -> None:
+    def _settle(self, problem: Problem, expectation: Expectation, result: torch.Tensor, step: str) -> None:
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
         own, behind = self._cache(call)
         call.image.cache.copy_(own)
         returned = Returned(call, result.clone(), miswritten=call.wrong_writes())
-        self._trial.judged(problem, Observation((returned,), None, ()), step)
+        self._trial.judged(problem, expectation, Observation((returned,), None, ()), step)
         intact = torch.equal(behind.view(torch.uint8), self._behind.view(torch.uint8))
         self._trial.require(intact, Check.CACHE, f"{step}: blocks were written that no request of the batch has")
         moved = [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
@@ -129,4 +129,4 @@ def _batch(trial: Trial, case: Case, requests: int, seed: int) -> Problem:
     """The last so many requests in reverse order, with other values, and padding up to the captured number."""
     kv = tuple(reversed(case.kv))[:requests]
     other = replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed)
-    return build_problem(other, trial.subject.device)
+    return trial.build(other)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from mla_conformance.driving.driver import run_calls
-from mla_conformance.judging.golden import expect
 from mla_conformance.problems.layer_problem import LayerCall
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
@@ -16,5 +14,5 @@ def loads_packed(trial: Trial) -> None:
     assert isinstance(call, LayerCall)
     packed = replace(trial.problem, calls=(replace(call, packed=True),))
     layer = guarded(trial, step, lambda: trial.subject.create(trial.case))
-    expect(packed)
-    trial.judged(packed, run_calls(layer, packed), step)
+    expectation = trial.expect(packed)
+    trial.judged(packed, expectation, trial.run(layer, packed), step)

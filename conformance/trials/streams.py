@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from mla_conformance.judging.golden import expect
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.launch import guarded, observed, prepared_call, tensors
@@ -45,18 +44,19 @@ class _Late:
 def side_stream(trial: Trial) -> None:
     """Inputs produced on a side stream, the call and the reading of its result on the same one."""
     problem = trial.problem
-    stream = _stream(problem.device)
-    _warm(trial, problem)
+    stream, expectation = _stream(problem.device), trial.expect(problem)
+    guarded(trial, "before the stream", lambda: prepared_call(trial.backend, problem))
     results = guarded(trial, "on a side stream", lambda: _late_call(trial.backend, problem, stream))
     torch.cuda.synchronize(problem.device)
-    trial.judged(problem, observed(problem, results()), "inputs produced late on a side stream")
+    trial.judged(problem, expectation, observed(problem, results()), "inputs produced late on a side stream")
 
 
 def two_streams(trial: Trial, other: Problem) -> None:
     """Two instances, each with its own problem on its own stream, launched one after the other and never waited for."""
-    first, second = (trial.problem, trial.backend), (other, trial.subject.create(trial.case))
+    first, second = (trial.problem, trial.backend), (other, trial.create())
+    golden = [trial.expect(problem) for problem, _ in (first, second)]
     for problem, backend in (first, second):
-        expect(problem)
+        # What is compiled or allocated at a first call is no part of the question.
         guarded(trial, "before the streams", lambda p=problem, b=backend: prepared_call(b, p))
     streams = [_stream(trial.problem.device) for _ in range(2)]
     for number in range(_ROUNDS):
@@ -65,14 +65,9 @@ def two_streams(trial: Trial, other: Problem) -> None:
             for (problem, backend), stream in zip((first, second), streams, strict=True)
         ]
         torch.cuda.synchronize(trial.problem.device)
-        for (problem, _), result in zip((first, second), pending, strict=True):
-            trial.judged(problem, observed(problem, result()), f"two instances on two streams, round {number}")
-
-
-def _warm(trial: Trial, problem: Problem) -> None:
-    """What is compiled or allocated at a first call is no part of the question."""
-    expect(problem)
-    guarded(trial, "before the stream", lambda: prepared_call(trial.backend, problem))
+        for (problem, _), expectation, result in zip((first, second), golden, pending, strict=True):
+            step = f"two instances on two streams, round {number}"
+            trial.judged(problem, expectation, observed(problem, result()), step)
 
 
 def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Callable[[], Any]:

@@ -1,7 +1,4 @@
-"""The journal: one JSON line per event, written before a launch and after a verdict, so that a crash loses nothing.
-
-Workers and controller append to one file; a line is written in one call, which the system does not tear apart.
-"""
+"""The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing."""
 
 import contextlib
 import errno
@@ -12,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mla_conformance.engine.messages import Question, question_of
 from mla_conformance.judging.record import Record
 
 JOURNAL_NAME = "journal.jsonl"
-JOURNAL_LOST = 74
-"""Exit status of a run's pytest when the journal cannot be written."""
 
 
 class JournalError(ValueError):
@@ -25,7 +21,7 @@ class JournalError(ValueError):
 
 @dataclass(frozen=True)
 class Journal:
-    """The event file of a run."""
+    """The event file of a run: its plan, each start and each verdict, what was given up, and its end."""
 
     path: Path
 
@@ -51,16 +47,18 @@ class Journal:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All whole events so far; a last line that was cut off is left out."""
-        if self.path.exists():
-            yield from _events(self.path.read_bytes())
+        for line in self._whole().splitlines() if self.path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
 
-    def events_from(self, position: int) -> tuple[list[dict[str, Any]], int]:
-        """The events of whole lines from a byte of the file on, and the byte where the next line starts."""
-        with self.path.open("rb") as file:
-            file.seek(position)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        return list(_events(whole)), position + len(whole)
+    def records(self) -> dict[Question, Record]:
+        """The last verdict on each question."""
+        found = (Record.from_json(event["record"]) for event in self.events() if event["event"] == "verdict")
+        return {question_of(record): record for record in found}
+
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return [event["event"] for event in self.events()][-1:] == ["end"]
 
     def check(self) -> None:
         """Read every line but one at the end that was cut off.
@@ -78,26 +76,6 @@ class Journal:
     def _whole(self) -> bytes:
         content = self.path.read_bytes()
         return content[: content.rfind(b"\n") + 1]
-
-    def settled(self) -> set[tuple[str, str, str]]:
-        """(backend reference, capability, case id) of every verdict before the last resumption, if any.
-
-        Every process of a resumed run reads the same, since nothing before that event changes any more.
-        """
-        found: set[tuple[str, str, str]] = set()
-        before_resume: set[tuple[str, str, str]] = set()
-        for event in self.events():
-            if event["event"] == "verdict":
-                found.add(Record.from_json(event["record"]).question)
-            elif event["event"] == "resume":
-                before_resume = set(found)
-        return before_resume
-
-
-def _events(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in content.decode("ascii", errors="replace").split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
 
 
 def _require_event(line: bytes, where: str) -> None:

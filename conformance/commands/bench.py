@@ -1,0 +1,57 @@
+"""``bench``: time and memory of the golden pass and of the suite, as ratios."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+
+from mla_conformance.bench import golden, kernels, runs, suite
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import device_facts, find_device
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.supervisor import RunError
+from mla_conformance.files.inputs import InputError
+from mla_conformance.report.terminal import say
+from mla_conformance.version import SUITE_VERSION
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Measure what was asked for, and say it; the exit status."""
+    backends = options.runs or ([options.suite] if options.suite else [])
+    try:
+        request = Request.of(backends, options.capability, options.tier, options.device, options.case)
+        device = find_device(request.device)
+    except RequestError as error:
+        raise InputError(str(error)) from error
+    if device is None:
+        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
+    _require_available(request if backends else None, device)
+    where = device_facts(device)
+    say(f"device {where['device']} · torch {where['torch']} · {os.cpu_count()} cores · suite {SUITE_VERSION}")
+    try:
+        for line in _lines(options, request, device):
+            say(line)
+    except RunError as error:
+        raise InputError(str(error)) from error
+    return 0
+
+
+def _lines(options: argparse.Namespace, request: Request, device: torch.device) -> Iterator[str]:
+    if options.scale:
+        return golden.scale(device.type)
+    if options.kernels:
+        return kernels.throughput(device)
+    if options.suite:
+        return suite.split(request, device)
+    if options.runs:
+        return runs.compare_runs(request, device)
+    return chain(golden.compare(device.type), suite.plugin_cost())
+
+
+def _require_available(request: Request | None, device: torch.device) -> None:
+    for backend in request.backends if request else ():
+        subject = Subject(backend, device)
+        if subject.unavailable:
+            raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")

@@ -1,0 +1,130 @@
+"""``certify``: from checked options to a run in a folder of its own, and to a certificate if one is asked for."""
+
+import argparse
+import datetime
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mla_conformance.cases.case_files import read_cases
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.certificate.issue import Refused, issue, require_certifiable
+from mla_conformance.commands.console import run_and_report
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import Journal, JournalError
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.expectations.apply import load_expectations
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_output
+from mla_conformance.report.json_report import to_text
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.terminal import say
+
+
+def certify(options: argparse.Namespace) -> int:
+    """Carry out the command; the exit status.
+
+    Raises:
+        InputError: an option is not right, or the folder is not free.
+    """
+    began = time.monotonic()
+    plan = _recorded(options.resume) if options.resume else None
+    try:
+        request = _resumed(options, plan) if plan else _new(options)
+    except RequestError as error:
+        raise InputError(str(error)) from error
+    expectations = load_expectations(options.expectations)
+    folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
+    ends_at = began + options.deadline if options.deadline else float("inf")
+    limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
+    run = Run(request, folder, limits, expectations)
+    check = _certifiable if options.certificate else None
+    status = run_and_report(run, as_json=options.json, resumed=plan, check=check)
+    return _write_certificate(options.certificate, run, status) if options.certificate else status
+
+
+def _new(options: argparse.Namespace) -> Request:
+    cases = _case_files(options.cases, options.capability) if options.cases else ()
+    request = Request.of(
+        options.backend,
+        () if cases else options.capability,
+        options.tier or "full",
+        options.device,
+        cases,
+        options.explore or 0,
+    )
+    return request.sharded(_shard(options, request))
+
+
+def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
+    """Ids of the cases in a folder, of these capabilities if any are named."""
+    cases = [case.id for case in read_cases(folder) if not capabilities or case.capability in capabilities]
+    if not cases:
+        raise InputError(f"--cases {folder}: no case of {', '.join(capabilities)}")
+    return cases
+
+
+def _shard(options: argparse.Namespace, request: Request) -> Shard | None:
+    if not options.shard:
+        if options.durations:
+            raise InputError("--durations: expected together with --shard")
+        return None
+    if request.explore:
+        raise InputError("--explore: drawn cases cannot be divided; draw them in a run of their own, without --shard")
+    seconds = load_report(options.durations).seconds if options.durations else {}
+    return Shard.of(options.shard, request.case_ids, seconds)
+
+
+def _recorded(folder: Path) -> Plan:
+    """The plan of an interrupted run whose whole journal can be read."""
+    try:
+        journal = Journal.inside(folder)
+        plan = Plan.recorded(journal)
+        journal.check()
+    except JournalError as error:
+        raise InputError(f"--resume: {error}") from error
+    return plan
+
+
+def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
+    """The interrupted run; what was not given again is what the journal says."""
+    for name in ("cases", "shard", "durations", "fresh"):
+        if getattr(options, name):
+            raise InputError(f"--resume: leave --{name} away, the journal says what the run was to judge")
+    request = Request.of(
+        options.backend or list(plan.backends),
+        options.capability or list(plan.capabilities),
+        options.tier or plan.tier,
+        options.device or plan.device,
+        plan.cases,
+        plan.explore if options.explore is None else options.explore,
+    ).sharded(plan.shard)
+    if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
+        raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
+    return request
+
+
+def _certifiable(run: Run) -> str:
+    """Why a run that is prepared cannot be certified; empty if it can."""
+    try:
+        require_certifiable(run.request, run.facts)
+    except Refused as reason:
+        return f"no certificate: {reason}"
+    return ""
+
+
+def _write_certificate(path: Path, run: Run, status: int) -> int:
+    """Write the certificate of a finished run; the exit status."""
+    if status:
+        say("mla-conformance: no certificate: the run is no success", error=True)
+        return status
+    try:
+        certificate = issue(run.summary(), datetime.date.today())
+    except Refused as reason:
+        say(f"mla-conformance: no certificate: {reason}", error=True)
+        return 1
+    write_output(path, to_text(certificate))
+    say(f"wrote {path}", error=True)
+    return 0

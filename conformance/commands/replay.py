@@ -1,0 +1,108 @@
+"""``replay`` and ``minimize``: one case, or one after the other, in processes that may die of them."""
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case_files import read_case, write_case
+from mla_conformance.commands.console import BROKEN, run_and_report
+from mla_conformance.engine.folder import RUNS, RunFolder
+from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.supervisor import RunError, Tasks
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record, replay_line
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.terminal import say
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Run one case again; the exit status."""
+    case, backend, after = _replayed(options)
+    with _one_case(case, backend, options) as run:
+        run.before = after
+        return run_and_report(run, keep_report=False)
+
+
+@contextmanager
+def _one_case(case: str, backend: str, options: argparse.Namespace) -> Iterator[Run]:
+    """A run of one case in a folder that does not stay."""
+    try:
+        request = Request.of([backend], device=options.device, cases=[case])
+    except RequestError as error:
+        raise InputError(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
+        yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
+
+
+def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str]]:
+    """Case id and backend reference of what is to be run again, and the cases before it."""
+    if (options.case is None) == (options.report is None):
+        raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
+    if options.report is not None:
+        failure = _failure(options.report, options.failure)
+        if failure.remarks:
+            say("; ".join(failure.remarks))
+        return failure.case, options.backend or failure.reference, options.after or failure.after
+    if not options.backend:
+        raise InputError("replay: expected --backend NAME beside a case")
+    return _case_id(options.case), options.backend, [_case_id(case) for case in options.after]
+
+
+def _failure(path: Path, number: int) -> Record:
+    """A failure of a report, counted from 1."""
+    failures = [record for record in load_report(path).records if record.failed]
+    if not 1 <= number <= len(failures):
+        raise InputError(f"{path}: expected the number of one of its {len(failures)} failures, got {number}")
+    return failures[number - 1]
+
+
+def _case_id(text: str) -> str:
+    """The id of a case that is given as its id or as a file."""
+    try:
+        return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
+    except CaseError as error:
+        raise InputError(str(error)) from error
+
+
+def minimize_case(options: argparse.Namespace) -> int:
+    """Make a failing case small; the exit status."""
+    with _one_case(_case_id(options.case), options.backend, options) as run, run:
+        try:
+            run.prepare()
+            (facts,), (case,) = run.facts, run.request.cases
+            if facts.reasons:
+                raise InputError(f"{facts.name} unavailable: {'; '.join(facts.reasons)}")
+            minimum = minimize(case, lambda candidate: _judged(run, candidate), options.tries)
+        except (NothingToMinimize, RequestError) as error:
+            raise InputError(f"minimize: {error}") from error
+        except RunError as error:
+            say(f"mla-conformance: {error}", error=True)
+            return BROKEN
+    _tell(minimum, options.out)
+    return 0
+
+
+def _judged(run: Run, case: Case) -> Record:
+    (facts,) = run.facts
+    (outcome,) = run.supervisor.run(Tasks.of([[Judge(facts.reference, case.id)]]))
+    assert outcome.record is not None
+    return outcome.record
+
+
+def _tell(minimum: Minimum, out: Path | None) -> None:
+    """Write the case file, and say what was found and how to see it."""
+    path = out or RUNS / f"minimized-{minimum.case.digest}.json"
+    try:
+        write_case(path, minimum.case)
+    except OSError as error:
+        raise InputError(f"minimize: {error}") from error
+    found = "the simplest" if minimum.complete else "the simplest so far (--tries)"
+    say(f"{found} of {minimum.tries} cases, {minimum.record.status}: {minimum.record.message}")
+    say(f"case file: {path}")
+    say(f"replay: {replay_line(minimum.case.id, minimum.record.reference)}")

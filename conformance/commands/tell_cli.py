@@ -1,0 +1,57 @@
+"""The parsers of ``backends``, ``capabilities``, ``defects`` and ``bench``: what there is, and how good it is."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mla_conformance.commands.options import DEVICE, REFERENCE, TIERS
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of these commands."""
+    backends = commands.add_parser("backends", help="list the backends, and why one cannot run here")
+    backends.add_argument("--device", metavar=DEVICE)
+    backends.set_defaults(run=_backends)
+    capabilities = commands.add_parser("capabilities", help="list the capabilities with their definitions")
+    capabilities.set_defaults(run=_capabilities)
+    defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
+    defects.add_argument("--tier", default="full", metavar=TIERS)
+    defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
+    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
+    defects.set_defaults(run=_defects)
+    bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
+    bench.add_argument("--device", metavar=DEVICE)
+    bench.add_argument("--scale", action="store_true", help="the golden pass over contexts and numbers of heads")
+    bench.add_argument("--kernels", action="store_true", help="throughput of the backends that can run here")
+    bench.add_argument("--suite", metavar="NAME", help="where the time of a run on this backend goes")
+    bench.add_argument(
+        "--runs", nargs="+", metavar=REFERENCE, help="runs of each backend, of all, and of all on one GPU or worker"
+    )
+    bench.add_argument("--tier", default="smoke", metavar=TIERS, help="of --suite and --runs")
+    bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")
+    bench.add_argument("--case", action="append", default=[], metavar="ID", help="of --suite: this case, not a tier")
+    bench.set_defaults(run=_bench)
+
+
+def _backends(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.tell import tell_backends
+
+    return tell_backends(options)
+
+
+def _capabilities(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.tell import tell_capabilities
+
+    return tell_capabilities()
+
+
+def _defects(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.defects import run_defects
+
+    return run_defects(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.bench import run_bench
+
+    return run_bench(options)

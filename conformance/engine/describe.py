@@ -1,0 +1,67 @@
+"""What a worker tells of its device and of a backend to a parent that imports neither torch nor the backend."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+
+from mla_conformance.backends.platform import describe_device, get_device_capability
+from mla_conformance.driving.driver import one_line
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.backend_facts import BackendFacts
+
+
+def find_device(name: str) -> torch.device | None:
+    """The device of this name, by default CUDA where there is one; None if it is not there."""
+    available = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not available:
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """Where and with what a run takes place."""
+    capability = get_device_capability(device)
+    return {
+        "device": describe_device(device),
+        "compute_capability": str(capability) if capability else "",
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": sys.platform,
+    }
+
+
+def describe(subject: Subject) -> BackendFacts:
+    """The facts of a backend; one that raises when it is asked is unavailable."""
+    try:
+        return _facts(subject)
+    except BaseException as error:
+        reasons = (f"asked what it is, it raised {one_line(error)}",)
+        return BackendFacts(subject.name, subject.backend.reference, reasons, fingerprint="unavailable")
+
+
+def _facts(subject: Subject) -> BackendFacts:
+    name, reference, reasons = subject.name, subject.backend.reference, tuple(subject.unavailable)
+    if reasons:
+        return BackendFacts(name, reference, reasons, fingerprint=_fingerprint(subject, {}))
+    declaration, versions = subject.declaration, subject.versions()
+    return BackendFacts(
+        name,
+        reference,
+        versions=versions,
+        emulated=declaration.emulated,
+        deviations=tuple((each.library, each.adapter) for each in declaration.deviations),
+        rounding=subject.rounding,
+        fingerprint=_fingerprint(subject, versions),
+    )
+
+
+def _fingerprint(subject: Subject, versions: dict[str, str]) -> str:
+    """What tells that a backend is still the same: its file, or its distributions' versions."""
+    location = subject.backend.reference.rpartition(":")[0]
+    if location.endswith(".py"):
+        return "file " + hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]
+    if subject.unavailable:
+        return "unavailable"
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"

@@ -1,0 +1,111 @@
+"""The folder of a run: of its own, in use by one run at a time, and never written over."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal
+from mla_conformance.engine.log import LOG_NAME
+from mla_conformance.files.inputs import InputError
+
+RUNS = Path("build/mla-conformance")
+"""Where runs stand for which no folder was named."""
+LATEST = "latest"
+REPORT_NAME, PAGE_NAME = "report.json", "report.html"
+_FILES = (JOURNAL_NAME, LOG_NAME, REPORT_NAME, PAGE_NAME)
+
+
+@dataclass
+class RunFolder:
+    """A folder that this process alone runs into.
+
+    Attributes:
+        path: the folder.
+        lock: descriptor that holds it.
+        fresh: it was made for this run.
+    """
+
+    path: Path
+    lock: int
+    fresh: bool
+
+    @staticmethod
+    def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
+        """Take a folder: the one that was named, or a new one among the :data:`RUNS`.
+
+        Args:
+            named: the folder of ``--out`` or ``--resume``.
+            resume: go on with the run in it.
+            anew: keep an unfinished run beside, as a finished one is, and start another.
+
+        Raises:
+            InputError: it cannot be written, another run uses it, or it holds an unfinished run.
+        """
+        path = (named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}").resolve()
+        fresh = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDONLY)
+            if not os.access(path, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise InputError(f"--out {path}: expected a writable folder: {error.strerror}") from error
+        folder = RunFolder(path, lock, fresh)
+        folder._require_free()
+        if not (resume or anew):
+            folder._require_finished()
+        return folder
+
+    @property
+    def journal(self) -> Journal:
+        """The run's journal."""
+        return Journal.inside(self.path)
+
+    def _require_free(self) -> None:
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.lock)
+            raise InputError(f"--out {self.path}: another run is writing into it; name another folder") from None
+
+    def _require_finished(self) -> None:
+        if self.journal.path.exists() and not self.journal.is_finished():
+            raise InputError(
+                f"--out {self.path}: it holds a run that did not come to its end; "
+                f"--resume {self.path} goes on with it, --fresh keeps it beside and starts another"
+            )
+
+    def begin(self) -> None:
+        """Keep an earlier run's files in a folder beside, and let ``latest`` name this run."""
+        earlier = [self.path / name for name in _FILES if (self.path / name).exists()]
+        if earlier:
+            moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(min(file.stat().st_mtime for file in earlier)))
+            beside = self.path.with_name(f"{self.path.name}-{moment}-{secrets.token_hex(2)}")
+            beside.mkdir()
+            for file in earlier:
+                shutil.move(file, beside / file.name)
+        if self.path.parent == RUNS.resolve():
+            self._name_latest()
+
+    def _name_latest(self) -> None:
+        link = self.path.with_name(f"{LATEST}-{secrets.token_hex(2)}")
+        with contextlib.suppress(OSError):  # a system without links
+            link.symlink_to(self.path.name)
+            link.replace(self.path.with_name(LATEST))
+
+    def discard(self) -> None:
+        """Give back a folder in which nothing was begun."""
+        with contextlib.suppress(OSError):
+            if self.fresh:
+                self.path.rmdir()
+        self.release()
+
+    def release(self) -> None:
+        """Let other runs have it."""
+        with contextlib.suppress(OSError):
+            os.close(self.lock)

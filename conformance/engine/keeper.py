@@ -1,0 +1,71 @@
+"""The process between supervisor and worker: it has imported everything, forks workers, and outlives each of them.
+
+A worker that dies, hangs or kills its parent costs one case; the next one is there at once. What a worker's backend has
+started, in whatever session, is ended with it. The keeper itself never touches a device.
+"""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent
+from mla_conformance.engine.messages import Ended, Setup, decode_task, encode
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(descriptor: int, supervisor: int) -> None:
+    """Keep a worker at the other end of a socket until the supervisor closes its own end."""
+    for number in _HANDLED:  # a run that was started in the background ignores some
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _end)
+    end_with_parent(supervisor, signal.SIGTERM)
+    adopt_orphans()
+    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
+    sys.path.append(str(Path.cwd()))
+    from mla_conformance.engine.worker import serve  # torch, and everything that a case needs
+
+    connection = socket.socket(fileno=descriptor)
+    setup = decode_task(read_line(connection))
+    assert isinstance(setup, Setup)
+    while not _is_closed(connection):
+        worker = os.fork()
+        if not worker:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            end_with_parent(os.getppid(), signal.SIGKILL)
+            serve(connection, setup)
+        _, status = os.waitpid(worker, 0)
+        end_children(set())
+        connection.sendall(encode(Ended(os.waitstatus_to_exitcode(status))))
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """One line and not a byte more, which is the next process's; empty at the end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def _end(*_: object) -> NoReturn:
+    end_children(set())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,78 @@
+"""Limits of processes: none outlives its run, or takes the machine's memory with it. Linux has all of them."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_STATM = Path("/proc/self/statm")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Have the system send this process a signal when ``parent``, which started it, ends in whatever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal_number)  # it ended before
+
+
+def adopt_orphans(adopts: bool = True) -> None:
+    """Become the parent of descendants whose own parent ends, in whatever session they are."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def children() -> set[int]:
+    """The processes whose parent this one is."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, task.read_text(encoding="ascii").split()))
+    return found
+
+
+def end_children(spared: set[int]) -> None:
+    """End every child but ``spared``, and whatever becomes a child by that."""
+    while strangers := children() - spared:
+        for process in strangers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, 0)
+
+
+def limit_memory(limit: int) -> None:
+    """Let allocations beyond ``limit`` bytes fail in this process, rather than somewhere on the machine."""
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def allocated_memory() -> int:
+    """Bytes of this process that :func:`limit_memory` counts."""
+    return int(_STATM.read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else 0
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process and its siblings may use together."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
+        return installed
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once; to take torch, libraries and a GPU's context apart takes an interpreter a second."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a backend closed it
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what libraries printed
+    os._exit(status)

@@ -1,0 +1,152 @@
+"""What supervisor and worker say to each other: one JSON line each, a task in, events out."""
+
+import json
+from typing import Any
+
+import msgspec
+
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import EXPLORED, Record
+
+Question = tuple[str, str]
+"""What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
+
+
+class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
+    """What a place is told first.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
+        memory: bytes that a worker may allocate; None without a limit.
+        threads: threads of a call on a CPU; 0 leaves torch's own number.
+    """
+
+    device: str
+    memory: int | None = None
+    threads: int = 0
+
+
+class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
+    """Import a backend and tell what it is."""
+
+    reference: str
+
+
+class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
+    """Judge a case on a backend.
+
+    Attributes:
+        reference: the backend.
+        case: id of the case.
+        before: cases that are run before it, in the same process.
+        fresh: in a process that has judged nothing.
+        explain: tell, too, what a failure looks like.
+    """
+
+    reference: str
+    case: str
+    before: tuple[str, ...] = ()
+    fresh: bool = False
+    explain: bool = False
+
+    @property
+    def question(self) -> Question:
+        """What a record of it answers."""
+        return self.reference, self.case
+
+
+class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
+    """Judge so many drawn cases of these capabilities on a backend."""
+
+    reference: str
+    draws: int
+    capabilities: tuple[str, ...]
+
+    @property
+    def question(self) -> Question:
+        """What a record of it answers."""
+        return self.reference, EXPLORED
+
+
+Task = Describe | Judge | Explore
+
+
+class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
+    """A worker is there.
+
+    Attributes:
+        process: its id.
+        device: where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there.
+        facts: of the device and of what is installed, for the report.
+        gpus: GPUs that it sees.
+    """
+
+    process: int
+    device: str
+    facts: dict[str, str]
+    gpus: tuple[str, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
+    """The backend's time on a case begins."""
+
+    record: dict[str, Any]
+
+
+class Judged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
+    """A verdict, whose explanation may follow with the answer; the backend is not asked anything more."""
+
+    record: dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
+    """A task is done.
+
+    Attributes:
+        record: of what was judged.
+        facts: of what was described.
+        leaves: this process ends now; the next task is another's.
+    """
+
+    record: dict[str, Any] | None = None
+    facts: BackendFacts | None = None
+    leaves: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
+    """A worker's process has ended, as its parent says; another one follows.
+
+    Attributes:
+        status: exit status, or minus the signal.
+    """
+
+    status: int
+
+
+Event = Hello | Started | Judged | Answer | Ended
+
+
+def encode(message: Setup | Task | Event) -> bytes:
+    """A line; NaN and infinity are written as Python's JSON does."""
+    return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
+
+
+def decode_event(line: bytes) -> Event:
+    """An event of a line.
+
+    Raises:
+        ValueError: no such line; for instance the stacks of a worker that hangs.
+    """
+    event: Event = msgspec.convert(json.loads(line), Event)  # type: ignore[arg-type]
+    return event
+
+
+def decode_task(line: bytes) -> Setup | Task:
+    """A setup or a task of a line that a supervisor wrote."""
+    task: Setup | Task = msgspec.convert(json.loads(line), Setup | Task)  # type: ignore[arg-type]
+    return task
+
+
+def question_of(record: Record) -> Question:
+    """What a record answers."""
+    return record.reference, record.key

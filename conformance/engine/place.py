@@ -1,0 +1,209 @@
+"""One place of a run as the supervisor sees it: a keeper, its worker of the moment, and the task that it has."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from mla_conformance.engine.messages import (
+    Answer,
+    Ended,
+    Event,
+    Hello,
+    Judged,
+    Setup,
+    Started,
+    Task,
+    decode_event,
+    encode,
+)
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status, Verdict
+
+START_SECONDS = 300.0
+"""A process that imports torch for longer than this will not start at all."""
+EXPLAIN_SECONDS = 120.0
+_STACK_SECONDS = 1.0
+_END_SECONDS = 10.0
+_READ = 2**16
+DIED = "the process died during this case"
+HUNG = "no verdict within the time that a case may take; the process was ended"
+
+
+@dataclass
+class Place:
+    """A keeper with the worker that it keeps.
+
+    Attributes:
+        number: of the place in the run.
+        setup: what its workers are told first.
+        environment: variables of its processes beside those of this one.
+        log: descriptor that its processes print to.
+        timeout: seconds that a case may take.
+        hello: what the worker of the moment said of itself; None while there is none.
+        task: what it is doing.
+        history: (backend reference, case id) of everything that the worker of the moment was given to judge.
+    """
+
+    number: int
+    setup: Setup
+    environment: Mapping[str, str]
+    log: int
+    timeout: float
+    hello: Hello | None = None
+    task: Task | None = None
+    history: list[tuple[str, str]] = field(default_factory=list)
+    _process: int = 0
+    _started: Record | None = None
+    _judged: Record | None = None
+    _stacks: list[bytes] = field(default_factory=list)
+    _buffer: bytes = b""
+    _deadline: float = 0.0
+    _asked: bool = False
+    _killed: bool = False
+
+    def __post_init__(self) -> None:
+        self.spawn()
+
+    def spawn(self) -> None:
+        """Start the keeper."""
+        self.connection, remote = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "mla_conformance.engine.keeper", str(remote.fileno()), str(os.getpid())]
+        self.keeper = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, **self.environment},
+            pass_fds=[remote.fileno()],
+            start_new_session=True,
+        )
+        remote.close()
+        self.hello, self._buffer = None, b""
+        self._wait(START_SECONDS)
+        self.connection.sendall(encode(self.setup))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a task."""
+        return self.hello is not None and self.task is None
+
+    @property
+    def deadline(self) -> float:
+        """When something has to be done about it, on the monotonic clock."""
+        return self._deadline if self.task or not self.hello else float("inf")
+
+    def give(self, task: Task) -> None:
+        """Have the worker carry out a task."""
+        self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+        self._wait(self.timeout)
+        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
+            self.connection.sendall(encode(task))
+
+    def renew(self) -> None:
+        """Have the worker replaced by one that has judged nothing."""
+        if self.history:
+            self.hello = None
+            self._wait(_END_SECONDS)
+            self._signal(signal.SIGKILL)
+
+    def read(self) -> Iterator[Event]:
+        """What came; the end of the keeper itself is an end of its worker, and it starts anew."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.connection.recv(_READ)
+        if not data:
+            yield from self._take(Ended(self._lost_keeper()))
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                event = decode_event(line)
+            except ValueError:
+                self._stacks.append(line)  # of a worker that was asked where it is
+                continue
+            yield from self._take(event)
+
+    def _take(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, Hello):
+            self.hello, self._process, self.history, self._stacks = event, event.process, [], []
+        elif isinstance(event, Started):
+            self._started = Record.from_json(event.record)
+            judged = (self._started.reference, self._started.case)
+            if self.history[-1:] != [judged]:  # told twice where it waited for memory
+                self.history.append(judged)
+            self._wait(self.timeout)
+        elif isinstance(event, Judged):
+            self._judged = Record.from_json(event.record)
+            self._wait(EXPLAIN_SECONDS)
+        elif isinstance(event, Answer):
+            if event.leaves:
+                self.hello = None
+                self._wait(_END_SECONDS)
+        elif isinstance(event, Ended):
+            self.hello = None
+            self._wait(START_SECONDS)
+        yield event
+
+    def outcome(self, status: int) -> Record | None:
+        """The record of what a worker was judging when it ended; None if that was nothing yet."""
+        if self._judged is not None or self._started is None:
+            return self._judged
+        if self._killed:
+            stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
+            detail = stacks or "no stacks: it did not answer the signal"
+            return self._started.with_verdict(Verdict(Status.TIMEOUT, HUNG, detail=detail), self.timeout)
+        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {how(status)}"), 0.0)
+
+    def expire(self) -> None:
+        """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
+        if not self._asked and self.task is not None:
+            self._asked, self._killed = True, self._judged is None
+            self._signal(signal.SIGCONT)  # it may have stopped itself
+            self._signal(signal.SIGUSR1)
+            self._wait(_STACK_SECONDS)
+        elif self.hello is not None:
+            self._signal(signal.SIGKILL)
+            self.hello = None
+            self._wait(_END_SECONDS)
+        else:
+            self.keeper.kill()
+            self._wait(_END_SECONDS)
+
+    def end(self) -> None:
+        """End everything, at once."""
+        self.connection.close()
+        self.keeper.send_signal(signal.SIGCONT)
+        self.keeper.terminate()
+        try:
+            self.keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.keeper.kill()
+            self.keeper.wait()
+
+    def _lost_keeper(self) -> int:
+        self.connection.close()
+        self.keeper.kill()
+        status = self.keeper.wait()
+        self.spawn()
+        return status
+
+    def _signal(self, number: int) -> None:
+        if self._process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process, number)
+
+    def _wait(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+
+def how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"exit status {status}"
+    return signal.strsignal(-status) or f"signal {-status}"

@@ -1,0 +1,152 @@
+"""What is asked of a run: backends, capabilities, tier, device, cases; checked before anything is launched. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from mla_conformance.backends.references import (
+    BackendReference,
+    BackendReferenceError,
+    known_backends,
+    known_variants,
+    parse_reference,
+)
+from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.engine.messages import Explore, Judge
+from mla_conformance.judging.record import EXPLORED
+from mla_conformance.report.summary import count_by_capability
+
+DRAWN = ("new_tokens", "context_chunk", "chunked_context")
+"""Capabilities that cases can be drawn of."""
+DEVICES = ("cpu", "cuda")
+
+
+class RequestError(ValueError):
+    """A request that names something that does not exist here."""
+
+
+def known_names(references: Sequence[str] = ()) -> list[str]:
+    """Names of the registered backends, of their variants, and of those that ``references`` adds."""
+    registered = [backend.name for backend in (*known_backends(), *known_variants())]
+    return list(dict.fromkeys(registered + [parse_reference(r).name for r in references]))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    Attributes:
+        backends: the backends; every registered one if none was named.
+        capabilities: names of the capabilities.
+        tier: how many of their cases.
+        device: where they run: ``cpu``, ``cuda``, or empty for CUDA where there is one.
+        cases: exactly these cases, or all of the tier if empty.
+        explore: how many further cases are drawn for each backend.
+        shard: judge only this part of the cases.
+    """
+
+    backends: tuple[BackendReference, ...]
+    capabilities: tuple[str, ...]
+    tier: Tier
+    device: str
+    cases: tuple[Case, ...]
+    explore: int = 0
+    shard: Shard | None = None
+
+    @staticmethod
+    def of(
+        backends: Sequence[str] = (),
+        capabilities: Sequence[str] = (),
+        tier: str = "full",
+        device: str | None = None,
+        cases: Sequence[str] = (),
+        explore: int = 0,
+    ) -> "Request":
+        """Check a request.
+
+        Raises:
+            RequestError: something in it is unknown or malformed; the message says what was expected.
+        """
+        try:
+            references = [parse_reference(r) for r in backends] or known_backends()
+            parsed = tuple(Case.parse(text) for text in cases)
+            wanted = [find_capability(name).name for name in [*capabilities, *(c.capability for c in parsed)]]
+            chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
+            _require_device(device)
+            _require_exploration(explore, chosen)
+            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore)
+        except (BackendReferenceError, CapabilityError, CaseError) as error:
+            raise RequestError(str(error)) from error
+
+    def sharded(self, shard: Shard | None) -> "Request":
+        """One part of it."""
+        return replace(self, shard=shard)
+
+    def cases_of(self, capability: str) -> tuple[Case, ...]:
+        """The cases of one capability, in all shards."""
+        if capability not in self.capabilities:
+            return ()
+        if self.cases:
+            return tuple(case for case in self.cases if case.capability == capability)
+        return find_capability(capability).select(self.tier)
+
+    @property
+    def case_ids(self) -> tuple[str, ...]:
+        """Ids of all cases, capability by capability, in all shards."""
+        return tuple(case.id for name in self.capabilities for case in self.cases_of(name))
+
+    @property
+    def judged_ids(self) -> tuple[str, ...]:
+        """Ids of the cases that are to be judged."""
+        return self.shard.cases if self.shard else self.case_ids
+
+    @property
+    def expected(self) -> dict[str, int]:
+        """Records of each backend by capability: one for each listed case, one for all drawn cases."""
+        return count_by_capability(self.judged_ids) | ({EXPLORED: 1} if self.explore else {})
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Capabilities that cases are drawn of."""
+        return tuple(name for name in DRAWN if name in self.capabilities)
+
+    def tasks(self, references: Sequence[str], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
+        """What these backends have to do, in groups that one worker takes: a case's backends side by side.
+
+        Args:
+            references: of the backends that can run here.
+            before: cases that are run before each, in the same process.
+        """
+        groups: list[list[Judge | Explore]] = [[Judge(r, case, before) for r in references] for case in self.judged_ids]
+        if self.explore:
+            groups += [[Explore(r, self.explore, self.drawn)] for r in references]
+        return groups
+
+
+def _require_device(name: str | None) -> None:
+    if name is not None and name not in DEVICES:
+        raise RequestError(f"unknown device '{name}'; expected {' or '.join(DEVICES)}")
+
+
+def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference, ...]:
+    """Without repetitions; reports tell backends apart by name, so a name stands for one backend only."""
+    found: dict[str, BackendReference] = {}
+    for reference in references:
+        other = found.setdefault(reference.name, reference)
+        if other != reference:
+            raise RequestError(
+                f"two backends named '{reference.name}': {other.reference} and {reference.reference}; "
+                "judge them in two runs, or rename a class"
+            )
+    return tuple(found.values())
+
+
+def _require_exploration(draws: int, capabilities: Sequence[str]) -> None:
+    if draws < 0:
+        raise RequestError(f"--explore: expected a number of cases, got {draws}")
+    if draws and find_spec("hypothesis") is None:
+        raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
+    if draws and not set(DRAWN) & set(capabilities):
+        raise RequestError(f"--explore draws cases of {', '.join(DRAWN)}; none of these capabilities is selected")

@@ -1,0 +1,279 @@
+"""A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+
+from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation
+from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.limits import machine_memory
+from mla_conformance.engine.log import LOG_NAME
+from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, question_of
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
+from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.version import SUITE_VERSION, __version__
+
+CPU_TIMEOUT = 300.0
+GPU_TIMEOUT = 1800.0
+LEAST_MEMORY = 2 * 2**30
+GIVE_UP_AFTER = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run allows.
+
+    Attributes:
+        workers: processes that run cases; by default one per GPU, on a CPU one per core, up to four.
+        timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
+        memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
+        give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
+        ends_at: when the run is ended, on the monotonic clock.
+    """
+
+    workers: int | None = None
+    timeout: float | None = None
+    memory: int | None = None
+    give_up_after: int = GIVE_UP_AFTER
+    ends_at: float = float("inf")
+
+
+@dataclass
+class Run:
+    """One run into a folder, from :meth:`prepare` to :meth:`summary`.
+
+    Attributes:
+        request: what is judged.
+        folder: receives journal, log and reports.
+        limits: what it allows.
+        expectations: failures that are known, with reasons.
+        environment: where and with what it takes place, once it is prepared.
+        facts: of its backends, once it is prepared.
+        before: cases that each process runs before each of its own.
+    """
+
+    request: Request
+    folder: RunFolder
+    limits: Limits = Limits()
+    expectations: Expectations = field(default_factory=Expectations)
+    environment: dict[str, str] = field(default_factory=dict)
+    facts: list[BackendFacts] = field(default_factory=list)
+    before: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        on_cpu = self._surely_cpu
+        self.supervisor = Supervisor(
+            self.limits.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT), self.limits.ends_at
+        )
+
+    def __enter__(self) -> "Run":
+        self.supervisor.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.supervisor.__exit__()
+        self.folder.release()
+
+    @property
+    def _surely_cpu(self) -> bool:
+        return self.request.device == "cpu" or not may_have_gpu()
+
+    @property
+    def available(self) -> list[BackendFacts]:
+        """The backends that can run here."""
+        return [facts for facts in self.facts if not facts.reasons]
+
+    def prepare(self) -> None:
+        """Start the workers, and have them tell what the backends are.
+
+        Raises:
+            RequestError: the device that was asked for is not there.
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
+        workers = self.limits.workers or max(1, min(4, os.cpu_count() or 1))
+        for _ in range(workers if self._surely_cpu else 1):
+            self._add_place(workers)
+        hello = self.supervisor.hello()
+        if not hello.device:
+            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+        if not self._surely_cpu:
+            self._add_gpus(hello)
+        self.device = hello.device
+        told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
+        self.environment = {**told, **hello.facts}
+        self.facts = self._describe()
+
+    def _add_place(self, workers: int) -> None:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        variables = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
+        memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
+        self.supervisor.add_place(Setup(self.request.device, memory), variables if self._surely_cpu else {})
+
+    def _add_gpus(self, hello: Hello) -> None:
+        """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
+        cache = jit_caches([backend.name for backend in self.request.backends])
+        workers = self.limits.workers or (max(1, len(hello.gpus)) if hello.device == "cuda" else 1)
+        for number in range(1, workers):
+            gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
+            self.supervisor.add_place(Setup(hello.device), place_environment(gpu, cache / str(number)))
+
+    def _describe(self) -> list[BackendFacts]:
+        """The facts of every backend; one whose process ends over it is unavailable."""
+        names = {backend.reference: backend.name for backend in self.request.backends}
+        found: dict[str, BackendFacts] = {}
+        for outcome in self.supervisor.run(Tasks.of([[Describe(reference)] for reference in names])):
+            reference = outcome.task.reference
+            why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
+            gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
+            found[reference] = outcome.facts or gone
+        return [found[reference] for reference in names]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this run."""
+        return Plan.of(self.request, self.device, self.environment, self.facts)
+
+    def begin(self) -> None:
+        """Write what the run is before anything of it is launched."""
+        self.folder.begin()
+        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
+        self.folder.journal.append("plan", plan=self.plan.to_json())
+
+    def resume(self) -> None:
+        """Go on with the run that the folder's journal tells of."""
+        self.folder.journal.repair()
+        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
+        self.folder.journal.append("resume")
+
+    def judge(self, on_record: Callable[[Record], None]) -> None:
+        """Judge what has no verdict yet, then confirm what failed; each record is handed over once it is journalled.
+
+        Raises:
+            Stopped: by a signal or the deadline.
+            RunError: no process can be started, or the journal cannot be written.
+        """
+        self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
+        records = self.folder.journal.records()
+        failures = self._judge(records, on_record)
+        self._confirm(self._unconfirmed(records, failures), on_record)
+        self._append("end")
+
+    def _judge(
+        self, records: dict[Question, Record], on_record: Callable[[Record], None]
+    ) -> dict[Question, Outcome]:
+        """Fill ``records``; the outcomes of failures."""
+        tasks, patience = Tasks.of(list(self._left(records))), Patience(self.limits.give_up_after)
+        failures: dict[Question, Outcome] = {}
+        for outcome in self.supervisor.run(tasks):
+            record = outcome.record
+            assert record is not None
+            records[question_of(record)] = record
+            if record.failed:
+                failures[question_of(record)] = outcome
+            self._keep(record, on_record)
+            reason = patience.exhausted(record)
+            if reason and record.reference not in tasks.dropped:
+                tasks.dropped.add(record.reference)
+                self._append("gave_up", backend=record.reference, reason=reason)
+        return failures
+
+    def _left(self, records: Mapping[Question, Record]) -> Iterator[list[Judge | Explore]]:
+        """The groups of tasks without those that have a verdict."""
+        for group in self.request.tasks([facts.reference for facts in self.available], tuple(self.before)):
+            left = [task for task in group if task.question not in records]
+            if left:
+                yield left
+
+    def _unconfirmed(
+        self, records: Mapping[Question, Record], failures: Mapping[Question, Outcome]
+    ) -> list[Confirmation]:
+        """The first failure of each backend and capability that none is confirmed of."""
+        done = {(r.reference, r.capability) for r in records.values() if r.confirmation}
+        found: dict[tuple[str, str], Confirmation] = {}
+        for record in sorted(records.values(), key=self._position):
+            key = (record.reference, record.capability)
+            if record.failed and key not in found and key not in done:
+                earlier = sum(reference == record.reference for reference, _ in found)
+                found[key] = self._confirmation(record, failures.get(question_of(record)), earlier < MOST_EXPLAINED)
+        return list(found.values())
+
+    def _confirmation(self, record: Record, outcome: Outcome | None, explain: bool) -> Confirmation:
+        history = outcome.history if outcome else ()
+        before = list(takewhile(lambda judged: judged != (record.reference, record.case), history))
+        own = [case for reference, case in before if reference == record.reference]
+        used = {reference for reference, _ in before} - {record.reference}
+        others = [facts.name for facts in self.facts if facts.reference in used]
+        return Confirmation(record, own, others, explain)
+
+    def _confirm(self, pending: list[Confirmation], on_record: Callable[[Record], None]) -> None:
+        """Make the next attempt of every confirmation, all at once, until each is settled."""
+        while pending:
+            attempts = {id(attempt): (attempt, each) for each in pending if (attempt := next(each.attempts, None))}
+            for exhausted in [each for each in pending if each not in [c for _, c in attempts.values()]]:
+                self._keep(exhausted.unrepeated(), on_record)
+            pending = []
+            for outcome in self.supervisor.run(Tasks.of([[attempt] for attempt, _ in attempts.values()])):
+                assert outcome.record is not None
+                attempt, confirmation = attempts[id(outcome.task)]
+                settled = confirmation.settled(attempt, outcome.record)
+                if settled:
+                    self._keep(settled, on_record)
+                else:
+                    pending.append(confirmation)
+
+    def _keep(self, record: Record, on_record: Callable[[Record], None]) -> None:
+        self._append("verdict", record=record.to_json())
+        on_record(self._expected(record))
+
+    def _append(self, event: str, **fields: object) -> None:
+        try:
+            self.folder.journal.append(event, **fields)
+        except OSError as error:
+            raise RunError(
+                f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
+                f"it: make room, then {self.resume_line}"
+            ) from error
+
+    @property
+    def resume_line(self) -> str:
+        """The command that goes on with this run."""
+        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
+
+    def summary(self) -> RunSummary:
+        """The outcome of everything that the journal holds."""
+        kept = sorted(self.folder.journal.records().values(), key=self._position)
+        groups = by_backend(list(map(self._expected, kept)))
+        given_up = {e["backend"]: e["reason"] for e in self.folder.journal.events() if e["event"] == "gave_up"}
+        backends = tuple(
+            BackendSummary(
+                facts,
+                () if facts.reasons else summarise(groups.get(facts.name, []), self.request.expected),
+                given_up.get(facts.reference, ""),
+            )
+            for facts in self.facts
+        )
+        return RunSummary(self.environment, backends, self.request.case_ids, self.request.shard)
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {case: index for index, case in enumerate(self.request.judged_ids)}
+
+    def _position(self, record: Record) -> int:
+        """Where a record's case stands in the list; drawn cases stand behind it."""
+        return self._positions.get(record.case, len(self._positions))
+
+    def _expected(self, record: Record) -> Record:
+        if not self.expectations.entries:
+            return record
+        versions = next(facts.versions for facts in self.facts if facts.name == record.backend)
+        return self.expectations.apply(record, facts(self.environment, versions))

@@ -1,0 +1,250 @@
+"""The supervisor: deals tasks to places, watches them from outside, and tells what came of each."""
+
+import os
+import select
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mla_conformance.engine.limits import adopt_orphans, children, end_children
+from mla_conformance.engine.log import BoundedLog
+from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task
+from mla_conformance.engine.place import Place, how
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+
+_MOST_STARTS = 3
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class RunError(RuntimeError):
+    """A run that could not go on; what it had judged is in the journal."""
+
+
+class Stopped(Exception):
+    """A run that was told to end: by a signal, or by its deadline.
+
+    Attributes:
+        signal: number of the signal; 0 for the deadline.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(signal.Signals(number).name if number else "the deadline")
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a task.
+
+    Attributes:
+        task: the task.
+        record: of what was judged, or what the end of the process says of it.
+        facts: of what was described; None if the process ended over it, which ``ended`` tells.
+        ended: how the process ended, if it did.
+        history: what the same process was given to judge before, the task included.
+    """
+
+    task: Task
+    record: Record | None = None
+    facts: BackendFacts | None = None
+    ended: str = ""
+    history: Sequence[tuple[str, str]] = ()
+
+
+@dataclass
+class Tasks:
+    """Groups of tasks: one place takes a group, since a case's backends share what was made for it.
+
+    Attributes:
+        groups: what is left.
+        dropped: backends that are given up.
+    """
+
+    groups: deque[list[Task]]
+    dropped: set[str] = field(default_factory=set)
+    _own: dict[int, list[Task]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(groups: Sequence[Sequence[Task]]) -> "Tasks":
+        """These groups in their order."""
+        return Tasks(deque(list(group) for group in groups))
+
+    def take(self, place: int) -> Task | None:
+        """The next task of a place."""
+        while True:
+            own = self._own.setdefault(place, [])
+            while own:
+                task = own.pop(0)
+                if task.reference not in self.dropped:
+                    return task
+            if not self.groups:
+                return None
+            self._own[place] = self.groups.popleft()
+
+    def put_back(self, place: int, task: Task) -> None:
+        """Have a place take a task again."""
+        self._own[place].insert(0, task)
+
+    def is_left(self) -> bool:
+        """Whether a place has something to take."""
+        return bool(self.groups) or any(self._own.values())
+
+
+class Supervisor:
+    """The processes of a run; to be used as a context, at whose end none of them is left.
+
+    Attributes:
+        places: one for each worker.
+        timeout: seconds that a case may take.
+        started: told of every case before it is launched.
+    """
+
+    def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
+        self.places: list[Place] = []
+        self.timeout, self._ends_at = timeout, ends_at
+        self.log = BoundedLog()
+        self.started: Callable[[Record], None] = lambda record: None
+        self._starts = 0
+        self._signal = 0
+        self._tasks = Tasks.of(())
+        self._told: tuple[int, int] = (-1, -1)
+        self._before: set[int] = set()
+
+    def __enter__(self) -> "Supervisor":
+        self._before = children()
+        self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        adopt_orphans()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for place in self.places:
+            place.end()
+        end_children(self._before)
+        adopt_orphans(False)
+        self.log.close()
+        for descriptor in self._told:
+            os.close(descriptor)
+
+    def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
+        """Start one more."""
+        self.places.append(Place(len(self.places), setup, environment, self.log.descriptor, self.timeout))
+
+    def hello(self) -> Hello:
+        """What the first worker says of itself."""
+        with self._heeding_signals():
+            while self.places[0].hello is None:
+                for _ in self._events():
+                    pass
+            return self.places[0].hello
+
+    def run(self, tasks: Tasks) -> Iterator[Outcome]:
+        """Have all tasks carried out; an outcome for each.
+
+        Raises:
+            Stopped: by a signal or the deadline.
+            RunError: no process can be started.
+        """
+        self._tasks = tasks
+        with self._heeding_signals():
+            while self._deal():
+                yield from self._events()
+
+    def _deal(self) -> bool:
+        """Give tasks to whoever waits for one; whether any is under way."""
+        tasks = self._tasks
+        for place in self.places:
+            while place.is_idle and (task := tasks.take(place.number)):
+                if isinstance(task, Judge) and task.fresh and place.history:
+                    place.renew()
+                    tasks.put_back(place.number, task)
+                else:
+                    place.give(task)
+        return any(place.task for place in self.places) or tasks.is_left()
+
+    def _events(self) -> Iterator[Outcome]:
+        """Wait for what comes next, or for a deadline; outcomes of tasks."""
+        by_descriptor = {place.connection.fileno(): place for place in self.places}
+        until = min((self._ends_at, *(place.deadline for place in self.places)))
+        seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
+        ready, _, _ = select.select([*by_descriptor, self._told[0]], [], [], seconds)
+        self._require_going_on()
+        for place in (by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor):
+            for event in place.read():
+                yield from self._outcomes(place, event)
+        for place in self.places:
+            if place.deadline <= time.monotonic():
+                place.expire()
+
+    def _outcomes(self, place: Place, event: Event) -> Iterator[Outcome]:
+        if isinstance(event, Hello):
+            self._starts = 0
+        elif isinstance(event, Started):
+            self.started(Record.from_json(event.record))
+        elif isinstance(event, Answer) and place.task is not None:
+            task, place.task = place.task, None
+            record = Record.from_json(event.record) if event.record else None
+            yield Outcome(task, record, event.facts, history=tuple(place.history))
+        elif isinstance(event, Ended):
+            end_children(self._before | {place.keeper.pid for place in self.places})
+            task, place.task = place.task, None
+            record = place.outcome(event.status) if task else None
+            if record or isinstance(task, Describe):
+                yield Outcome(task, record, ended=how(event.status), history=tuple(place.history))
+                return
+            self._count_start(event.status)
+            if task:  # it had not begun
+                self._tasks.put_back(place.number, task)
+
+    def _count_start(self, status: int) -> None:
+        """A process that ends although it had nothing to do, again and again, will never start."""
+        self._starts += 1
+        if self._starts > _MOST_STARTS * len(self.places):
+            raise RunError(f"no process can be started here ({how(status)}); the log says why")
+
+    def _require_going_on(self) -> None:
+        if self._signal:
+            raise Stopped(self._signal)
+        if time.monotonic() >= self._ends_at:
+            raise Stopped
+
+    @contextmanager
+    def _heeding_signals(self) -> Iterator[None]:
+        """Signals that end a run are noted, unless they were ignored from the start, as those of a terminal by nohup."""
+
+        def note(number: int, _: object) -> None:
+            self._signal = number
+            os.write(self._told[1], b"!")
+
+        heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Patience:
+    """How many equal failures of its process a backend has.
+
+    Attributes:
+        most: after so many it is given up.
+    """
+
+    most: int
+    _failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def exhausted(self, record: Record) -> str:
+        """Why the backend of a record is given up; empty if it is not."""
+        if record.status not in (Status.CRASH, Status.TIMEOUT):
+            return ""
+        self._failures[record.reference, record.message] += 1
+        if self._failures[record.reference, record.message] < self.most:
+            return ""
+        return f"gave up after {self.most} equal failures of its process: {record.message}"

@@ -1,0 +1,123 @@
+"""A worker: judges what it is told, in a process that may die of it."""
+
+import faulthandler
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import NoReturn
+
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.defects.explain import explain
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import describe, device_facts, find_device
+from mla_conformance.engine.devices import visible_gpus
+from mla_conformance.engine.keeper import read_line
+from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
+from mla_conformance.engine.messages import (
+    Answer,
+    Describe,
+    Event,
+    Explore,
+    Hello,
+    Judged,
+    Setup,
+    Started,
+    Task,
+    decode_task,
+    encode,
+)
+from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.memory import device_lost, is_free_again
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.explore import explore
+from mla_conformance.trials.judge_one import judged_trial
+
+Send = Callable[[Event], None]
+
+
+def serve(connection: socket.socket, setup: Setup) -> NoReturn:
+    """Answer tasks until the supervisor closes its end."""
+    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True)
+    if setup.threads:
+        torch.set_num_threads(setup.threads)
+    if setup.memory:
+        limit_memory(setup.memory)
+
+    def send(event: Event) -> None:
+        connection.sendall(encode(event))
+
+    device = find_device(setup.device)
+    name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
+    send(Hello(os.getpid(), name, device_facts(device) if device else {}, gpus))
+    worker = Worker(device or torch.device("cpu"), setup.memory, send)
+    while line := read_line(connection):
+        task = decode_task(line)
+        assert not isinstance(task, Setup)
+        answer = worker.answer(task)
+        send(answer)
+        if answer.leaves:
+            break
+    leave(0)
+
+
+class Worker:
+    """What one process judges with."""
+
+    def __init__(self, device: torch.device, memory: int | None, send: Send) -> None:
+        self._device, self._memory, self._send = device, memory, send
+        self._context = Context()
+        self._subject = cache(lambda reference: Subject.of(reference, device))
+
+    def answer(self, task: Task) -> Answer:
+        """Carry out a task."""
+        if isinstance(task, Describe):
+            return Answer(facts=describe(self._subject(task.reference)))
+        if isinstance(task, Explore):
+            return self._explored(task)
+        subject = self._subject(task.reference)
+        for case in task.before:
+            judged_trial(subject, Case.parse(case), self._context, lambda case: self._starts(subject, case))
+        trial, record = judged_trial(
+            subject, Case.parse(task.case), self._context, lambda case: self._starts(subject, case)
+        )
+        if task.explain and record.failed and not device_lost(self._device):
+            self._send(Judged(record.to_json()))
+            record = replace(record, explanation=explain(trial, record))
+        disturbed = trial.disturbed
+        del trial  # it keeps tensors
+        return Answer(record.to_json(), leaves=self._leaves(record, disturbed))
+
+    def _explored(self, task: Explore) -> Answer:
+        subject = self._subject(task.reference)
+
+        def starts(case: Case) -> None:
+            self._starts(subject, case, EXPLORED)
+
+        record = explore(subject, task.draws, task.capabilities, self._context, starts)
+        return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
+
+    def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
+        """Journal a case before anything of it is launched."""
+        reference = subject.backend.reference
+        record = Record(subject.name, reference, capability or case.capability, case.id, Status.HARNESS_ERROR)
+        self._send(Started(record.to_json()))
+
+    def _leaves(self, record: Record, disturbed: bool) -> bool:
+        """Whether this process must not judge further cases.
+
+        It lost its GPU, or memory that it does not get back; what one case leaked must not be missing to the next. Or a
+        backend left it other than it was.
+        """
+        if disturbed or record.check == Check.PROCESS_STATE or device_lost(self._device):
+            return True
+        crowded = self._memory is not None and 2 * allocated_memory() > self._memory
+        if record.status is Status.UNAVAILABLE:
+            self._context.forget()
+            return crowded or not is_free_again(self._device)
+        return crowded

@@ -1,0 +1,126 @@
+"""What the trials of a process share: inputs and golden results, made once for all backends of a case.
+
+Nothing that is kept is handed to a backend: each trial gets a copy of the inputs. A kernel that writes out of bounds
+may reach it all the same, so that every kept tensor has a checksum, by which a trial that failed can be told from one
+that was misled.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.phases import Clock
+from mla_conformance.judging.golden import Expectation, expect
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import Problem, build_problem
+
+Value = TypeVar("Value")
+
+PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**31}
+"""Memory that inputs may keep, by type of device; larger ones are built each time."""
+GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**32}
+"""Memory that golden results may keep, by type of device; the last one is kept in any case."""
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A number for the bytes behind each tensor."""
+    return [_sum(storage_bytes(tensor)) for tensor in tensors]
+
+
+def _sum(data: torch.Tensor) -> int:
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    return int(words.sum()) ^ int(data[words.numel() * 8 :].sum())
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[Value]):
+    value: Value
+    tensors: tuple[torch.Tensor, ...]
+    sums: list[int]
+
+    @property
+    def size(self) -> int:
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.tensors}.values())
+
+
+class Kept(Generic[Value]):
+    """Values by key, within so many bytes; the one that was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple[str, str], _Entry[Value]] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, key: tuple[str, str]) -> Value | None:
+        """The value, if it is still there."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key].value
+
+    def keep(self, key: tuple[str, str], value: Value, tensors: Iterable[torch.Tensor], limit: int) -> None:
+        """Keep a value that consists of ``tensors``, and of the others as many as ``limit`` bytes leave room for."""
+        parts = tuple(tensors)
+        entry = _Entry(value, parts, checksum(parts))
+        self._entries[key] = entry
+        self._bytes += entry.size
+        while len(self._entries) > 1 and self._bytes > limit:
+            _, oldest = self._entries.popitem(last=False)
+            self._bytes -= oldest.size
+
+    def intact(self) -> bool:
+        """Whether every byte is as it was kept."""
+        return all(checksum(entry.tensors) == entry.sums for entry in self._entries.values())
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._entries.clear()
+        self._bytes = 0
+
+
+class Context:
+    """What one process has made before."""
+
+    def __init__(self) -> None:
+        self._problems, self._golden = Kept[Problem](), Kept[Expectation]()
+
+    def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
+        """The inputs that a case stands for, in tensors that nothing else refers to.
+
+        Raises:
+            ProblemError: a regime or dtype that does not exist here.
+            ValueError: the reference's chunk planner or cache refuses the case.
+        """
+        key = (case.id, str(device))
+        with clock.phase("inputs", device):
+            untouched = self._problems.find(key)
+            if untouched is None:
+                untouched = build_problem(case, device)
+                if untouched.memory > PROBLEM_BYTES[device.type]:
+                    return untouched
+                self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
+            return deepcopy(untouched, {id(untouched.case): untouched.case})
+
+    def expect(self, problem: Problem, clock: Clock) -> Expectation:
+        """The golden result of a problem."""
+        key = (problem.key, str(problem.device))
+        found = self._golden.find(key)
+        if found is None:
+            # A kept result is returned without a word to the device, which a backend may have lost by then.
+            with clock.phase("golden", problem.device):
+                found = expect(problem)
+                self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
+        return found
+
+    def is_intact(self) -> bool:
+        """Whether nothing that is kept was written over."""
+        return self._problems.intact() and self._golden.intact()
+
+    def forget(self) -> None:
+        """Make everything anew from here on."""
+        self._problems.forget()
+        self._golden.forget()

@@ -1,0 +1,116 @@
+"""Judging one case on one backend: one function with one result, the record, whoever asks."""
+
+import time
+import traceback
+from collections.abc import Callable
+from math import inf
+
+from mla_conformance.cases.capabilities import find_capability
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import one_line
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
+from mla_conformance.problems.memory import device_lost, out_of_memory, wait_for_memory
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.trials.trial import Trial
+
+MEMORY_PATIENCE = 120.0
+"""Seconds for which a trial waits for a GPU's memory that others hold."""
+
+Started = Callable[[Case], None]
+"""Told of a case when its backend's time begins."""
+
+
+def judge_one(subject: Subject, case: Case, context: Context, started: Started = lambda case: None) -> Record:
+    """The record of a case on a backend.
+
+    A failure in a process whose kept inputs or golden results were written over says nothing about this backend: all
+    is made anew then, and judged again.
+
+    Args:
+        subject: the backend on its device.
+        case: the case.
+        context: what this process has made before.
+        started: told of the case before anything of the backend is asked, and again after waiting for memory.
+    """
+    return judged_trial(subject, case, context, started)[1]
+
+
+def judged_trial(
+    subject: Subject, case: Case, context: Context, started: Started = lambda case: None
+) -> tuple[Trial, Record]:
+    """As :func:`judge_one`, with the trial, whose last observation can be explained."""
+    trial, record = _attempt(subject, case, context, started)
+    if record.failed and not device_lost(subject.device) and not context.is_intact():
+        context.forget()
+        trial, record = _attempt(subject, case, context, started)
+    return trial, record
+
+
+def _attempt(subject: Subject, case: Case, context: Context, started: Started) -> tuple[Trial, Record]:
+    trial, began = Trial(subject, case, context), time.perf_counter()
+    verdict = _verdict(trial, started)
+    seconds = round(time.perf_counter() - began, 4)
+    record = Record(
+        subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
+        evidence=trial.evidence(), phases=trial.clock.spent,
+    )  # fmt: skip
+    return trial, record.with_verdict(verdict, seconds)
+
+
+def _verdict(trial: Trial, started: Started) -> Verdict:
+    capability = find_capability(trial.case.capability)
+    try:
+        started(trial.case)
+        _require_role(trial)
+        if not capability.probes_refusals:
+            _require_support(trial)
+        _require_size(trial)
+        _require_memory(trial, started)
+        PROCEDURES[capability.procedure](trial)
+    except Nonconformance as outcome:
+        return outcome.verdict
+    except Exception as error:
+        if out_of_memory(error):
+            return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
+        return Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
+    return trial.verdict
+
+
+def _require_role(trial: Trial) -> None:
+    """Unsupported if the backend has no class, here, that the case could call."""
+    reasons = trial.subject.missing_role(trial.case)
+    if reasons:
+        trial.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+
+def _require_support(trial: Trial) -> None:
+    """Unsupported if the backend does not declare what the case needs."""
+    reasons = trial.unsupported()
+    if reasons:
+        trial.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+
+def _require_size(trial: Trial) -> None:
+    """Unavailable where a case takes hours."""
+    kind = trial.subject.device.type
+    work, most = operations_of(trial.case), MOST_OPERATIONS.get(kind, inf)
+    if work > most:
+        what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
+        trial.settle(Verdict(Status.UNAVAILABLE, what))
+
+
+def _require_memory(trial: Trial, started: Started) -> None:
+    """Unavailable where a case does not fit a GPU, after a wait if others hold its memory."""
+    device = trial.subject.device
+    if device.type != "cuda":
+        return
+    need = memory_need(trial.case, device.type)
+    free = wait_for_memory(device, need, MEMORY_PATIENCE)
+    if free < need:
+        found = f"may need {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
+        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
+    started(trial.case)

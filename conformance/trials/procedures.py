@@ -1,0 +1,130 @@
+"""What is done with a backend to decide a capability: the procedures that the table's entries name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from mla_conformance.judging.verdict import Check
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.transform import overwrite, regroup, scale_values
+from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.far import judge_far_away
+from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
+from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.refusal import refuses_or_conforms
+from mla_conformance.trials.streams import side_stream, two_streams
+from mla_conformance.trials.trial import Trial, results, returned_bytes
+
+REPEATS = 20
+
+
+def conforms(trial: Trial) -> None:
+    """One run of the case, compared with the golden result."""
+    trial.conforms()
+
+
+def call_order(trial: Trial) -> None:
+    """Calls before and between must not matter."""
+    trial.conforms(step="first call")
+    trial.conforms(trial.relaid_problem(), step="same shapes in another memory layout")
+    trial.conforms(trial.other_problem(), step="other lengths")
+    trial.conforms(step="first call again")
+    trial.interleaved(trial.other_problem())
+    trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
+
+
+def determinism(trial: Trial) -> None:
+    """The same call again and again."""
+    first = returned_bytes(trial.conforms())
+    for number in range(1, REPEATS):
+        same = returned_bytes(trial.repeat()) == first
+        trial.require(same, Check.NONDETERMINISM, f"repeat {number} of the same call returned other bits")
+
+
+def batch_invariance(trial: Trial) -> None:
+    """Each request alone beside the whole batch."""
+    whole = results(trial.conforms())
+    for request, rows in enumerate(segments(trial.problem.query_start_loc)):
+        alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
+        if trial.declaration.batch_invariant:
+            pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
+            same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
+            trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
+
+
+def request_order(trial: Trial) -> None:
+    """The requests the other way round."""
+    backwards = list(reversed(range(len(trial.case.q))))
+    trial.conforms(step="as given")
+    trial.conforms(regroup(trial.problem, backwards), step="requests in reverse order")
+
+
+def causal_prefix(trial: Trial) -> None:
+    """Requests cut to their first tokens."""
+    everyone = range(len(trial.case.q))
+    for length in (1, 17, max(trial.case.q) - 1, max(trial.case.q)):
+        trial.conforms(regroup(trial.problem, everyone, length), step=f"the first {length} tokens of each request")
+
+
+def split_invariance(trial: Trial) -> None:
+    """The same context in other chunks."""
+    for workspace in (64, 128, 2048):
+        other = trial.build(replace(trial.case, workspace=workspace))
+        trial.conforms(other, step=f"workspace of {workspace} tokens")
+
+
+def v_linearity(trial: Trial) -> None:
+    """Values times powers of two."""
+    output, *lse = results(trial.conforms())
+    for factor in (-2.0, 0.25):
+        scaled, *same_lse = results(trial.conforms(scale_values(trial.problem, factor), step=f"V × {factor:g}"))
+        exact = torch.equal(scaled, output * factor)
+        trial.require(exact, Check.NONLINEARITY, f"V × {factor:g} does not give exactly {factor:g} × the output")
+        trial.require(all(map(torch.equal, lse, same_lse)), Check.NONLINEARITY, f"V × {factor:g} changes the LSE")
+
+
+def no_side_effects(trial: Trial) -> None:
+    """What was returned stays as it was, whatever is called later."""
+    first = trial.conforms()
+    before = returned_bytes(first)
+    trial.conforms(trial.other_problem())
+    trial.unchanged(first, before)
+    trial.conforms()
+
+
+def cache_write(trial: Trial) -> None:
+    """A layer's writes, its cache's shape, and its copies of blocks."""
+    trial.conforms()
+    shapes_cache(trial)
+    moves_blocks(trial)
+
+
+def weight_absorption(trial: Trial) -> None:
+    """Weights as loaded, replaced in place, and stored in codes."""
+    trial.conforms()
+    trial.conforms(trial.redrawn_problem(), step="after the weights were replaced in place")
+    loads_packed(trial)
+
+
+def prefill_decode_agreement(trial: Trial) -> None:
+    """The same tokens by both paths."""
+    trial.conforms(step="as decodes")
+    trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
+
+
+def streams(trial: Trial) -> None:
+    """On a side stream, then two at once."""
+    side_stream(trial)
+    two_streams(trial, trial.other_problem())
+
+
+PROCEDURES: dict[str, Callable[[Trial], None]] = {
+    procedure.__name__: procedure
+    for procedure in (
+        conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
+        v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
+        refuses_or_conforms,
+    )
+} | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
+"""Procedures by the names that entries of the vocabulary give them."""
