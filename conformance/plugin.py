@@ -139,7 +139,7 @@ def _backends(option: Any) -> list[str]:
     variants = [name for name in named if "[" in name]
     if option.backend or not variants:
         return list(option.backend)
-    from mla_conformance.backends.loading import known_backends
+    from mla_conformance.backends.references import known_backends
 
     return [backend.name for backend in known_backends()] + variants
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from mla_conformance.backends.loading import (
+from mla_conformance.backends.references import (
     BackendReference,
     BackendReferenceError,
     known_backends,

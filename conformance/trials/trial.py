@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import AnswerError, one_line
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.driver import Observation, one_line, run_calls
+from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.phases import phase
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
@@ -70,7 +71,8 @@ class Trial:
         try:
             return self.subject.unsupported(self.case)
         except Exception as error:
-            self._settle(failed(Check.CALL, f"asked what it supports, it raised {one_line(error)}"))
+            said = error if isinstance(error, AnswerError) else f"it raised {one_line(error)}"
+            self._settle(failed(Check.CALL, f"asked what it supports, {said}"))
             raise
 
     def require_role(self) -> None:
