@@ -74,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", metavar="cpu|cuda")
     bench.add_argument("--scale", action="store_true", help="the golden pass over contexts and numbers of heads")
     bench.add_argument("--kernels", action="store_true", help="throughput of the backends that can run here")
-    bench.add_argument("--metadata", action="store_true", help="building a layer's metadata, against a plain loop")
     bench.add_argument("--suite", metavar="NAME", help="where the time of a run on this backend goes")
     bench.add_argument(
         "--runs",
@@ -148,7 +147,7 @@ def _with_markers(path: Path) -> str:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from mla_conformance.bench import golden, kernels, metadata, suite
+    from mla_conformance.bench import golden, kernels, suite
     from mla_conformance.running.certify import environment
 
     backends = options.runs or ([options.suite] if options.suite else [])
@@ -160,8 +159,6 @@ def _bench(options: argparse.Namespace) -> int:
         lines = golden.scale(device.type)
     elif options.kernels:
         lines = kernels.throughput(device)
-    elif options.metadata:
-        lines = metadata.metadata_benchmark()
     elif options.suite:
         lines = suite.split(selection)
     elif options.runs:
