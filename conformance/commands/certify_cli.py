@@ -41,7 +41,6 @@ def add_commands(commands: Any) -> None:
     certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
     certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")
     certify.add_argument("--timeout", type=float, metavar="SECONDS", help="end a process whose case takes longer")
-    certify.add_argument("--golden-cache", type=Path, metavar="DIR", help="keep golden results there for other runs")
     certify.add_argument("-n", "--workers", type=int, metavar="N", help="processes that run cases")
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
     gating_cli.add_certify_options(certify)
@@ -76,7 +75,6 @@ def _requested(options: argparse.Namespace) -> "Run":
         options.timeout,
         resume=bool(options.resume),
         shard=shard,
-        golden_cache=options.golden_cache,
     )
 
 

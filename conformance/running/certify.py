@@ -24,7 +24,6 @@ from mla_conformance.isolation.devices import jit_caches, visible_gpus
 from mla_conformance.isolation.journal import JOURNAL_LOST, Journal
 from mla_conformance.isolation.limits import machine_memory
 from mla_conformance.isolation.watchdog import WORKERS_FOLDER
-from mla_conformance.judging.golden_cache import FOLDER_VARIABLE
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.running.plan import plan_of
@@ -62,7 +61,6 @@ class Run:
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         resume: continue the run that the folder's journal tells of.
         shard: judge only this part of the selected cases.
-        golden_cache: folder of golden states that runs and their workers share.
     """
 
     selection: Selection
@@ -74,7 +72,6 @@ class Run:
     memory: int | None = None
     resume: bool = False
     shard: Shard | None = None
-    golden_cache: Path | None = None
 
     @property
     def available(self) -> tuple[Subject, ...]:
@@ -190,8 +187,7 @@ class Run:
 
     def _environment(self) -> dict[str, str]:
         threads = str(max(1, (os.cpu_count() or 1) // max(1, self.workers)))
-        shared = {FOLDER_VARIABLE: str(self.golden_cache.resolve())} if self.golden_cache else {}
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ, **shared}
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **os.environ}
 
     def summary(self) -> RunSummary:
         """The outcome of everything that the journal holds."""
