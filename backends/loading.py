@@ -1,93 +1,31 @@
-"""From what a user writes to a backend class: NAME, ``package.module:Class`` or ``path/to/file.py:Class``.
+"""From a backend's reference to its class, and why one cannot run on this machine.
 
-NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
-``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. A class that was named itself
-has the role that its methods give it, and those that it names siblings for.
+A class that was named itself has the role that its methods give it, and those that it names siblings for.
 """
 
 import hashlib
 import importlib.util
 import sys
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
+from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
 from mla_conformance.backends.generations.recognition import as_prefill_backend
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.registry import ENUMS, BackendEnum, resolve_class
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
-
-ENTRY_POINT_GROUP = "mla_conformance.backends"
-
-
-class BackendReferenceError(ValueError):
-    """A backend reference that names nothing that can be judged."""
-
-
-@dataclass(frozen=True)
-class BackendReference:
-    """A backend as the user names it.
-
-    Attributes:
-        name: by which it is selected and reported; the class name for a reference to a class.
-        reference: what replays it, and what another process loads it by.
-    """
-
-    name: str
-    reference: str
-
-
-def _plugins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def known_backends() -> list[BackendReference]:
-    """Every registered backend: the enumerations' members, then the entry points."""
-    members = [m.name for enum in ENUMS for m in enum if m.name != "CUSTOM" or m.is_overridden()]
-    return [BackendReference(name, name) for name in dict.fromkeys([*members, *_plugins()])]
-
-
-def known_variants() -> list[BackendReference]:
-    """Every kernel of the backends that have several, as ``NAME[variant]``."""
-    names = [f"{member.name}[{variant}]" for enum in ENUMS for member in enum for variant in member.variants()]
-    return [BackendReference(name, name) for name in names]
-
-
-def parse_reference(reference: str) -> BackendReference:
-    """The backend that ``reference`` names, without importing it.
-
-    Raises:
-        BackendReferenceError: an unknown name, or a path that does not exist.
-    """
-    if ":" not in reference:
-        names = [backend.name for backend in (*known_backends(), *known_variants())]
-        if reference not in names:
-            raise BackendReferenceError(
-                f"unknown backend '{reference}'; expected one of {', '.join(names)}, "
-                "or package.module:Class, or path/to/file.py:Class"
-            )
-        return BackendReference(reference, reference)
-    location, _, class_name = reference.rpartition(":")
-    if location.endswith(".py"):
-        path = Path(location).resolve()
-        if not path.is_file():
-            raise BackendReferenceError(f"'{reference}': no file {path}")
-        return BackendReference(class_name, f"{path}:{class_name}")
-    return BackendReference(class_name, reference)
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
-    """The roles that a backend has; a class that was named itself is imported for it.
+    """The roles that a backend has; one that is no member of an enumeration is imported for it.
 
     Raises:
-        ImportError: an entry point that cannot be imported here.
         BackendReferenceError: see :func:`load_role`.
     """
-    members = _members(backend)
+    members = backend.members()
     if members:
         return tuple(member.role() for member in members)
     named = _load_named(backend)
@@ -101,57 +39,41 @@ def load_role(backend: BackendReference, role: Role) -> Any:
         ImportError: an adapter that cannot be imported here.
         BackendReferenceError: a module, file or class that cannot be loaded, or a class without a required method.
     """
-    members = _members(backend)
+    members = backend.members()
     if not members:
         loaded = _in_role(_load_named(backend), role)
         return None if loaded is None else _checked(loaded, backend.reference)
-    _, _, variant = backend.name.partition("[")
     for member in members:
         if member.role() is role:
             found = member.get_class()
-            return as_prefill_backend(found.variants[variant.rstrip("]")] if variant else found)
+            return as_prefill_backend(found.variants[backend.variant] if backend.variant else found)
     return None
 
 
 def load_backend(backend: BackendReference) -> Any:
     """Import the class that a reference names, or that of a name's first role; see :func:`load_role` for errors."""
-    members = _members(backend)
+    members = backend.members()
     return load_role(backend, members[0].role() if members else role_of(_load_named(backend)))
 
 
-def _members(backend: BackendReference) -> list[BackendEnum]:
-    """The members of the enumerations that a name stands for; none for a class and for an entry point."""
-    name, _, variant = backend.name.partition("[")
-    if ":" in backend.reference or name in _plugins():
-        return []
-    found = [enum[name] for enum in ENUMS if name in enum.__members__]
-    return [m for m in found if (variant.rstrip("]") in m.variants() if variant else m.value or m.is_overridden())]
-
-
 def _load_named(backend: BackendReference) -> Any:
-    """What a reference or an entry point names; a class, if it is a backend."""
-    if ":" in backend.reference:
-        return as_prefill_backend(_load_class(backend.reference))
-    return as_prefill_backend(_load_plugin(_plugins()[backend.name]))
+    """What a path or an entry point names; a class, if it is a backend."""
+    plugin = None if ":" in backend.reference else plugins()[backend.name]
+    said = f"entry point {plugin.name} = {plugin.value}" if plugin else f"'{backend.reference}'"
+    load = plugin.load if plugin else lambda: _load_class(backend.reference)
+    try:
+        return call_foreign(lambda: as_prefill_backend(load()), passing=(BackendReferenceError,))
+    except ForeignError as error:
+        raise BackendReferenceError(f"{said} does not import: {error}") from error
 
 
 def _in_role(named: Any, role: Role) -> Any:
     return named if role_of(named) is role else sibling(named, role)
 
 
-def _load_plugin(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except AttributeError as error:
-        raise BackendReferenceError(f"entry point {point.name} = {point.value}: {error}") from error
-
-
 def _load_class(reference: str) -> Any:
     location, _, class_name = reference.rpartition(":")
-    try:
-        module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
-    except (Exception, SystemExit) as error:
-        raise BackendReferenceError(f"'{reference}' does not import: {type(error).__name__}: {error}") from error
+    module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
     if not hasattr(module, class_name):
         raise BackendReferenceError(f"'{reference}': no class {class_name} in {location}")
     return getattr(module, class_name)
@@ -194,6 +116,11 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
     return None if loaded is None else resolve_class(loaded, device_capability)
 
 
+def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> Any:
+    """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
+    return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
+
+
 def unavailable_reasons(
     backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
@@ -205,45 +132,56 @@ def unavailable_reasons(
         role: in which role; None asks whether it can run in any, and gives the reasons of all if it cannot.
 
     Raises:
-        BackendReferenceError: see :func:`load_role`.
+        BackendReferenceError: a path that leads to nothing that could be a backend; see :func:`load_role`.
     """
+    # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
+    passing = (BackendReferenceError,) if ":" in backend.reference else ()
     try:
-        roles = roles_of(backend) if role is None else (role,)
-    except (ImportError, OSError) as error:  # the latter from a shared library that does not load
+        roles = call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
+    except ForeignError as error:
         return [_import_reason(error)]
-    found = [_role_reasons(backend, device_capability, each) for each in roles]
+    found = [_role_reasons(backend, device_capability, each, passing) for each in roles]
     return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def _role_reasons(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> list[str]:
+def _role_reasons(
+    backend: BackendReference,
+    device_capability: DeviceCapability | None,
+    role: Role,
+    passing: tuple[type[BackendReferenceError], ...],
+) -> list[str]:
     try:
-        loaded = resolve_backend(backend, device_capability, role)
-    except (ImportError, OSError) as error:
+        loaded = call_foreign(lambda: resolve_backend(backend, device_capability, role), passing)
+    except ForeignError as error:
         return [_import_reason(error)]
     if loaded is None:
         return [f"no {role} class"]
     try:
-        return _requirements(loaded, device_capability)
-    except Exception as error:
-        return [f"asked whether it can run here, it raised {type(error).__name__}: {error}"]
+        return call_foreign(lambda: _requirements(loaded, device_capability))
+    except ForeignError as error:
+        said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
+        return [f"asked whether it can run here, {said}"]
 
 
 def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:
     reasons = []
-    if not loaded.supports_compute_capability(device_capability):
+    if not yes_or_no(loaded.supports_compute_capability(device_capability), "supports_compute_capability"):
         needed = getattr(loaded, "needed_capability", "")
         got = "this device has none" if device_capability is None else f"this device has {device_capability}"
         reasons.append(
             f"needs compute capability {needed}: {got}" if needed else f"compute capability not supported: {got}"
         )
-    if not getattr(loaded, "is_available", lambda: True)():
-        missing: list[str] = getattr(loaded, "missing_dependencies", list)()
-        reasons += missing or ["required dependencies not available"]
-    broken: list[str] = [] if reasons else getattr(loaded, "broken_dependencies", list)()
-    return reasons or broken
+    if not yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
+        reasons += _dependencies(loaded, "missing_dependencies") or ["required dependencies not available"]
+    return reasons or _dependencies(loaded, "broken_dependencies")
 
 
-def _import_reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mla_conformance.backends."):
+def _dependencies(loaded: Any, method: str) -> list[str]:
+    return reasons_of(getattr(loaded, method, list)(), method)
+
+
+def _import_reason(error: ForeignError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ModuleNotFoundError) and (cause.name or "").startswith("mla_conformance.backends."):
         return "this version has no adapter for it"
-    return f"{type(error).__name__}: {error}"
+    return str(cause) if isinstance(cause, BackendReferenceError) else str(error)

@@ -1,16 +1,18 @@
-"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``)."""
+"""The enumerations of MLA backends, one for each role, lazily loaded by class path (vLLM's ``registry``).
+
+Nothing here imports torch: a process that only names backends need not wait for it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumMeta
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-from mla_conformance.backends.decode import MLADecodeBackend
-from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 
-_OVERRIDES: dict["BackendEnum", str] = {}
+if TYPE_CHECKING:
+    from mla_conformance.backends.decode import MLADecodeBackend
+    from mla_conformance.backends.interface import MLAPrefillBackend
 
 
 class _ListsValidNames(EnumMeta):
@@ -25,7 +27,19 @@ class _ListsValidNames(EnumMeta):
 
 
 class BackendEnum(Enum, metaclass=_ListsValidNames):
-    """What the enumerations of all roles share; the value of a member is the path of its class."""
+    """What the enumerations of all roles share; the value of a member is the path of its class.
+
+    Behind the path stand the names of the class's variants, if it has any: they are known without importing it.
+    """
+
+    _variants: tuple[str, ...]
+    _override: str | None
+
+    def __new__(cls, path: str | None, *variants: str) -> Self:
+        """A member for the class at ``path``; None for one that must be registered first."""
+        member = object.__new__(cls)
+        member._value_, member._variants, member._override = path, variants, None
+        return member
 
     @staticmethod
     def role() -> Role:
@@ -38,7 +52,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         Raises:
             ValueError: CUSTOM without a registered class.
         """
-        path = _OVERRIDES.get(self, self.value)
+        path = self._override or self.value
         if not path:
             role, enum = self.role(), type(self).__name__
             raise ValueError(
@@ -58,26 +72,30 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 
     def variants(self) -> tuple[str, ...]:
         """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
-        return () if self.is_overridden() else VARIANTS[self.role()].get(self.name, ())
+        return () if self.is_overridden() else self._variants
 
     def is_overridden(self) -> bool:
         """Whether another class was registered for this backend."""
-        return self in _OVERRIDES
+        return self._override is not None
+
+    def override(self, class_path: str) -> None:
+        """Let another class stand for this backend."""
+        self._override = class_path
 
     def clear_override(self) -> None:
         """Return to the class that the enumeration names."""
-        _OVERRIDES.pop(self, None)
+        self._override = None
 
 
 class MLAPrefillBackendEnum(BackendEnum):
     """Every MLA prefill backend."""
 
-    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend"
+    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend", "earlier", "present"
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
-    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend"
-    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend"
-    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend"
+    FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
+    FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
+    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer"
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     CUSTOM = None
@@ -88,7 +106,7 @@ class MLAPrefillBackendEnum(BackendEnum):
         """See :meth:`BackendEnum.role`."""
         return Role.PREFILL
 
-    def get_class(self) -> type[MLAPrefillBackend]:
+    def get_class(self) -> "type[MLAPrefillBackend]":
         """See :meth:`BackendEnum.get_class`."""
         loaded: type[MLAPrefillBackend] = super().get_class()
         return loaded
@@ -99,7 +117,7 @@ class MLADecodeBackendEnum(BackendEnum):
 
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend"
-    FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend"
+    FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
@@ -109,7 +127,7 @@ class MLADecodeBackendEnum(BackendEnum):
         """See :meth:`BackendEnum.role`."""
         return Role.DECODE
 
-    def get_class(self) -> type[MLADecodeBackend]:
+    def get_class(self) -> "type[MLADecodeBackend]":
         """See :meth:`BackendEnum.get_class`."""
         loaded: type[MLADecodeBackend] = super().get_class()
         return loaded
@@ -117,17 +135,6 @@ class MLADecodeBackendEnum(BackendEnum):
 
 ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum)
 """The enumerations of all roles."""
-
-VARIANTS: Mapping[Role, Mapping[str, tuple[str, ...]]] = {
-    Role.PREFILL: {
-        "EAGER": ("earlier", "present"),
-        "FLASH_ATTN": ("fa2", "torch", "fa3", "fa4"),
-        "FLASHINFER": ("fa2", "fa3", "cutlass"),
-        "CUDNN": ("graph", "flashinfer"),
-    },
-    Role.DECODE: {"FLASHINFER_MLA": ("fa2", "fa3")},
-}
-"""Kernels of the backends that have several; here, so that they are known without importing an adapter."""
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
@@ -159,11 +166,6 @@ class ClassesByPath(Mapping[str, type]):
         return len(self._paths)
 
 
-def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> Any:
-    """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
-    return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
-
-
 def register_mla_prefill_backend(
     backend: MLAPrefillBackendEnum, class_path: str | None = None
 ) -> Callable[[type], type]:
@@ -183,10 +185,10 @@ def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str |
 
 def _register(backend: BackendEnum, class_path: str | None) -> Callable[[type], type]:
     def decorator(cls: type) -> type:
-        _OVERRIDES[backend] = f"{cls.__module__}.{cls.__qualname__}"
+        backend.override(f"{cls.__module__}.{cls.__qualname__}")
         return cls
 
     if class_path is None:
         return decorator
-    _OVERRIDES[backend] = class_path
+    backend.override(class_path)
     return lambda cls: cls

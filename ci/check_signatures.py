@@ -4,15 +4,13 @@
 package that cannot be fetched here, for want of a wheel or an index, is named with the reason and decides nothing.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from signatures import recorded
+from signatures import RECORDED, signatures
 
-RECORDED = Path(__file__).parents[1] / "backends" / "tests" / "signatures.json"
 _FETCH = (
     "-m",
     "pip",
@@ -32,7 +30,7 @@ def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, b
         problem = _fetch(label.replace(" ", "=="), folder)
         if problem:
             return f"not compared: {problem}", False
-        found = recorded(Path(folder))
+        found = signatures(Path(folder), expected)
     different = sorted(name for name in expected if found.get(name) != expected[name])
     if different:
         return f"DIFFERENT: {', '.join(different)}", True
@@ -51,7 +49,7 @@ def _fetch(requirement: str, folder: str) -> str:
 
 
 if __name__ == "__main__":
-    outcomes = {label: compare(label, expected) for label, expected in json.loads(RECORDED.read_text()).items()}
+    outcomes = {label: compare(label, expected) for label, expected in RECORDED.items()}
     for label, (line, _) in outcomes.items():
         sys.stdout.write(f"{label}: {line}\n")
     sys.exit(any(differs for _, differs in outcomes.values()))

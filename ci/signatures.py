@@ -1,43 +1,32 @@
 """Record the signatures that the adapters call, from unpacked packages and without importing them.
 
-``python ci/signatures.py LABEL=FOLDER ...`` prints what stands in ``backends/tests/signatures.json``; a folder is the
-target of ``pip install --no-deps --target FOLDER PACKAGE==VERSION`` (or an unpacked source distribution).
+``python ci/signatures.py LABEL=FOLDER ... FILE:FUNCTION ...`` prints these packages' part of
+``backends/tests/signatures.json``; a folder is the target of ``pip install --no-deps --target FOLDER PACKAGE==VERSION``
+(or an unpacked source distribution). Functions that are recorded already need not be named.
 """
 
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-_MLA_WRAPPER = tuple(f"BatchMLAPagedAttentionWrapper.{name}" for name in ("__init__", "plan", "run"))
-FUNCTIONS = {
-    "flash_attn/flash_attn_interface.py": ("flash_attn_varlen_func",),
-    "fa3_fwd_interface.py": ("flash_attn_varlen_func",),
-    "flash_attn/cute/interface.py": ("flash_attn_varlen_func",),
-    "flashinfer/prefill.py": (
-        "trtllm_ragged_attention_deepseek",
-        "BatchPrefillWithRaggedKVCacheWrapper.__init__",
-        "BatchPrefillWithRaggedKVCacheWrapper.plan",
-        "BatchPrefillWithRaggedKVCacheWrapper.run",
-    ),
-    "flashinfer/cudnn/prefill.py": ("cudnn_batch_prefill_with_kv_cache",),
-    "flashinfer/mla/_core.py": _MLA_WRAPPER,
-    "flashinfer/mla/_batch_mla/_wrapper.py": _MLA_WRAPPER,
-    "flashinfer/mla/_batch_mla/_contracts.py": ("MLAPlanMetadata.csr",),
-    "flash_mla/flash_mla_interface.py": ("get_mla_metadata", "flash_mla_with_kvcache"),
-    "tokenspeed_mla/mla_prefill.py": ("tokenspeed_mla_prefill",),
-}
+RECORDED: dict[str, dict[str, list[list[Any]]]] = json.loads(
+    (Path(__file__).parents[1] / "backends" / "tests" / "signatures.json").read_text(encoding="utf-8")
+)
+"""Package and version to ``FILE:FUNCTION`` to its parameters as [name, kind, has a default]."""
 
 
-def recorded(folder: Path) -> dict[str, list[list[object]]]:
-    """``FILE:FUNCTION`` to its parameters as [name, kind, has a default]."""
+def signatures(folder: Path, functions: Iterable[str]) -> dict[str, list[list[object]]]:
+    """Those of ``functions`` (``FILE:FUNCTION``) that an unpacked package has, with their parameters."""
     found = {}
-    for file, names in FUNCTIONS.items():
+    for function in functions:
+        file, _, name = function.partition(":")
+        # A class may have moved to another file from one version to the next.
         if (folder / file).is_file():
             defined = dict(_functions(ast.parse((folder / file).read_text(encoding="utf-8"))))
-            # A class may have moved to another file from one version to the next.
-            found |= {f"{file}:{name}": _parameters(defined[name]) for name in names if name in defined}
+            found |= {function: _parameters(defined[name])} if name in defined else {}
     return found
 
 
@@ -65,7 +54,14 @@ def _parameters(arguments: ast.arguments) -> list[list[object]]:
     return listed
 
 
+def main(arguments: list[str]) -> None:
+    """Print the signatures of the packages, a function a line."""
+    packages = [argument.split("=", 1) for argument in arguments if "=" in argument]
+    named = [argument for argument in arguments if "=" not in argument]
+    functions = list(dict.fromkeys([*(name for entry in RECORDED.values() for name in entry), *named]))
+    found = {label: signatures(Path(folder), functions) for label, folder in packages}
+    sys.stdout.write(json.dumps(found).replace('{"', '{\n "').replace(']], "', ']],\n "') + "\n")
+
+
 if __name__ == "__main__":
-    folders = (argument.split("=", 1) for argument in sys.argv[1:])
-    signatures = {label: recorded(Path(folder)) for label, folder in folders}
-    sys.stdout.write(json.dumps(signatures).replace('{"', '{\n "').replace(']], "', ']],\n "') + "\n")
+    main(sys.argv[1:])

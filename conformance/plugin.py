@@ -16,7 +16,6 @@ from mla_conformance.judging.verdict import Status
 
 if TYPE_CHECKING:
     from mla_conformance.engine.request import Request
-    from mla_conformance.trials.context import Context
 
 PROPERTY = "mla_conformance"
 TIER = "mla_tier"
@@ -147,7 +146,7 @@ def mla_judge(request: pytest.FixtureRequest) -> Callable[[], Record]:
     return judged
 
 
-class _heeding_ctrl_c:  # noqa: N801 - used as a statement
+class _heeding_ctrl_c:
     """A kernel that raises KeyboardInterrupt fails its case; a person who presses Ctrl-C ends the run."""
 
     def __enter__(self) -> None:

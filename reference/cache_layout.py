@@ -8,8 +8,6 @@ rope values of the 16-bit model dtype. Source of the last: vLLM's ``concat_and_c
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.kv_cache import gather_rows, write_rows
 from mla_conformance.reference.quantization import E4M3_MAX, dequantize_e4m3, quantize_e4m3, require_float8
 
 CACHE_LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
@@ -88,26 +86,6 @@ def decode_rows(
         return _decode_ds_mla(rows, rope_dtype)
     values = rows.to(torch.float64) if layout == "auto" else dequantize_e4m3(rows, k_scale)
     return values[:, :kv_lora_rank], values[:, kv_lora_rank:]
-
-
-def write_tokens(cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, layout: str, k_scale: float) -> None:
-    """Encode T tokens and write them into their slots, in place; see :func:`encode` and ``kv_cache.write_rows``."""
-    write_rows(cache, encode(kv_c, k_pe, layout, k_scale), slot_mapping)
-
-
-def gather_tokens(
-    cache: Tensor,
-    block_table: Tensor,
-    chunk: ContextChunk,
-    layout: str,
-    k_scale: float,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    rope_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """Collect and decode a slice of every request's tokens; see ``kv_cache.gather_rows`` and :func:`decode_rows`."""
-    rows = gather_rows(cache, block_table, chunk)
-    return decode_rows(rows, layout, k_scale, kv_lora_rank, qk_rope_head_dim, rope_dtype)
 
 
 def copy_blocks(caches: list[Tensor], src_to_dst: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import Dialect, minimal_vllm_config
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
@@ -61,7 +62,8 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
         """What the driven class says."""
-        return bool(cls.wrapped.supports_compute_capability(device_capability))
+        answer = cls.wrapped.supports_compute_capability(device_capability)
+        return yes_or_no(answer, "supports_compute_capability")
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -71,17 +73,17 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     @classmethod
     def is_available(cls) -> bool:
         """What the driven class says."""
-        return bool(cls.wrapped.is_available())
+        return yes_or_no(cls.wrapped.is_available(), "is_available")
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
         """What the driven class says, if it does."""
-        return list(getattr(cls.wrapped, "missing_dependencies", list)())
+        return reasons_of(getattr(cls.wrapped, "missing_dependencies", list)(), "missing_dependencies")
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
         """What the driven class says, if it does."""
-        return list(getattr(cls.wrapped, "broken_dependencies", list)())
+        return reasons_of(getattr(cls.wrapped, "broken_dependencies", list)(), "broken_dependencies")
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -97,7 +99,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     ) -> list[str]:
         """What the driven class says, in its own terms."""
         translated = selector_config._replace(mla_dimensions=cls.dialect.dimensions(selector_config.mla_dimensions))
-        return list(cls.wrapped.validate_configuration(device_capability, translated))
+        return reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

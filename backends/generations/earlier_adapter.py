@@ -8,6 +8,7 @@ import torch
 
 from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.generations.earlier import MLAPrefillBuilderState, MLAPrefillSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
@@ -53,7 +54,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
     ) -> list[str]:
         """What the driven class says, asked in its generation's terms."""
         config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
-        return list(cls.wrapped.validate_configuration(device_capability, config))
+        return reasons_of(cls.wrapped.validate_configuration(device_capability, config))
 
     def _start(self) -> Any:
         """Nothing yet: this generation's kernels are made for a device, which the first batch tells."""

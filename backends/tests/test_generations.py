@@ -21,9 +21,10 @@ from mla_conformance.backends.generations import earlier
 from mla_conformance.backends.generations.present_metadata import planned_runs, runs_of
 from mla_conformance.backends.generations.recognition import as_prefill_backend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.loading import BackendReferenceError, load_backend, parse_reference
+from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS
 

@@ -1,22 +1,16 @@
 """Loading: what a user may write for a backend, and the sentence for everything that is not one."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from mla_conformance.backends import loading
+from mla_conformance.backends import references
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.loading import (
-    BackendReference,
-    BackendReferenceError,
-    known_backends,
-    load_backend,
-    load_role,
-    parse_reference,
-    roles_of,
-    unavailable_reasons,
-)
+from mla_conformance.backends.loading import load_backend, load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
+from mla_conformance.backends.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
 from mla_conformance.backends.roles import Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
@@ -157,36 +151,92 @@ def test_a_module_without_a_backend_says_why(reference: str) -> None:
 
 
 def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
+    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
     assert BackendReference("THEIRS", "THEIRS") in known_backends()
     assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
 
 
 @pytest.mark.parametrize(
-    ("loaded", "said"), [(AttributeError("no Backend"), "entry point THEIRS.*no Backend"), (object, "object lacks")]
+    ("loaded", "said"),
+    [
+        (
+            AttributeError("no Backend"),
+            "entry point THEIRS = theirs:Backend does not import: AttributeError: no Backend",
+        ),
+        (ImportError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: ImportError: libcuda.so.1"),
+        (OSError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so.1"),
+        (3, "'THEIRS': expected a class, got int"),
+        (object, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "),
+    ],
 )
-def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch, loaded: object, said: str) -> None:
-    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(loaded)])
-    with pytest.raises(BackendReferenceError, match=said):
-        unavailable_reasons(parse_reference("THEIRS"), None)
+def test_a_broken_entry_point_is_unavailable_and_refuses_no_run(
+    monkeypatch: pytest.MonkeyPatch, loaded: object, said: str
+) -> None:
+    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(loaded)])
+    (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
+    assert reason.startswith(said)
 
 
-def test_what_cannot_be_imported_or_run_here_is_unavailable_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_a_backend_does_not_serve_is_a_reason() -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
     (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
-    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(ImportError("libcuda.so.1"))])
-    assert unavailable_reasons(parse_reference("THEIRS"), None) == ["ImportError: libcuda.so.1"]
-    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint(OSError("libcuda.so.1"))])
-    assert unavailable_reasons(parse_reference("THEIRS"), None) == ["OSError: libcuda.so.1"]
 
 
-def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(tmp_path: Path) -> None:
-    path = written(
-        tmp_path, IMPORT + "class Mine(EagerPrefillBackend):\n    is_available = classmethod(lambda cls: 1 / 0)\n"
-    )
-    (reason,) = unavailable_reasons(parse_reference(f"{path}:Mine"), None)
-    assert reason == "asked whether it can run here, it raised ZeroDivisionError: division by zero"
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("raise ExceptionGroup('several', [OSError(1), OSError(2)])", "ExceptionGroup: several (2 sub-exceptions)"),
+        ("raise BaseExceptionGroup('all', [SystemExit(1)])", "BaseExceptionGroup: all (1 sub-exception)"),
+        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("raise OSError('two\\nlines')", "OSError: two lines"),
+    ],
+)
+def test_whatever_a_module_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, raised: str
+) -> None:
+    path = written(tmp_path, body)
+    with pytest.raises(BackendReferenceError) as caught:
+        unavailable_reasons(parse_reference(f"{path}:Mine"), None)
+    assert str(caught.value).startswith(f"'{path}:Mine' does not import: {raised}")
+    monkeypatch.syspath_prepend(tmp_path)
+    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, "mine.Mine")
+    try:
+        (reason,) = unavailable_reasons(BackendReference("CUSTOM", "CUSTOM"), None)
+    finally:
+        MLAPrefillBackendEnum.CUSTOM.clear_override()
+    assert reason.startswith(raised) and "\n" not in reason
+
+
+def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(tmp_path: Path) -> None:
+    path = written(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        unavailable_reasons(parse_reference(f"{path}:Mine"), None)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "said"),
+    [
+        ("is_available", "1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("is_available", "sys.exit(1)", "it raised SystemExit: 1"),
+        ("is_available", "None", "is_available returned None, expected True or False"),
+        ("supports_compute_capability", "1 / 0", "it raised ZeroDivisionError: division by zero"),
+        ("supports_compute_capability", "'9.0'", "supports_compute_capability returned '9.0', expected True or False"),
+        ("broken_dependencies", "'gone'", "broken_dependencies returned 'gone', expected a list of reasons (strings)"),
+        ("broken_dependencies", "[1]", "broken_dependencies returned a list of int, expected a list of reasons"),
+    ],
+)
+def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(
+    tmp_path: Path, method: str, answer: str, said: str
+) -> None:
+    source = f"import sys\n{IMPORT}class Mine(EagerPrefillBackend):\n    {method} = lambda *_: {answer}\n"
+    (reason,) = unavailable_reasons(parse_reference(f"{written(tmp_path, source)}:Mine"), None)
+    assert reason.startswith(f"asked whether it can run here, {said}")
 
 
 def test_missing_dependencies_are_reasons(tmp_path: Path) -> None:

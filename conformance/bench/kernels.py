@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_conformance.backends.loading import known_backends, known_variants
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import one_line
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import operations_of
 from mla_conformance.problems.problem import build_problem

@@ -14,13 +14,13 @@ from statistics import harmonic_mean
 
 import torch
 
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Question, question_of
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 
 
 @dataclass(frozen=True)

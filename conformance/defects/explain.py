@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.known import Judged, judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import torch
 
 from mla_conformance.backends.declaration import Precision
-from mla_conformance.backends.loading import BackendReference, known_backends
+from mla_conformance.backends.references import BackendReference, known_backends
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Call, Case

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.problems.calls import AttentionCall
@@ -65,16 +66,6 @@ class Observation:
     def error(self) -> Returned | None:
         """The call that raised."""
         return next((returned for returned in self.returned if returned.error), None)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and text on one line that every encoding can carry."""
-    try:
-        said = str(error)
-    except Exception:
-        said = "(its text cannot be made)"
-    text = " ".join(f"{type(error).__name__}: {said}".split())
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True) -> Observation:

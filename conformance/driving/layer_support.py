@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
+from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.cases.case import Case, Order
@@ -36,7 +37,7 @@ def layer_declaration(layer: Any) -> Declaration:
 
 def layer_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
     """What of ``case`` a layer or one of its kernels declares unsupported."""
-    reasons = list(
+    reasons = reasons_of(
         layer.validate_configuration(
             head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
             dtype=dtype,
@@ -64,9 +65,9 @@ def _kernel_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: Devi
     prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
     reasons: list[str] = []
     if prefill is not None and case.decodes < len(case.q):
-        asked = prefill.validate_configuration(capability, prefill_config(case, dtype))
+        asked = reasons_of(prefill.validate_configuration(capability, prefill_config(case, dtype)))
         reasons += (f"prefill: {reason}" for reason in asked)
     if decode is not None and case.decodes:
-        asked = decode.validate_configuration(capability, decode_config(case, dtype))
+        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype)))
         reasons += (f"decode: {reason}" for reason in asked)
     return reasons

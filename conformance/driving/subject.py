@@ -10,17 +10,13 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding, declaration_of
 from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
-from mla_conformance.backends.loading import (
-    BackendReference,
-    parse_reference,
-    resolve_backend,
-    roles_of,
-    unavailable_reasons,
-)
+from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
@@ -161,13 +157,13 @@ class Subject:
         if case.role is Role.LAYER:
             reasons = layer_reasons(self.layer_class, case, dtype, self.capability)
         elif case.role is Role.DECODE:
-            reasons = list(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
+            reasons = reasons_of(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
         else:
             reasons = self._unsupported_prefill(case, dtype)
         return reasons or device_reasons(case, self.device, self.class_of(case.role))
 
     def _unsupported_prefill(self, case: Case, dtype: torch.dtype) -> list[str]:
-        reasons = list(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
+        reasons = reasons_of(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
         if case.merge == "own" and not hasattr(self.prefill_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "fp8" and not reasons:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.platform import describe_device, get_device_capability
-from mla_conformance.driving.driver import one_line
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.backend_facts import BackendFacts
 

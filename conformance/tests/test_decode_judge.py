@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import CACHES, TAILS, Call, Case, Layout
 from mla_conformance.defects.honest_decode import HONEST_DECODES

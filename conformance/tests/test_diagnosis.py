@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main

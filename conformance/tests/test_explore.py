@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.loading import BackendReference, parse_reference
+from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.strategies import CONFIGURATIONS, cases, profile
 from mla_conformance.cli import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.backends.loading import known_backends
+from mla_conformance.backends.references import known_backends
 
 ROOT = Path(__file__).parents[2]
 FLOORS = {

@@ -1,6 +1,7 @@
 """The judge: every way of being wrong is caught by its check and said in a sentence; honest kernels pass."""
 
 import math
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -335,6 +336,26 @@ def test_what_is_declared_unsupported_does_not_fail(case_id: str, said: str) -> 
 def test_a_backend_that_cannot_say_what_it_supports_fails() -> None:
     trial = trial_of(CannotBeMade, FP8)
     with pytest.raises(Nonconformance, match=r"asked what it supports, it raised OSError: libfast.so"):
+        trial.require_support()
+    assert (trial.verdict.status, trial.verdict.check) == (Status.FAIL, Check.CALL)
+
+
+@pytest.mark.parametrize(
+    ("answer", "described"),
+    [
+        ("no fp16", "'no fp16'"),
+        (None, "None"),
+        (["no fp16", 3], "a list of str, int"),
+        ((reason for reason in ["no fp16"]), "a value of type generator"),
+    ],
+)
+def test_an_answer_that_is_no_list_of_reasons_fails(
+    monkeypatch: pytest.MonkeyPatch, answer: object, described: str
+) -> None:
+    monkeypatch.setattr(EagerPrefillBackend, "validate_configuration", lambda *_: answer)
+    trial = Trial(Subject.of("EAGER", CPU), Case.parse("new_tokens:dims=small;heads=2;q=[9]"))
+    said = f"asked what it supports, validate_configuration returned {described}, expected a list of reasons (strings)"
+    with pytest.raises(Nonconformance, match=re.escape(said)):
         trial.require_support()
     assert (trial.verdict.status, trial.verdict.check) == (Status.FAIL, Check.CALL)
 

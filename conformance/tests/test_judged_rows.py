@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.loading import BackendReference
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging import judged_rows

@@ -5,9 +5,9 @@ import traceback
 from collections.abc import Callable
 from math import inf
 
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import one_line
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.record import Record

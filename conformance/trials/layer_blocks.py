@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from mla_conformance.driving.driver import one_line
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.layer_problem import LayerCall
 from mla_conformance.problems.memory import storage_bytes

@@ -1,6 +1,7 @@
 """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
 
-from mla_conformance.driving.driver import Observation, one_line, run_calls
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict

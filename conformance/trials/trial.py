@@ -8,9 +8,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import AnswerError, one_line
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.driver import Observation, one_line, run_calls
+from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
@@ -97,7 +98,13 @@ class Trial:
 
     def unsupported(self) -> list[str]:
         """What of the case the backend declares unsupported; a query that raises is a failure."""
-        return self.asked("asked what it supports, it", lambda: self.subject.unsupported(self.case))
+        return self.asked("asked what it supports, it", self._supported)
+
+    def _supported(self) -> list[str]:
+        try:
+            return self.subject.unsupported(self.case)
+        except AnswerError as error:
+            self.fail(Check.CALL, f"asked what it supports, {error}")
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.

@@ -10,11 +10,10 @@ from mla_conformance.reference.cache_layout import (
     decode_rows,
     encode,
     entry_width,
-    gather_tokens,
     swap_blocks,
-    write_tokens,
 )
 from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.reference.kv_cache import gather_rows, write_rows
 
 BF16 = torch.bfloat16
 
@@ -90,8 +89,9 @@ def test_tokens_come_back_from_pages_at_any_start(layout: str) -> None:
     pool = torch.full((9, 5, entry_width(layout, 512, 64)), 7.0).to(cache_dtype(layout, BF16))
     cache = pool[:, :4]  # the stride between blocks exceeds a packed block
     slots = torch.tensor([20, 21, 22, 23, 8, -1, 10])
-    write_tokens(cache, kv_c, k_pe, slots, layout, 0.3)
-    got = gather_tokens(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)), layout, 0.3, 512, 64)
+    write_rows(cache, encode(kv_c, k_pe, layout, 0.3), slots)
+    rows = gather_rows(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)))
+    got = decode_rows(rows, layout, 0.3, 512, 64)
     want = decode_rows(encode(kv_c, k_pe, layout, 0.3)[[2, 3, 4]], layout, 0.3, 512, 64)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     untouched = pool.view(torch.uint8)[[0, 1, 3, 4, 6, 7, 8]]

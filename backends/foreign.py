@@ -1,0 +1,105 @@
+"""Code of others: whatever it raises becomes one line, and what it answers is checked before it is believed."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, TypeVar
+
+_Answer = TypeVar("_Answer")
+
+
+class ForeignError(Exception):
+    """What code of others raised, as one line; the exception itself is the cause."""
+
+
+class AnswerError(TypeError):
+    """An answer of another type than the one that was asked for."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """An interrupt that a user sent, which must not be taken for one that the code raised itself."""
+
+
+def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ...] = ()) -> _Answer:
+    """The result of a call into code of others.
+
+    Args:
+        call: what is called.
+        passing: exceptions that are raised as they are.
+
+    Raises:
+        ForeignError: whatever it raised, ``SystemExit`` and its own ``KeyboardInterrupt`` included.
+        KeyboardInterrupt: a user sent one meanwhile.
+    """
+    try:
+        with _interrupts_marked():
+            return call()
+    except BaseException as error:
+        if isinstance(error, (_Interrupted, *passing)):
+            raise
+        raise ForeignError(one_line(error)) from error
+
+
+@contextmanager
+def _interrupts_marked() -> Iterator[None]:
+    previous = signal.getsignal(signal.SIGINT)
+    # Only the main thread receives signals and may say what becomes of them.
+    if not callable(previous) or current_thread() is not main_thread():
+        yield
+        return
+
+    def mark(number: int, frame: FrameType | None) -> None:
+        try:
+            previous(number, frame)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
+    signal.signal(signal.SIGINT, mark)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is mark:
+            signal.signal(signal.SIGINT, previous)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text on one line that every encoding can carry."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "(its text cannot be made)"
+    text = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def reasons_of(answer: Any, method: str = "validate_configuration") -> list[str]:
+    """The reasons that ``method`` gave.
+
+    Raises:
+        AnswerError: they are no list of strings; a bare string would fall apart into letters.
+    """
+    if isinstance(answer, list | tuple) and all(isinstance(reason, str) for reason in answer):
+        return list(answer)
+    raise AnswerError(f"{method} returned {_described(answer)}, expected a list of reasons (strings)")
+
+
+def yes_or_no(answer: Any, method: str) -> bool:
+    """The answer that ``method`` gave.
+
+    Raises:
+        AnswerError: it is neither True nor False.
+    """
+    if isinstance(answer, bool):
+        return answer
+    raise AnswerError(f"{method} returned {_described(answer)}, expected True or False")
+
+
+def _described(answer: Any) -> str:
+    if isinstance(answer, str | int | float | None):
+        return repr(answer)
+    if isinstance(answer, list | tuple):
+        kinds = dict.fromkeys(type(item).__name__ for item in answer)
+        return f"a {type(answer).__name__} of {', '.join(kinds)}"
+    return f"a value of type {type(answer).__name__}"

@@ -1,0 +1,83 @@
+"""What a user writes for a backend, checked without importing it: NAME, ``package.module:Class``, ``file.py:Class``.
+
+NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
+``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from mla_conformance.backends.registry import ENUMS, BackendEnum
+
+ENTRY_POINT_GROUP = "mla_conformance.backends"
+
+
+class BackendReferenceError(ValueError):
+    """A backend reference that names nothing that can be judged."""
+
+
+@dataclass(frozen=True)
+class BackendReference:
+    """A backend as the user names it.
+
+    Attributes:
+        name: by which it is selected and reported; the class name for a reference to a class.
+        reference: what replays it, and what another process loads it by.
+    """
+
+    name: str
+    reference: str
+
+    @property
+    def variant(self) -> str:
+        """Which of the kernels that share a name; empty if none was named."""
+        return self.name.partition("[")[2].rstrip("]")
+
+    def members(self) -> list[BackendEnum]:
+        """The members of the enumerations that it stands for; none for a class and for an entry point."""
+        name = self.name.partition("[")[0]
+        if ":" in self.reference or name in plugins():
+            return []
+        found = [enum[name] for enum in ENUMS if name in enum.__members__]
+        return [m for m in found if (self.variant in m.variants() if self.variant else m.value or m.is_overridden())]
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """The backends of installed packages, by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def known_backends() -> list[BackendReference]:
+    """Every registered backend: the enumerations' members, then the entry points."""
+    members = [m.name for enum in ENUMS for m in enum if m.name != "CUSTOM" or m.is_overridden()]
+    return [BackendReference(name, name) for name in dict.fromkeys([*members, *plugins()])]
+
+
+def known_variants() -> list[BackendReference]:
+    """Every kernel of the backends that have several, as ``NAME[variant]``."""
+    names = [f"{member.name}[{variant}]" for enum in ENUMS for member in enum for variant in member.variants()]
+    return [BackendReference(name, name) for name in names]
+
+
+def parse_reference(reference: str) -> BackendReference:
+    """The backend that ``reference`` names, without importing it.
+
+    Raises:
+        BackendReferenceError: an unknown name, or a path that does not exist.
+    """
+    if ":" not in reference:
+        names = [backend.name for backend in (*known_backends(), *known_variants())]
+        if reference not in names:
+            raise BackendReferenceError(
+                f"unknown backend '{reference}'; expected one of {', '.join(names)}, "
+                "or package.module:Class, or path/to/file.py:Class"
+            )
+        return BackendReference(reference, reference)
+    location, _, class_name = reference.rpartition(":")
+    if location.endswith(".py"):
+        path = Path(location).resolve()
+        if not path.is_file():
+            raise BackendReferenceError(f"'{reference}': no file {path}")
+        return BackendReference(class_name, f"{path}:{class_name}")
+    return BackendReference(class_name, reference)
