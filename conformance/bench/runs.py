@@ -97,11 +97,13 @@ def _run(selection: Request, workers: int) -> Measured:
         moments.append(time.perf_counter())
 
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-bench-") as folder:
-        with Run(selection, RunFolder.claim(Path(folder)), Limits(workers)) as run:
-            run.prepare()
-            run.begin()
-            run.judge(note)
+    with (
+        tempfile.TemporaryDirectory(prefix="mla-conformance-bench-") as folder,
+        Run(selection, RunFolder.claim(Path(folder)), Limits(workers)) as run,
+    ):
+        run.prepare()
+        run.begin()
+        run.judge(note)
     judging = moments[-1] - moments[0] if moments else 0.0
     return Measured(verdicts, time.perf_counter() - started, judging)
 

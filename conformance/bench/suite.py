@@ -42,7 +42,8 @@ def _phases(subject: Subject, cases: Sequence[Case]) -> str:
         seconds.update(judge_one(subject, case, context).phases)
     total = time.perf_counter() - started
     parts = {**seconds, "rest": total - sum(seconds.values())}
-    return f"{total:.2f} s: " + ", ".join(f"{part} {spent:.2f} s ({spent / total:.0%})" for part, spent in parts.items())
+    shares = (f"{part} {spent:.2f} s ({spent / total:.0%})" for part, spent in parts.items())
+    return f"{total:.2f} s: " + ", ".join(shares)
 
 
 def plugin_cost() -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The capability vocabulary: what can be right or wrong about a backend, with definitions, clauses and cases.
 
-Adding a capability is one entry here; if none of the procedures fits, one more in ``trials/procedures.py``. The order goes
-from the general to the special, so that the first failed capability names a fault best. No torch: cases are listed
-without it.
+Adding a capability is one entry here; if none of the procedures fits, one more in ``trials/procedures.py``. The
+order goes from the general to the special, so that the first failed capability names a fault best. No torch: cases
+are listed without it.
 """
 
 from collections.abc import Callable, Iterable

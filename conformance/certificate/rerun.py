@@ -2,15 +2,18 @@
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mla_conformance.certificate.verify import Certificate
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
-from mla_conformance.report.summary import RunSummary
-from mla_conformance.running.certify import Run, RunError
-from mla_conformance.running.selection import Selection, SelectionError
+from mla_conformance.judging.verdict import Status
 
 
 def rerun(certificate: Certificate, number: int, reference: str | None, device: str | None) -> Iterator[str]:
@@ -19,34 +22,36 @@ def rerun(certificate: Certificate, number: int, reference: str | None, device: 
     Raises:
         InputError: the backend cannot be run here, or is another one.
     """
-    cases = random.SystemRandom().sample(sorted(certificate["cases"]), min(number, len(certificate["cases"])))
+    cases = random.SystemRandom().sample(sorted(certificate.cases), min(number, len(certificate.cases)))
     try:
-        selection = Selection.of([reference or certificate["backend"]], (), "full", device, cases)
-        _require_runnable(certificate, selection)
-        found = {record.case: record for record in _run(selection).records}
-    except (SelectionError, RunError) as error:
+        request = Request.of([reference or certificate.backend], device=device, cases=cases)
+        found = {record.case: record for record in _records(certificate, request)}
+    except (RequestError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     for case in cases:
-        stated, record = certificate["cases"][case], found.get(case)
+        stated, record = certificate.cases[case], found.get(case)
         if record is None or not _agrees(stated, record):
             now = f"{record.status}: {record.message}" if record else "no verdict"
             yield f"case {case}: the certificate says {stated}, run again it gives {now}"
 
 
-def _require_runnable(certificate: Certificate, selection: Selection) -> None:
-    (subject,) = selection.subjects
-    if subject.name != certificate["backend"]:
-        raise InputError(f"the certificate is of {certificate['backend']}, not of {subject.name}")
-    if subject.unavailable:
-        raise InputError(f"cannot run the cases again: {'; '.join(subject.unavailable)}")
+def _agrees(stated: Status, record: Record) -> bool:
+    return record.as_judged.failed if stated is Status.EXPECTED_FAILURE else record.status is stated
 
 
-def _agrees(stated: str, record: Record) -> bool:
-    return record.as_judged.failed if stated == "expected_failure" else record.status == stated
-
-
-def _run(selection: Selection) -> RunSummary:
+def _records(certificate: Certificate, request: Request) -> list[Record]:
     with tempfile.TemporaryDirectory(prefix="mla-conformance-verify-") as folder:
-        run = Run(selection, Path(folder), workers=1)
-        run.execute(lambda record: None)
-        return run.summary()
+        with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
+            run.prepare()
+            _require_runnable(certificate, run.facts)
+            run.begin()
+            run.judge(lambda record: None)
+        return run.summary().records
+
+
+def _require_runnable(certificate: Certificate, facts: Sequence[BackendFacts]) -> None:
+    (backend,) = facts
+    if backend.name != certificate.backend:
+        raise InputError(f"the certificate is of {certificate.backend}, not of {backend.name}")
+    if backend.reasons:
+        raise InputError(f"cannot run the cases again: {'; '.join(backend.reasons)}")

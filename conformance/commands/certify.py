@@ -15,7 +15,7 @@ from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.expectations.apply import load_expectations
+from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
@@ -35,7 +35,7 @@ def certify(options: argparse.Namespace) -> int:
         request = _resumed(options, plan) if plan else _new(options)
     except RequestError as error:
         raise InputError(str(error)) from error
-    expectations = load_expectations(options.expectations)
+    expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
@@ -106,10 +106,17 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
     return request
 
 
+def _expectations(folders: list[Path]) -> Expectations:
+    """The shipped expectations and those of ``folders``, which must be up to date."""
+    for entry, problem in Expectations.load(folders).problems():
+        raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
+    return Expectations.load([shipped(), *folders])
+
+
 def _certifiable(run: Run) -> str:
     """Why a run that is prepared cannot be certified; empty if it can."""
     try:
-        require_certifiable(run.request, run.facts)
+        require_certifiable(run.facts, run.request.judged_ids, run.request.explore)
     except Refused as reason:
         return f"no certificate: {reason}"
     return ""
@@ -125,6 +132,6 @@ def _write_certificate(path: Path, run: Run, status: int) -> int:
     except Refused as reason:
         say(f"mla-conformance: no certificate: {reason}", error=True)
         return 1
-    write_output(path, to_text(certificate))
+    write_output(path, to_text(certificate.to_json()))
     say(f"wrote {path}", error=True)
     return 0

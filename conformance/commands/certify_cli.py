@@ -15,7 +15,11 @@ def add_commands(commands: Any) -> None:
     certify.add_argument("--timeout", type=seconds, metavar="TIME", help="end a process whose case takes longer")
     certify.add_argument("--deadline", type=seconds, metavar="TIME", help="end the run after so long, as 40m")
     certify.add_argument(
-        "--give-up-after", type=count, default=5, metavar="N", help="equal failures of a backend's process; by default 5"
+        "--give-up-after",
+        type=count,
+        default=5,
+        metavar="N",
+        help="equal failures of a backend's process, 5",
     )
     certify.add_argument("-n", "--workers", type=count, metavar="N", help="processes that run cases")
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")

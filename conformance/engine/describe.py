@@ -26,7 +26,7 @@ def device_facts(device: torch.device) -> dict[str, str]:
     return {
         "device": describe_device(device),
         "compute_capability": str(capability) if capability else "",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "platform": sys.platform,
     }

@@ -9,6 +9,7 @@ KEPT_BYTES = 16 * 2**20
 LOG_NAME = "run.log"
 _BLOCK = 2**16
 _JOIN_SECONDS = 5
+_TAIL_LINES = 12
 
 
 class BoundedLog:
@@ -31,6 +32,13 @@ class BoundedLog:
             self._path = path
             self._append(self._early)
             self._early = b""
+
+    @property
+    def tail(self) -> str:
+        """The last lines so far."""
+        with self._lock:
+            text = self._early if self._path is None else self._path.read_bytes()
+        return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
 
     def _copy(self) -> None:
         while block := os.read(self._pipe, _BLOCK):

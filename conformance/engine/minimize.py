@@ -1,4 +1,4 @@
-"""``minimize``: the simplest case that fails as a given one does, each candidate judged by a worker that may die of it."""
+"""``minimize``: the simplest case that fails as a given one does; a worker that judges candidates may die of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is asked of a run: backends, capabilities, tier, device, cases; checked before anything is launched. No torch."""
+"""What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

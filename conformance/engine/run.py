@@ -16,7 +16,8 @@ from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Que
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
-from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.expectations import apply
+from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
@@ -168,9 +169,7 @@ class Run:
         self._confirm(self._unconfirmed(records, failures), on_record)
         self._append("end")
 
-    def _judge(
-        self, records: dict[Question, Record], on_record: Callable[[Record], None]
-    ) -> dict[Question, Outcome]:
+    def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
         """Fill ``records``; the outcomes of failures."""
         tasks, patience = Tasks.of(list(self._left(records))), Patience(self.limits.give_up_after)
         failures: dict[Question, Outcome] = {}
@@ -189,7 +188,7 @@ class Run:
 
     def _left(self, records: Mapping[Question, Record]) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
-        for group in self.request.tasks([facts.reference for facts in self.available], tuple(self.before)):
+        for group in self.request.tasks([each.reference for each in self.available], tuple(self.before)):
             left = [task for task in group if task.question not in records]
             if left:
                 yield left
@@ -276,4 +275,4 @@ class Run:
         if not self.expectations.entries:
             return record
         versions = next(facts.versions for facts in self.facts if facts.name == record.backend)
-        return self.expectations.apply(record, facts(self.environment, versions))
+        return self.expectations.apply(record, apply.facts(self.environment, versions))

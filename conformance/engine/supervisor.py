@@ -204,7 +204,7 @@ class Supervisor:
         """A process that ends although it had nothing to do, again and again, will never start."""
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
-            raise RunError(f"no process can be started here ({how(status)}); the log says why")
+            raise RunError(f"no process can be started here ({how(status)}):\n{self.log.tail}")
 
     def _require_going_on(self) -> None:
         if self._signal:
@@ -214,7 +214,7 @@ class Supervisor:
 
     @contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """Signals that end a run are noted, unless they were ignored from the start, as those of a terminal by nohup."""
+        """Note the signals that end a run, but those that were ignored from the start, as under nohup."""
 
         def note(number: int, _: object) -> None:
             self._signal = number
