@@ -48,6 +48,7 @@ class Capability:
         smoke: those of them that the smoke tier takes.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
+        profile: what it asks of a device, in the names of must-pass profiles; empty if nothing.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Capability:
     smoke: tuple[Case, ...]
     probes_refusals: bool = False
     needs: str = ""
+    profile: str = ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         """The cases of a tier."""
@@ -72,9 +74,10 @@ def _entry(
     *cases: Callable[[], Iterable[Fields]],
     probes_refusals: bool = False,
     needs: str = "",
+    profile: str = "",
 ) -> Capability:
     built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, _smoke(built), probes_refusals, needs)
+    return Capability(name, clause, definition, built, _smoke(built), probes_refusals, needs, profile)
 
 
 def _smoke(cases: tuple[Case, ...]) -> tuple[Case, ...]:
@@ -200,6 +203,7 @@ _VOCABULARY = (
         "6.8",
         "A layer over a graph's buffers computes the batch that was loaded into them last.",
         layer_caselists.graph_replay,
+        profile="graph",
     ),
     _entry(
         "determinism",
@@ -262,20 +266,29 @@ _VOCABULARY = (
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
         device_caselists.cuda_graph,
+        profile="graph",
     ),
     _entry(
         "streams",
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
         device_caselists.streams,
+        profile="cuda",
     ),
     _entry(
         "large_offsets",
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
         device_caselists.large_offsets,
+        profile="cuda",
     ),
-    _entry("many_rows", "3.9", "Around 2^16 rows in a call are all computed right.", device_caselists.many_rows),
+    _entry(
+        "many_rows",
+        "3.9",
+        "Around 2^16 rows in a call are all computed right.",
+        device_caselists.many_rows,
+        profile="cuda",
+    ),
 )
 
 _PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)

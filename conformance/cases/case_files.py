@@ -5,10 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mla_conformance.cases.capabilities import CapabilityError, find_capability
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError, member, read_json_object
+from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.files.outputs import write_whole
+
+
+class _CaseFile(msgspec.Struct):
+    case: dict[str, Any]
+    id: str
 
 
 def read_case(path: Path) -> Case:
@@ -17,14 +24,14 @@ def read_case(path: Path) -> Case:
     Raises:
         InputError: unreadable, not JSON, no case of this suite, or one with another id than the file says.
     """
-    data = read_json_object(path)
+    file = decode(read_text(path), _CaseFile, str(path))
     try:
-        case = Case.from_json(member(data, "case", dict, str(path)))
+        case = Case.from_json(file.case)
         find_capability(case.capability)
     except (CaseError, CapabilityError) as error:
         raise InputError(f"{path}: {error}") from error
-    if data.get("id") != case.id:
-        raise InputError(f"{path}: expected id {case.id!r} as the fields give it, got {data.get('id')!r}")
+    if file.id != case.id:
+        raise InputError(f"{path}: expected id {case.id!r} as the fields give it, got {file.id!r}")
     return case
 
 

@@ -1,14 +1,15 @@
 """Digests that tie a certificate to the cases, the judge and the reference that it was issued by."""
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.gating import mustpass
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.sources import judging_sources
 
 
@@ -30,13 +31,12 @@ def reference_digest() -> str:
 
 def must_pass_digest() -> str:
     """SHA-256 of this suite version's must-pass list."""
-    return _sha256([mustpass.shipped().read_bytes()])
+    return MustPass.of_vocabulary().digest
 
 
-def seal(certificate: Mapping[str, Any]) -> str:
+def seal(certificate: Certificate) -> str:
     """SHA-256 of a certificate's content, which notices a change by accident or by hand."""
-    content = {name: value for name, value in certificate.items() if name != "seal"}
-    return _sha256([json.dumps(content, sort_keys=True, separators=(",", ":")).encode()])
+    return _sha256([msgspec.json.encode(msgspec.structs.replace(certificate, seal=""), order="deterministic")])
 
 
 def _folder(package: str) -> Path:

@@ -2,65 +2,66 @@
 
 import datetime
 import subprocess
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.certificate.certificate import Certificate, Finding
 from mla_conformance.certificate.digests import installed_digests, seal
-from mla_conformance.gating.mustpass import MustPass, shipped
+from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.running.certify import Run
 from mla_conformance.version import SUITE_VERSION, __version__
-
-SCHEMA = "mla-conformance-certificate/2"
-COUNTED = {
-    "passed": Status.PASS,
-    "unsupported": Status.UNSUPPORTED,
-    "unavailable": Status.UNAVAILABLE,
-    "waived": Status.EXPECTED_FAILURE,
-}
-"""The counts of a certificate and the status that each counts; any other status counts as failed."""
 
 
 class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(run: Run) -> None:
+def require_certifiable(
+    backends: Sequence[BackendFacts], cases: Collection[str], drawn: int = 0, arguments: Sequence[str] = ()
+) -> None:
     """Check a run before anything of it is launched.
+
+    Args:
+        backends: what it is to judge, those that cannot run here included.
+        cases: ids of the listed cases that it is to judge, those of its shard only.
+        drawn: how many cases it is to draw beside them.
+        arguments: further arguments, which may leave cases out.
 
     Raises:
         Refused: it could not be certified whatever it found.
     """
-    for reason in _obstacles(run):
+    for reason in _obstacles(backends, cases, drawn, arguments):
         raise Refused(reason)
 
 
-def _obstacles(run: Run) -> Iterator[str]:
-    selection = run.selection
-    if len(selection.subjects) != 1:
-        yield f"a certificate is of one backend: expected one --backend, got {len(selection.subjects)}"
-    if selection.tier is not Tier.FULL:
-        yield f"tier {selection.tier} leaves cases out; expected the full tier"
-    if selection.cases or selection.capabilities != tuple(CAPABILITIES):
-        yield "a selection of capabilities or cases leaves the others out"
-    if run.shard or selection.explore:
-        yield "a shard leaves cases out, and drawn cases stand in no list; certify without --shard and --explore"
-    filters = [argument for argument in run.extra if not argument.startswith("--junitxml")]
+def _obstacles(
+    backends: Sequence[BackendFacts], cases: Collection[str], drawn: int, arguments: Sequence[str]
+) -> Iterator[str]:
+    if len(backends) != 1:
+        yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
+    listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
+    for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
+        if odd:
+            yield f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
+    if drawn:
+        yield "drawn cases stand in no list; certify without --explore"
+    filters = [argument for argument in arguments if not argument.startswith("--junitxml")]
     if filters:
         yield f"arguments for pytest may leave cases out: {' '.join(filters)}"
-    (subject,) = selection.subjects
-    if subject.unavailable:
-        yield f"{subject.name} is unavailable: {'; '.join(subject.unavailable)}"
-    if not subject.unavailable and subject.declaration.emulated:
-        yield f"{subject.name} is an emulated kernel, which is judged but never certified"
+    (backend,) = backends
+    if backend.reasons:
+        yield f"{backend.name} is unavailable: {'; '.join(backend.reasons)}"
+    if backend.emulated:
+        yield f"{backend.name} is an emulated kernel, which is judged but never certified"
 
 
-def issue(run: RunSummary, today: datetime.date) -> dict[str, Any]:
+def issue(run: RunSummary, today: datetime.date) -> Certificate:
     """The certificate of a run.
 
     Raises:
@@ -68,55 +69,40 @@ def issue(run: RunSummary, today: datetime.date) -> dict[str, Any]:
     """
     (backend,) = run.backends
     _require_success(backend)
-    records = [record for capability in backend.capabilities for record in capability.records]
-    content = {
-        "schema": SCHEMA,
-        "suite": SUITE_VERSION,
-        "version": __version__,
-        "tier": Tier.FULL.value,
-        "date": today.isoformat(),
-        "backend": backend.name,
-        "device": run.environment["device"],
-        "environment": run.environment,
-        "versions": backend.versions,
-        "rounding": backend.rounding,
-        "evidence": backend.evidence,
-        "clean_tree": clean_tree(),
-        "digests": installed_digests(),
-        "counts": count(len(records), Counter(record.status for record in records)),
-        "findings": [_finding(record) for record in records if record.status is Status.EXPECTED_FAILURE],
-        "cases": {record.case: record.status.value for record in records},
-    }
-    return {**content, "seal": seal(content)}
-
-
-def count(listed: int, statuses: "Counter[Status]") -> dict[str, int]:
-    """The counts of a certificate."""
-    counts = {name: statuses[status] for name, status in COUNTED.items()}
-    run = sum(statuses.values())
-    return {"listed": listed, "run": run, "failed": run - sum(counts.values()), **counts}
+    certificate = Certificate(
+        suite=SUITE_VERSION,
+        version=__version__,
+        tier=Tier.FULL.value,
+        date=today.isoformat(),
+        backend=backend.name,
+        device=run.environment["device"],
+        environment=run.environment,
+        versions=backend.facts.versions,
+        rounding=backend.facts.rounding,
+        evidence=tuple(backend.evidence),
+        clean_tree=clean_tree(),
+        digests=installed_digests(),
+        counts=backend.counts,
+        findings=tuple(_finding(record) for record in backend.records if record.status is Status.EXPECTED_FAILURE),
+        cases={record.case: record.status for record in backend.records},
+    )
+    return msgspec.structs.replace(certificate, seal=seal(certificate))
 
 
 def _require_success(backend: BackendSummary) -> None:
     for capability in backend.capabilities:
-        if capability.not_run:
-            raise Refused(f"incomplete: {capability.not_run} cases of {capability.name} were not run")
+        if capability.counts.not_run:
+            raise Refused(f"incomplete: {capability.counts.not_run} cases of {capability.name} were not run")
         if capability.failures:
             first = capability.failures[0]
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
-    by_case = {record.case: record for capability in backend.capabilities for record in capability.records}
-    for case, why in MustPass.read(shipped()).missing(by_case, waivable=True):
+    by_case = {record.case: record for record in backend.records}
+    for case, why in MustPass.of_suite().missing(by_case, waivable=True):
         raise Refused(f"must-pass case {case} did not pass: {why}")
 
 
-def _finding(record: Record) -> dict[str, str]:
-    return {
-        "case": record.case,
-        "status": record.judged,
-        "check": record.check,
-        "message": record.message,
-        "expectation": record.expectation,
-    }
+def _finding(record: Record) -> Finding:
+    return Finding(record.case, record.judged, record.check, record.message, record.expectation)
 
 
 def clean_tree() -> bool | None:

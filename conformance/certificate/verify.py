@@ -1,152 +1,94 @@
 """Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing."""
 
 import datetime
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import BackendReferenceError, known_backends, known_variants, load_backend
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import installed_digests, seal
-from mla_conformance.certificate.issue import COUNTED, SCHEMA, count
-from mla_conformance.files.inputs import InputError, read_json_object
-from mla_conformance.gating.mustpass import MustPass, shipped
+from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts
 from mla_conformance.version import SUITE_VERSION
-
-_FORM: dict[str, type | tuple[type, ...]] = {
-    "schema": str,
-    "suite": str,
-    "version": str,
-    "tier": str,
-    "date": str,
-    "backend": str,
-    "device": str,
-    "environment": dict,
-    "versions": dict,
-    "rounding": dict,
-    "evidence": list,
-    "clean_tree": (bool, type(None)),
-    "digests": dict,
-    "counts": dict,
-    "findings": list,
-    "cases": dict,
-    "seal": str,
-}
-
-Certificate = dict[str, Any]
-
-
-def read_certificate(path: Path) -> Certificate:
-    """The certificate of a file.
-
-    Raises:
-        InputError: it cannot be read or is no certificate of this format.
-    """
-    data = read_json_object(path)
-    if data.get("schema") != SCHEMA:
-        raise InputError(f"{path}: expected a certificate of schema {SCHEMA}, got {data.get('schema')!r}")
-    return data
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
-    """Everything that is wrong with a certificate; a malformed one is not looked at further."""
-    malformed = list(_form(certificate))
-    if malformed:
-        return malformed
+    """Everything that is wrong with a certificate."""
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
         _seal, _suite, _cases, _counts, _must_pass, _findings, _real_kernel, _device,
     )  # fmt: skip
     return [problem for check in checks for problem in check(certificate)] + list(_date(certificate, today))
 
 
-def _form(certificate: Certificate) -> Iterator[str]:
-    for name in sorted(_FORM.keys() - certificate.keys()):
-        yield f"entry '{name}' is missing"
-    for name in sorted(certificate.keys() - _FORM.keys()):
-        yield f"unknown entry '{name}'"
-    for name in _FORM.keys() & certificate.keys():
-        if not isinstance(certificate[name], _FORM[name]):
-            yield f"entry '{name}' is of type {type(certificate[name]).__name__}"
-        elif certificate[name] == "":
-            yield f"entry '{name}' is empty"
-
-
 def _seal(certificate: Certificate) -> Iterator[str]:
-    if certificate["seal"] != seal(certificate):
+    if certificate.seal != seal(certificate):
         yield "the seal does not fit the content: it was changed after it was issued"
 
 
 def _suite(certificate: Certificate) -> Iterator[str]:
     """Digests of another suite version say nothing here."""
-    if certificate["suite"] != SUITE_VERSION:
-        yield f"suite {certificate['suite']}: this is {SUITE_VERSION}; install the suite that issued it to verify it"
+    if certificate.suite != SUITE_VERSION:
+        yield f"suite {certificate.suite}: this is {SUITE_VERSION}; install the suite that issued it to verify it"
         return
-    installed, stated = installed_digests(), certificate["digests"]
+    installed, stated = installed_digests(), certificate.digests
     for name in sorted(installed.keys() | stated.keys()):
         if installed.get(name) != stated.get(name):
             yield f"digest '{name}': expected {installed.get(name)} as installed here, got {stated.get(name)}"
-    if certificate["tier"] != Tier.FULL:
-        yield f"tier {certificate['tier']}: only the full tier is certified"
+    if certificate.tier != Tier.FULL:
+        yield f"tier {certificate.tier}: only the full tier is certified"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
     listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
-    stated = certificate["cases"]
+    stated = certificate.cases
     for what, odd in (("missing", listed - stated.keys()), ("not in the suite's list", stated.keys() - listed)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    unknown = {str(status) for status in stated.values()} - set(Status)
-    if unknown:
-        yield f"unknown status {', '.join(sorted(unknown))} among the cases"
-
-
-def _statuses(certificate: Certificate) -> dict[str, Status]:
-    return {case: Status(status) for case, status in certificate["cases"].items() if status in list(Status)}
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:
     listed = sum(len(entry.cases) for entry in CAPABILITIES.values())
-    counts = certificate["counts"]
-    expected = count(listed, Counter(_statuses(certificate).values()))
-    for name in sorted(expected.keys() | counts.keys()):
-        if expected.get(name) != counts.get(name):
-            yield f"count '{name}': the cases give {expected.get(name)}, the certificate says {counts.get(name)}"
-    failed = [c for c, status in _statuses(certificate).items() if status not in COUNTED.values()]
+    counted = Counts.of(_records(certificate), listed)
+    for name in Counts.__struct_fields__:
+        expected, stated = getattr(counted, name), getattr(certificate.counts, name)
+        if expected != stated:
+            yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
+    failed = [record.case for record in _records(certificate) if record.failed]
     if failed:
         yield f"{len(failed)} cases failed, which no certificate is issued for, for example {failed[0]}"
 
 
+def _records(certificate: Certificate) -> list[Record]:
+    name = certificate.backend
+    return [Record(name, name, case.partition(":")[0], case, status) for case, status in certificate.cases.items()]
+
+
 def _must_pass(certificate: Certificate) -> Iterator[str]:
-    backend = certificate["backend"]
-    records = {
-        case: Record(backend, backend, case.partition(":")[0], case, status)
-        for case, status in _statuses(certificate).items()
-    }
-    missing = list(MustPass.read(shipped()).missing(records, waivable=True))
+    records = {record.case: record for record in _records(certificate)}
+    missing = list(MustPass.of_suite().missing(records, waivable=True))
     if missing:
         case, why = missing[0]
         yield f"{len(missing)} must-pass cases did not pass, for example {case} ({why})"
 
 
 def _findings(certificate: Certificate) -> Iterator[str]:
-    waived = {case for case, status in _statuses(certificate).items() if status is Status.EXPECTED_FAILURE}
-    found = {str(entry.get("case")): entry for entry in certificate["findings"] if isinstance(entry, dict)}
+    waived = {case for case, status in certificate.cases.items() if status is Status.EXPECTED_FAILURE}
+    found = {finding.case: finding for finding in certificate.findings}
     for case in sorted(waived - found.keys()):
         yield f"case {case} is waived, but no finding says why"
     for case in sorted(found.keys() - waived):
         yield f"a finding waives {case}, which is not waived among the cases"
     for case in sorted(waived & found.keys()):
-        if not found[case].get("expectation"):
+        if not found[case].expectation:
             yield f"the finding on {case} gives no reason"
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
     for reference in (*known_backends(), *known_variants()):
-        if reference.name == certificate["backend"]:
+        if reference.name == certificate.backend:
             try:
                 emulated = declaration_of(load_backend(reference)).emulated
             except (ImportError, BackendReferenceError):
@@ -156,16 +98,16 @@ def _real_kernel(certificate: Certificate) -> Iterator[str]:
 
 
 def _device(certificate: Certificate) -> Iterator[str]:
-    stated = certificate["environment"].get("device"), certificate["environment"].get("suite")
-    if stated != (certificate["device"], certificate["suite"]):
-        yield f"the environment tells of device and suite {stated}, the certificate of {certificate['device']}"
+    stated = certificate.environment.get("device"), certificate.environment.get("suite")
+    if stated != (certificate.device, certificate.suite):
+        yield f"the environment tells of device and suite {stated}, the certificate of {certificate.device}"
 
 
 def _date(certificate: Certificate, today: datetime.date) -> Iterator[str]:
     try:
-        date = datetime.date.fromisoformat(certificate["date"])
+        date = datetime.date.fromisoformat(certificate.date)
     except ValueError:
-        yield f"date {certificate['date']!r}: expected YYYY-MM-DD"
+        yield f"date {certificate.date!r}: expected YYYY-MM-DD"
         return
     if date > today:
         yield f"date {date} lies in the future"

@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
 
 def _certify(options: argparse.Namespace) -> int:
     run = _requested(options)
-    wanted = bool(options.certificate or options.badge)
+    wanted = bool(options.certificate)
     if wanted and not gating_cli.certifiable(run):
         return 3
     require_writable(run.directory)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_conformance.files.inputs import InputError
+from mla_conformance.report.commands import drift
 from mla_conformance.report.terminal import say
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ def add_commands(commands: Any) -> None:
     verify.add_argument("--rerun", type=int, default=0, metavar="K", help="also run K random cases of it again")
     verify.add_argument("--backend", metavar="NAME|module:Class|file.py:Class", help="what to run again")
     verify.add_argument("--device", metavar="cpu|cuda")
-    verify.add_argument("--badge", type=Path, metavar="FILE", help="also write its badge, an SVG")
     verify.set_defaults(run=_verify)
     mustpass = commands.add_parser("mustpass", help="print the must-pass list of this suite version")
     mustpass.set_defaults(run=_mustpass)
@@ -40,7 +40,7 @@ def _add_gate(commands: Any) -> None:
     gate.add_argument("--baseline", type=Path, action="append", default=[], metavar="REPORT", help="of an earlier run")
     gate.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     gate.add_argument("--must-pass", nargs="?", const=_SHIPPED, metavar="FILE", help="by default the suite's own list")
-    gate.add_argument("--max-drift", type=float, metavar="SHARE", help="close on a larger drift in error-budget use")
+    gate.add_argument("--max-drift", type=drift, metavar="SHARE", help="close on a larger growth in error-budget use")
     gate.set_defaults(run=_gate)
 
 
@@ -48,7 +48,6 @@ def add_certify_options(certify: argparse.ArgumentParser) -> None:
     """Add the options by which a run leads to a certificate."""
     certify.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     certify.add_argument("--certificate", type=Path, metavar="FILE", help="certify a complete run of one backend")
-    certify.add_argument("--badge", type=Path, metavar="FILE", help="write the badge of the certificate, an SVG")
 
 
 def load_expectations(folders: list[Path]) -> "Expectations":
@@ -67,9 +66,12 @@ def load_expectations(folders: list[Path]) -> "Expectations":
 def certifiable(run: "Run") -> bool:
     """Whether a run that is asked for can be certified; says why not."""
     from mla_conformance.certificate.issue import Refused, require_certifiable
+    from mla_conformance.running.certify import facts_of
 
     try:
-        require_certifiable(run)
+        require_certifiable(
+            [facts_of(subject) for subject in run.selection.subjects], run.cases, run.selection.explore, run.extra
+        )
     except Refused as reason:
         say(f"mla-conformance: no certificate: {reason}", error=True)
         return False
@@ -77,43 +79,36 @@ def certifiable(run: "Run") -> bool:
 
 
 def write_certificate(options: argparse.Namespace, run: "Run") -> int:
-    """Write certificate and badge of a finished run; the exit status."""
-    from mla_conformance.certificate.badge import badge
+    """Write the certificate of a finished run; the exit status."""
     from mla_conformance.certificate.issue import Refused, issue
+    from mla_conformance.files.outputs import write_output
+    from mla_conformance.report.json_report import to_text
 
     try:
         certificate = issue(run.summary(), datetime.date.today())
     except Refused as reason:
         say(f"mla-conformance: no certificate: {reason}", error=True)
         return 1
-    _write(options.certificate, certificate)
-    _write(options.badge, badge(certificate))
+    write_output(options.certificate, to_text(certificate.to_json()))
+    say(f"wrote {options.certificate}", error=True)
     return 0
-
-
-def _write(path: Path | None, content: Any) -> None:
-    from mla_conformance.files.outputs import write_output
-    from mla_conformance.report.json_report import to_text
-
-    if path is None:
-        return
-    write_output(path, content if isinstance(content, str) else to_text(content))
-    say(f"wrote {path}", error=True)
 
 
 def _gate(options: argparse.Namespace) -> int:
     from mla_conformance.expectations.apply import Expectations, shipped
-    from mla_conformance.gating import mustpass
     from mla_conformance.gating.gate import Gate
     from mla_conformance.gating.gate_table import gate_lines
+    from mla_conformance.gating.mustpass import MustPass
     from mla_conformance.report.loading import load_report
 
-    listed = mustpass.shipped() if options.must_pass == _SHIPPED else options.must_pass
+    must_pass = None
+    if options.must_pass:
+        must_pass = MustPass.of_suite() if options.must_pass == _SHIPPED else MustPass.read(Path(options.must_pass))
     gate = Gate(
         reports=[load_report(path) for path in options.reports],
         expectations=Expectations.load([shipped(), *options.expectations]),
         baseline=[load_report(path) for path in options.baseline],
-        must_pass=mustpass.MustPass.read(Path(listed)) if listed else None,
+        must_pass=must_pass,
         max_drift=options.max_drift,
     )
     rows = gate.rows()
@@ -140,9 +135,9 @@ def _update(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mla_conformance.certificate.badge import badge
+    from mla_conformance.certificate.certificate import read_certificate
     from mla_conformance.certificate.rerun import rerun
-    from mla_conformance.certificate.verify import problems, read_certificate
+    from mla_conformance.certificate.verify import problems
 
     certificate = read_certificate(options.certificate)
     found = problems(certificate, datetime.date.today())
@@ -152,11 +147,10 @@ def _verify(options: argparse.Namespace) -> int:
         say(f"{options.certificate}: {problem}", error=True)
     if found:
         return 1
-    counts, again = certificate["counts"], f" · {options.rerun} run again" if options.rerun > 0 else ""
-    dirty = "" if certificate["clean_tree"] is not False else " · from a changed checkout"
-    subject = f"{certificate['backend']} on {certificate['device']}, suite {certificate['suite']}"
-    say(f"{options.certificate}: {subject}: {counts['passed']} of {counts['listed']} passed · holds{again}{dirty}")
-    _write(options.badge, badge(certificate))
+    counts, again = certificate.counts, f" · {options.rerun} run again" if options.rerun > 0 else ""
+    dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
+    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
+    say(f"{options.certificate}: {subject}: {counts.passed} of {counts.listed} passed · holds{again}{dirty}")
     return 0
 
 

@@ -57,9 +57,7 @@ class Expectations:
         foreseen = next((entry for entry in covering if entry.foresees(record)), None)
         if foreseen is None or not record.failed:
             return record
-        return replace(
-            record, status=Status.EXPECTED_FAILURE, judged=record.status.value, expectation=foreseen.sentence
-        )
+        return replace(record, status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
 
     @property
     def _valid(self) -> Iterator[Expectation]:
@@ -89,6 +87,6 @@ def _unexpected(record: Record, entry: Expectation) -> Record:
         record,
         status=Status.UNEXPECTED_PASS,
         message=message,
-        judged=record.status.value,
+        judged=record.status,
         expectation=entry.sentence,
     )

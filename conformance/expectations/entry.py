@@ -3,19 +3,20 @@
 import datetime
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from packaging.version import Version
 
 from mla_conformance.cases.case import Case
 from mla_conformance.expectations.condition import Condition
 from mla_conformance.expectations.query import CaseQuery
-from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.files.inputs import InputError, convert, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.version import SUITE_VERSION
@@ -77,6 +78,17 @@ class Expectation:
     file: str = ""
     number: int = 0
 
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                expected = ", ".join(filter(None, allowed))
+                raise ValueError(f"{name}: expected one of {expected}, got {getattr(self, name)!r}")
+        for name, parse in _GRAMMARS.items():
+            try:
+                parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+
     @cached_property
     def query(self) -> CaseQuery:
         """The parsed query."""
@@ -116,6 +128,16 @@ class Expectation:
         return today > datetime.date.fromisoformat(self.until)
 
 
+def _require_moment(text: str) -> None:
+    if text and not _SUITE.fullmatch(text):
+        datetime.date.fromisoformat(text)
+
+
+_GRAMMARS: dict[str, Callable[[str], object]] = {
+    "case": CaseQuery.parse,
+    "when": Condition.parse,
+    "until": _require_moment,
+}
 FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in ("file", "number"))
 
 
@@ -126,50 +148,24 @@ def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expect
         InputError: not TOML, an unknown key or value, or an entry without a reason; names file and entry.
     """
     try:
-        table = tomllib.loads(read_text(path))
+        table = convert(tomllib.loads(read_text(path)), _File, str(path))
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not TOML: {error}") from error
-    unknown = sorted(set(table) - {"expectation"})
-    entries = table.get("expectation", [])
-    if unknown or not isinstance(entries, list):
-        raise InputError(f"{path}: expected [[expectation]] tables only, got {', '.join(unknown) or 'something else'}")
-    return tuple(_entry(entry, path, number, reasons_required) for number, entry in enumerate(entries, start=1))
+    entries = enumerate(table.expectation, start=1)
+    return tuple(_entry(entry, path, number, reasons_required) for number, entry in entries)
 
 
-def _entry(entry: Any, path: Path, number: int, reasons_required: bool) -> Expectation:
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    expectation: list[dict[str, Any]] = []
+
+
+def _entry(entry: dict[str, Any], path: Path, number: int, reasons_required: bool) -> Expectation:
     where = f"{path}: entry {number}"
-    if not isinstance(entry, dict):
-        raise InputError(f"{where}: expected a table, got {entry!r}")
-    values = {name: str(v) if isinstance(v, datetime.date) else v for name, v in entry.items()}
-    for problem in _problems(values, reasons_required):
-        raise InputError(f"{where}: {problem}")
-    return Expectation(**values, file=str(path), number=number)
-
-
-def _problems(values: dict[str, Any], reasons_required: bool) -> Iterator[str]:
-    """What is wrong with an entry, the plainest first."""
-    unknown = sorted(set(values) - set(FIELDS))
+    unknown = sorted(set(entry) - set(FIELDS))
     if unknown:
-        yield f"unknown key {', '.join(unknown)}; known keys: {', '.join(FIELDS)}"
-    yield from (f"expected a key '{name}'" for name in ("backend", "case") if name not in values)
-    yield from (f"{name}: expected a string, got {v!r}" for name, v in values.items() if not isinstance(v, str))
-    if reasons_required and not values.get("reason", "").strip():
-        yield "expected a reason, got none"
-    for name, allowed in _CHOICES.items():
-        if values.get(name, allowed[0]) not in allowed:
-            yield f"{name}: expected one of {', '.join(filter(None, allowed))}, got {values[name]!r}"
-    yield from _unparsable(values)
-
-
-def _unparsable(values: dict[str, str]) -> Iterator[str]:
-    parsers = {"case": CaseQuery.parse, "when": Condition.parse, "until": _require_moment}
-    for name in parsers.keys() & values.keys():
-        try:
-            parsers[name](values[name])
-        except ValueError as error:
-            yield f"{name}: {error}"
-
-
-def _require_moment(text: str) -> None:
-    if text and not _SUITE.fullmatch(text):
-        datetime.date.fromisoformat(text)
+        raise InputError(f"{where}: unknown key {', '.join(unknown)}; known keys: {', '.join(FIELDS)}")
+    values = {name: str(value) if isinstance(value, datetime.date) else value for name, value in entry.items()}
+    found = convert({**values, "file": str(path), "number": number}, Expectation, where)
+    if reasons_required and not found.reason.strip():
+        raise InputError(f"{where}: expected a reason, got none")
+    return found

@@ -53,7 +53,9 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     """
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
-    run = [(record.as_judged, facts(report.environment, b.versions)) for b in report.backends for record in b.records]
+    run = [
+        (record.as_judged, facts(report.environment, b.facts.versions)) for b in report.backends for record in b.records
+    ]
     kept = [entry for entry in existing if _holds(entry, run)]
     failing = [(record, known) for record, known in run if _can_be_expected(record)]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]

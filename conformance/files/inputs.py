@@ -1,8 +1,12 @@
 """Files that a person or another program wrote: read whole, or refused with the file's name."""
 
-import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
 
 
 class InputError(ValueError):
@@ -23,33 +27,40 @@ def read_text(path: Path) -> str:
         raise InputError(f"{path}: expected UTF-8 text: {error}") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file.
+def decode(text: str, kind: type[_T], source: str) -> _T:
+    """The value of a JSON text.
+
+    Args:
+        text: of a file, from whoever wrote it.
+        kind: type of the value, strictly.
+        source: the file's name.
 
     Raises:
-        InputError: it cannot be read, is cut off or malformed, or holds something else than an object.
+        InputError: it is cut off, malformed, or of another type; names the file and the place in it.
     """
     try:
-        data = json.loads(read_text(path))
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: not JSON (cut off?): {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source}: {_sentence(error)}") from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InputError(f"{source}: not JSON (cut off?): {error}") from error
 
 
-def member(data: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
-    """The entry ``name`` of an object, of the wanted type.
+def convert(data: Any, kind: type[_T], source: str) -> _T:
+    """A value of a wanted type from plain data, strictly.
 
     Raises:
-        InputError: it is missing or of another type.
+        InputError: it is of another type; names ``source`` and the place in it.
     """
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: expected an object, got {type(data).__name__}")
-    if name not in data:
-        raise InputError(f"{where}: expected an entry '{name}'")
-    if not isinstance(data[name], kind) or (isinstance(data[name], bool) and kind is int):
-        raise InputError(f"{where}: entry '{name}' is of type {type(data[name]).__name__}")
-    return data[name]
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source}: {_sentence(error)}") from error
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    """Place first, then what was expected and what came."""
+    said, _, place = re.fullmatch(r"(.*?)( - at `(.*)`)?", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
+    said = said.replace("Invalid enum value", "expected one of the values of this field, got")
+    place = (place or "").removeprefix("$").removeprefix(".")
+    return f"{place}: {said[:1].lower()}{said[1:]}" if place else f"{said[:1].lower()}{said[1:]}"

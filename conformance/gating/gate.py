@@ -1,18 +1,17 @@
 """The gate: whether a run may be merged, judged by its report, a baseline, the expectations and a must-pass list."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.summary import RunSummary, count_by_capability
-
-DRIFT = 0.1
-"""Share of the error budget by which a case may drift from the baseline before it is shown."""
+from mla_conformance.report.compare import DRIFT, Change, Kind, compare
+from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 
 class Finding(StrEnum):
@@ -29,7 +28,15 @@ class Finding(StrEnum):
     DRIFTED = "drifted"
 
 
-_NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+_CHANGES = {
+    Kind.BACKEND_REMOVED: Finding.LOST,
+    Kind.NO_LONGER_AVAILABLE: Finding.LOST,
+    Kind.CASE_REMOVED: Finding.LOST,
+    Kind.LOST: Finding.LOST,
+    Kind.NEWLY_PASSING: Finding.NEWLY_PASSING,
+    Kind.GREW: Finding.DRIFTED,
+}
+"""What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (Finding.NEWLY_PASSING, Finding.DRIFTED)
 
 
@@ -52,7 +59,7 @@ class Gate:
         expectations: known failures.
         baseline: the reports of an earlier run to compare with.
         must_pass: what has to be passed.
-        max_drift: a larger drift blocks; None shows drift without blocking.
+        max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
     """
 
     reports: Sequence[RunSummary]
@@ -69,58 +76,37 @@ class Gate:
         """
         _require_alike([*self.reports, *self.baseline])
         now = _joined(self.reports, self.expectations)
-        found = [*_incomplete(self.reports), *self._failures(now), *self._outdated()]
-        if self.baseline:
-            found += self._changes(now, _joined(self.baseline, self.expectations))
-        for backend, records in now.items() if self.must_pass else ():
+        changes = self._changes(now)
+        found = [*_incomplete(self.reports), *self._failures(now, changes), *self._outdated()]
+        found += [Row(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
+        for backend in now.backends if self.must_pass else ():
             assert self.must_pass
-            found += [Row(Finding.MUST_PASS, backend, *missing) for missing in self.must_pass.missing(records)]
+            records = {record.key: record for record in backend.records}
+            found += [Row(Finding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)]
         return sorted(found, key=lambda row: list(Finding).index(row.finding))
 
     def blocks(self, row: Row) -> bool:
         """Whether this row closes the gate."""
         return row.finding not in _INFORMATION or (row.finding is Finding.DRIFTED and self.max_drift is not None)
 
-    def _failures(self, now: "Records") -> Iterator[Row]:
-        before = _joined(self.baseline, self.expectations)
-        for record in _flat(now):
+    def _changes(self, now: RunSummary) -> list[Change]:
+        if not self.baseline:
+            return []
+        limit = DRIFT if self.max_drift is None else self.max_drift
+        return compare(_joined(self.baseline, self.expectations), now, limit)
+
+    def _failures(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[Row]:
+        newly = {(change.backend, change.key) for change in changes if change.kind is Kind.NEWLY_FAILING}
+        for record in now.records:
             if record.status is Status.UNEXPECTED_PASS:
                 yield Row(Finding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
             elif record.failed:
-                earlier = before.get(record.backend, {}).get(record.key)
-                known = not self.baseline or (earlier is not None and earlier.as_judged.failed)
-                kind = Finding.FAILING if known else Finding.NEWLY_FAILING
+                kind = Finding.NEWLY_FAILING if (record.backend, record.key) in newly else Finding.FAILING
                 yield Row(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
 
     def _outdated(self) -> Iterator[Row]:
         for entry, problem in self.expectations.problems():
             yield Row(Finding.EXPECTATION, entry.backend, entry.source, problem)
-
-    def _changes(self, now: "Records", before: "Records") -> Iterator[Row]:
-        for earlier in _flat(before):
-            record = now.get(earlier.backend, {}).get(earlier.key)
-            if record is None or (earlier.status is Status.PASS and record.status in _NOT_JUDGED):
-                what = f"{earlier.status} in the baseline, {record.status if record else 'absent'} now"
-                yield Row(Finding.LOST, earlier.backend, earlier.case, what)
-            elif earlier.as_judged.failed and record.as_judged.status is Status.PASS:
-                yield Row(Finding.NEWLY_PASSING, record.backend, record.case, f"was {earlier.as_judged.status}")
-            elif earlier.status is record.status is Status.PASS:
-                yield from self._drift(earlier, record)
-
-    def _drift(self, earlier: Record, record: Record) -> Iterator[Row]:
-        for rule, used in record.used.items():
-            before = earlier.used.get(rule, 0.0)
-            if used - before > (DRIFT if self.max_drift is None else self.max_drift):
-                what = f"{rule}: {before:.2f} → {used:.2f} of the error budget"
-                yield Row(Finding.DRIFTED, record.backend, record.case, what)
-
-
-Records = Mapping[str, Mapping[str, Record]]
-"""Records by backend and key."""
-
-
-def _flat(records: Records) -> Iterator[Record]:
-    return (record for by_case in records.values() for record in by_case.values())
 
 
 def _require_alike(reports: Sequence[RunSummary]) -> None:
@@ -133,17 +119,22 @@ def _require_alike(reports: Sequence[RunSummary]) -> None:
                 raise InputError(f"{report.source}: expected {name} {expected} as in {first.source}, got {got}")
 
 
-def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> Records:
-    """The records of all reports as the expectations see them."""
+def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSummary:
+    """The run that all reports are of, as the expectations see its records."""
     joined: dict[str, dict[str, Record]] = {}
+    known: dict[str, BackendFacts] = {}
     for report in reports:
         for backend in report.backends:
-            found, known = joined.setdefault(backend.name, {}), facts(report.environment, backend.versions)
+            found, here = joined.setdefault(backend.name, {}), facts(report.environment, backend.facts.versions)
+            if backend.name not in known or not backend.reasons:
+                known[backend.name] = backend.facts
             for record in backend.records:
                 if record.key in found:
                     raise InputError(f"{report.source}: {backend.name} {record.key} stands in another report as well")
-                found[record.key] = expectations.apply(record, known)
-    return joined
+                found[record.key] = expectations.apply(record, here)
+    cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
+    backends = (BackendSummary(known[name], summarise(found.values(), {})) for name, found in joined.items())
+    return RunSummary(reports[0].environment, tuple(backends), cases)
 
 
 def _incomplete(reports: Sequence[RunSummary]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ each backend is bound by one of them at least. Any other profile binds a backend
 unsupported.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,16 +15,13 @@ from pathlib import Path
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
 DECODE = "decode"
-_DEVICE_PROFILES = {"cuda_graph": "graph", "graph_replay": "graph"} | dict.fromkeys(
-    ("streams", "large_offsets", "many_rows"), "cuda"
-)
 _DECODE_PAGE = 64
 
 
@@ -38,8 +36,8 @@ def profile_of(case: Case) -> str:
         case.dtype if case.dtype != "bf16" else "",
         "quant_output" if case.quant != "none" else "",
         "own_merge" if case.merge != "golden" else "",
+        CAPABILITIES[case.capability].profile,
     ]
-    asked.append(_DEVICE_PROFILES.get(case.capability, ""))
     if case.role is Role.LAYER:
         asked = ["layer", *asked, *_asked_of_decode(case)]
     if case.role is Role.DECODE:
@@ -75,6 +73,23 @@ class MustPass:
         return MustPass.of((profile_of(case), case.id) for case in cases)
 
     @staticmethod
+    def of_suite() -> "MustPass":
+        """The list of this suite version: the one that the vocabulary gives, if it still is that.
+
+        Raises:
+            InputError: it is another one.
+        """
+        found = MustPass.of_vocabulary()
+        source = "mla_conformance.fixtures/mustpass.json"
+        expected = decode((files("mla_conformance.fixtures") / "mustpass.json").read_text(), dict[str, str], source)
+        if expected.get(SUITE_VERSION) != found.digest:
+            raise InputError(
+                f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "
+                f"{SUITE_VERSION}, got {found.digest} from the vocabulary; another list is another version"
+            )
+        return found
+
+    @staticmethod
     def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
         """The list of these (profile, case id)."""
         found: dict[str, list[str]] = {CORE: []}
@@ -101,6 +116,11 @@ class MustPass:
         lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
         return "\n".join([head, *lines]) + "\n"
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the list."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of the profiles that bind a backend that it did not pass, each with why.
 
@@ -126,11 +146,6 @@ class MustPass:
         """Whether a backend declares all cases of a profile unsupported."""
         found = [records.get(case) for case in self.profiles[profile]]
         return all(record is not None and record.status is Status.UNSUPPORTED for record in found)
-
-
-def shipped() -> Path:
-    """The list of this suite version."""
-    return Path(str(files("mla_conformance.fixtures"))) / "mustpass" / f"{SUITE_VERSION}.txt"
 
 
 def _parse(line: str, where: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
 """The golden result, the judge that compares, its verdict and the record of it.
 
-Imports from: cases, problems, driving.
+Imports from: files, cases, problems, driving.
 """

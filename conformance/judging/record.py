@@ -1,20 +1,33 @@
 """The record: one (backend, case) with its verdict, as plain data that journals and reports hold."""
 
+import math
 import shlex
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Final, Literal
 
-from mla_conformance.judging.verdict import Status, Verdict
+import msgspec
 
-EXPLORED = "explored"
+from mla_conformance.judging.verdict import FAILED, Status, Verdict
+
+EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
 
-_FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+Share = Annotated[float, msgspec.Meta(ge=0)] | Literal["nan", "inf"]
+"""A share of the error budget as files hold it: JSON has no NaN and no infinity, so both are text."""
+Used = Annotated[dict[str, Share], msgspec.Meta(description="Share of the error budget by rule; 1 is the limit.")]
+Confirmation = Literal["", "alone", "after", "unrepeated"]
+
+_SHOWN_CASES = 3
 
 
 def replay_line(case: str, reference: str) -> str:
     """The command that runs a case on a backend again."""
     return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}"
+
+
+def written(share: float) -> Share:
+    """A share as files hold it; ``float`` reads it back."""
+    return share if math.isfinite(share) else "nan" if math.isnan(share) else "inf"
 
 
 def detection(drawn: int, fraction: float) -> float:
@@ -42,10 +55,13 @@ class Record:
         detail: traceback of a harness error, a crash or a hang.
         phases: seconds of it by phase: the golden result, the backend's calls, the judge.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
-        judged: status before an expectation was applied, or empty.
+        judged: status before an expectation was applied; None if none was.
         expectation: the expectation that was applied, or empty.
         cases: how many cases it stands for; more than one for drawn cases of which none fails.
         sampled: `rows` judged `of` all, of which `drawn` at random; empty where every row was judged.
+        confirmation: whether a failure repeats in a fresh process: "alone", only "after" other cases, or "unrepeated"
+            either way; empty if it is no failure, or was not tried again.
+        after: ids of the cases that ran before it in the same process, if it fails only after these.
     """
 
     backend: str
@@ -63,10 +79,12 @@ class Record:
     phases: dict[str, float] = field(default_factory=dict)
     detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
-    judged: str = ""
+    judged: Status | None = None
     expectation: str = ""
     cases: int = 1
     sampled: dict[str, int] = field(default_factory=dict)
+    confirmation: Confirmation = ""
+    after: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -81,35 +99,58 @@ class Record:
     @property
     def failed(self) -> bool:
         """Whether this record fails its capability."""
-        return self.status in _FAILED
+        return self.status in FAILED
 
     @property
     def as_judged(self) -> "Record":
         """This record before an expectation was applied."""
-        return replace(self, status=Status(self.judged), judged="", expectation="") if self.judged else self
+        return replace(self, status=self.judged, judged=None, expectation="") if self.judged else self
 
     @property
     def replay(self) -> str:
         """The command that runs this case again."""
         return replay_line(self.case, self.reference)
 
+    @property
+    def confirmed(self) -> str:
+        """What confirming a failure found, in words; empty where it fails again alone, or was not tried again."""
+        if self.confirmation == "unrepeated":
+            return "did not fail again, neither alone nor after the same cases"
+        if self.confirmation != "after":
+            return ""
+        more = [f"and {len(self.after) - _SHOWN_CASES} more"] if len(self.after) > _SHOWN_CASES else []
+        count = f"{len(self.after)} other case{'s' if len(self.after) > 1 else ''}"
+        return f"fails only after {count}: {', '.join([*self.after[:_SHOWN_CASES], *more])}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What every view says of a failure below its message: what it looks like, and what confirming it found."""
+        return tuple(filter(None, (self.explanation, self.confirmed)))
+
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""
-        content = {**self.to_json(), **verdict.to_json(), "check": verdict.check or "", "seconds": seconds}
-        return Record.from_json(content)
+        content = {**vars(verdict), "check": verdict.check or "", "used": asdict(verdict.used)}
+        return replace(self, **content, clause=verdict.clause, seconds=seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return dict(vars(self))
+        used = {rule: written(share) for rule, share in self.used.items()}
+        return {**msgspec.to_builtins(self), "used": used}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Record":
-        """The record that :meth:`to_json` wrote."""
-        return Record(**{**data, "status": Status(data["status"])})
+        """The record that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it did not write this.
+        """
+        plain = msgspec.convert(data, dict[str, Any])
+        used = msgspec.convert(plain.get("used", {}), dict[str, Share])
+        return msgspec.convert({**plain, "used": {rule: float(share) for rule, share in used.items()}}, Record)
 
 
 def describe_failure(record: Record) -> str:
     """For a person: what failed, what it looks like, and how to see it again."""
     where = f"{record.backend} {record.capability} · case {record.case}"
-    explanation = f"\n     {record.explanation}" if record.explanation else ""
-    return f"FAIL {where} · {record.message}{explanation}\n     replay: {record.replay}"
+    remarks = "".join(f"\n     {remark}" for remark in record.remarks)
+    return f"FAIL {where} · {record.message}{remarks}\n     replay: {record.replay}"

@@ -1,14 +1,15 @@
 """The judge's numbers, read from tolerance.toml."""
 
-import math
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 
+from msgspec import Meta, Struct, defstruct
 
-class ToleranceError(ValueError):
-    """A table that does not hold what the judge needs."""
+from mla_conformance.files.inputs import InputError, convert
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,26 @@ class Tolerance:
     lse_limit: float
 
 
+class _Entry(Struct, forbid_unknown_fields=True):
+    value: Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+    reason: Annotated[str, Meta(pattern=r"\S")]
+
+
+_Table = defstruct("_Table", [(name, _Entry) for name in Tolerance.__dataclass_fields__], forbid_unknown_fields=True)
+
+
 def read_tolerance(text: str, source: str) -> Tolerance:
     """Parse a table of numbers.
 
     Raises:
-        ToleranceError: an unknown or missing entry, an entry without a reason, or a value that is not a positive
+        InputError: not TOML, an unknown or missing entry, an entry without a reason, or a value that is not a positive
             number.
     """
     try:
-        table = tomllib.loads(text)
+        table = convert(tomllib.loads(text), _Table, source)
     except tomllib.TOMLDecodeError as error:
-        raise ToleranceError(f"{source}: not TOML: {error}") from error
-    names = set(Tolerance.__dataclass_fields__)
-    if set(table) != names:
-        odd = ", ".join(sorted(set(table) ^ names))
-        raise ToleranceError(f"{source}: expected exactly the entries {', '.join(sorted(names))}; check {odd}")
-    for name, entry in table.items():
-        if not isinstance(entry, dict):
-            raise ToleranceError(f"{source}: expected a table [{name}] with value and reason, got {entry!r}")
-        value = entry.get("value")
-        if not str(entry.get("reason", "")).strip():
-            raise ToleranceError(f"{source}: entry [{name}] has no reason")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ToleranceError(f"{source}: entry [{name}] expects a positive value, got {value!r}")
-    return Tolerance(**{name: float(entry["value"]) for name, entry in table.items()})
+        raise InputError(f"{source}: not TOML: {error}") from error
+    return Tolerance(**{name: getattr(table, name).value for name in Tolerance.__dataclass_fields__})
 
 
 @cache

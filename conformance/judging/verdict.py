@@ -1,8 +1,7 @@
 """The verdict: what the judge says of one case, as a value."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 
 class Status(StrEnum):
@@ -19,6 +18,10 @@ class Status(StrEnum):
     """Failed, as an expectation says with its reason."""
     UNEXPECTED_PASS = "unexpected_pass"
     """Passed against an expectation, which is therefore wrong."""
+
+
+FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
+"""The statuses that fail a capability."""
 
 
 class Check(StrEnum):
@@ -110,10 +113,6 @@ class Verdict:
     def clause(self) -> str:
         """Clause of SPEC.md that a failure rests on."""
         return CLAUSES[self.check] if self.check else ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "clause": self.clause}
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:

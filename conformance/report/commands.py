@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
-from mla_conformance.report.diff import DRIFT_FACTOR, compare
+from mla_conformance.report.compare import DRIFT, compare
+from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.junit import junit
@@ -45,20 +46,26 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     diff.add_argument("before", type=Path, metavar="BEFORE")
     diff.add_argument("after", type=Path, metavar="AFTER")
     diff.add_argument(
-        "--drift", type=_factor, default=DRIFT_FACTOR, metavar="FACTOR", help="growth of an error that is a regression"
+        "--drift", type=drift, default=DRIFT, metavar="SHARE", help="growth in error-budget use that is a regression"
     )
     diff.set_defaults(run=_diff)
     merge = kinds.add_parser("merge", help="one report from those of all shards")
     merge.add_argument("shards", type=Path, nargs="+", metavar="SHARD")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
     merge.set_defaults(run=_merge)
+    kinds.add_parser("schema", help="print the JSON Schema of report.json").set_defaults(run=_schema)
 
 
-def _factor(text: str) -> float:
-    factor = float(text)
-    if not factor > 1:
-        raise argparse.ArgumentTypeError(f"expected a factor above 1, got {text}")
-    return factor
+def drift(text: str) -> float:
+    """A limit on drift, as an option gives it.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no share of the error budget.
+    """
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text}")
+    return share
 
 
 def _render(options: argparse.Namespace) -> int:
@@ -84,5 +91,9 @@ def _merge(options: argparse.Namespace) -> int:
     merged = merge_shards([load_report(path) for path in options.shards])
     write_output(options.out, to_text(report_json(merged)))
     say(closing_line(merged))
-    incomplete = any(c.not_run for backend in merged.backends for c in backend.capabilities)
-    return _INCOMPLETE if incomplete else 0
+    return _INCOMPLETE if merged.counts.not_run else 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    say(to_text(schema()).rstrip("\n"))
+    return 0

@@ -6,7 +6,8 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
-from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, RunSummary
+from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line
 
 _CLOSEST = 8
@@ -77,17 +78,17 @@ def _cell(backend: BackendSummary, name: str) -> Cell | None:
     outcome = capability.outcome
     if outcome is Outcome.UNSUPPORTED:
         return Cell(outcome, SIGN[outcome], "", "unsupported", "")
-    counts = f"{capability.passed}/{capability.judged}"
+    counts = f"{capability.counts.passed}/{capability.counts.judged}"
     anchor = _anchor(backend.name, name) if capability.failures else ""
-    if outcome is Outcome.PASS and capability.waived:
-        return Cell("waived", "!", counts, _note(capability), anchor)
-    return Cell(outcome, SIGN[outcome], counts, _note(capability), anchor)
+    if outcome is Outcome.PASS and capability.counts.waived:
+        return Cell("waived", "!", counts, _note(capability.counts), anchor)
+    return Cell(outcome, SIGN[outcome], counts, _note(capability.counts), anchor)
 
 
-def _note(capability: CapabilitySummary) -> str:
+def _note(counts: Counts) -> str:
     """What a cell says beside its counts."""
-    notes = [f"{capability.not_run} not run"] if capability.not_run else []
-    notes += [f"{capability.unavailable} unavailable"] if capability.unavailable else []
-    notes += [f"{capability.unsupported} unsupported"] if capability.unsupported else []
-    notes += [f"{capability.waived} expected to fail"] if capability.waived else []
+    notes = [f"{counts.not_run} not run"] if counts.not_run else []
+    notes += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    notes += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
+    notes += [f"{counts.waived} expected to fail"] if counts.waived else []
     return ", ".join(notes)

@@ -1,96 +1,90 @@
-"""``report.json``: the outcome of a run as data for machines; its JSON Schema is ``schema.json`` in this folder."""
+"""``report.json``: the outcome of a run as data for machines, in the form of :mod:`~mla_conformance.report.form`."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.files.outputs import write_whole
-from mla_conformance.judging.record import Record
-from mla_conformance.report.summary import BackendSummary, CapabilitySummary, RunSummary
+import msgspec
 
-SCHEMA_NAME = "mla-conformance-report"
-SCHEMA_VERSION = 2
-SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
-_SAID = ("check", "clause", "message", "where", "explanation", "detail", "judged", "expectation")
-FAILURE_FIELDS = ("case", "status", *_SAID, "used")
-"""What a report tells of a failure; its replay line follows from it."""
+from mla_conformance.files.outputs import write_whole
+from mla_conformance.judging.record import EXPLORED, Record, written
+from mla_conformance.report.form import (
+    BackendForm,
+    CapabilityForm,
+    DeviationForm,
+    FailureForm,
+    RecordForm,
+    ReportForm,
+    Said,
+    SampledForm,
+)
+from mla_conformance.report.summary import BackendSummary, CapabilitySummary, RunSummary
 
 
 def report_json(run: RunSummary) -> dict[str, Any]:
     """The report as plain data; the keys are part of the interface."""
-    environment = dict(run.environment)
-    shard = run.shard
-    return {
-        "schema": SCHEMA,
-        "suite": environment.pop("suite"),
-        "environment": environment,
-        "cases": list(run.cases),
-        "shard": {"index": shard.index, "count": shard.count, "cases": list(shard.cases)} if shard else None,
-        "backends": {backend.name: _backend(backend) for backend in run.backends},
-    }
+    plain: dict[str, Any] = msgspec.to_builtins(report_form(run))
+    return plain
 
 
-def _backend(backend: BackendSummary) -> dict[str, Any]:
-    evidence = backend.evidence
-    return {
-        "status": backend.outcome,
-        "reference": backend.reference,
-        "reasons": list(backend.reasons),
-        "versions": backend.versions,
-        "evidence": evidence,
-        "emulated": backend.emulated,
-        "rounding": backend.rounding,
-        "deviations": [{"library": library, "adapter": adapter} for library, adapter in backend.deviations],
-        "capabilities": {c.name: _capability(c) for c in backend.capabilities},
-        "records": [_record(record, evidence) for record in backend.records],
-    }
+def report_form(run: RunSummary) -> ReportForm:
+    """The report of a run."""
+    return ReportForm(
+        suite=run.environment["suite"],
+        environment={name: value for name, value in run.environment.items() if name != "suite"},
+        cases=run.cases,
+        shard=run.shard,
+        backends={backend.name: _backend(backend) for backend in run.backends},
+    )
 
 
-def _capability(capability: CapabilitySummary) -> dict[str, Any]:
-    return {
-        "status": capability.outcome,
-        "listed": capability.listed,
-        "passed": capability.passed,
-        "failed": len(capability.failures),
-        "unsupported": capability.unsupported,
-        "unavailable": capability.unavailable,
-        "waived": capability.waived,
-        "not_run": capability.not_run,
-        "error_budget_used": number(capability.error_budget_used),
-        "failures": [_failure(record) for record in capability.failures],
-    }
+def _backend(backend: BackendSummary) -> BackendForm:
+    facts, evidence = backend.facts, backend.evidence
+    return BackendForm(
+        status=backend.outcome,
+        reference=facts.reference,
+        reasons=facts.reasons,
+        stopped=backend.stopped,
+        versions=facts.versions,
+        evidence=tuple(evidence),
+        emulated=facts.emulated,
+        rounding=facts.rounding,
+        deviations=tuple(DeviationForm(library=library, adapter=adapter) for library, adapter in facts.deviations),
+        fingerprint=facts.fingerprint,
+        capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
+        records=tuple(_record(record, evidence) for record in backend.records),
+    )
 
 
-def _failure(record: Record) -> dict[str, Any]:
-    data = record.to_json()
-    kept = {name: data[name] for name in FAILURE_FIELDS}
-    return {**kept, "used": _used(record), "replay": record.replay}
+def _capability(capability: CapabilitySummary) -> CapabilityForm:
+    return CapabilityForm(
+        **msgspec.structs.asdict(capability.counts),
+        status=capability.outcome,
+        error_budget_used=written(capability.error_budget_used),
+        failures=tuple(
+            FailureForm(case=record.case, status=record.status, replay=record.replay, **_said(record))
+            for record in capability.failures
+        ),
+    )
 
 
-def _record(record: Record, evidence: list[dict[str, str]]) -> dict[str, Any]:
-    """What every record has, without what is empty; what is said of a failure stands with its capability."""
-    data: dict[str, Any] = {"case": record.case, "status": record.status, "seconds": record.seconds}
-    if record.key != record.case:
-        data |= {"capability": record.capability, "cases": record.cases}
-    if record.sampled:
-        data["sampled"] = record.sampled
-    if record.evidence:
-        data["evidence"] = evidence.index(record.evidence)
-    if not record.failed:
-        told = record.to_json()
-        data |= {"used": _used(record)} if any(record.used.values()) else {}
-        data |= {name: told[name] for name in _SAID if told[name]}
-    return data
+def _record(record: Record, evidence: list[dict[str, str]]) -> RecordForm:
+    said = {} if record.failed else _said(record)
+    return RecordForm(
+        case=record.case,
+        status=record.status,
+        seconds=record.seconds,
+        evidence=evidence.index(record.evidence) if record.evidence else None,
+        capability=EXPLORED if record.key != record.case else "",
+        cases=record.cases,
+        sampled=SampledForm(**record.sampled) if record.sampled else None,
+        **said,
+    )
 
 
-def _used(record: Record) -> dict[str, float | str]:
-    return {rule: number(share) for rule, share in record.used.items()}
-
-
-def number(value: float) -> float | str:
-    """JSON has no NaN and no infinity; both are written as text that ``float`` reads."""
-    return value if math.isfinite(value) else str(value)
+def _said(record: Record) -> dict[str, Any]:
+    used = {rule: written(share) for rule, share in record.used.items()}
+    return {name: getattr(record, name) for name in Said.__struct_fields__} | {"used": used}
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -103,5 +97,6 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def to_text(data: dict[str, Any]) -> str:
-    """The text of a JSON file."""
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    """The text of a JSON file; what no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark."""
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -45,7 +45,7 @@ def _test(record: Record) -> ElementTree.Element:
     if record.failed:
         kind = "error" if record.status in _BROKEN else "failure"
         told = ElementTree.SubElement(test, kind, message=message, type=_text(record.check or record.status))
-        told.text = _text("\n".join(filter(None, (record.explanation, f"replay: {record.replay}", record.detail))))
+        told.text = _text("\n".join(filter(None, (*record.remarks, f"replay: {record.replay}", record.detail))))
     elif record.status is not Status.PASS:
         ElementTree.SubElement(
             test, "skipped", message=_text(": ".join(filter(None, (record.status, record.expectation, record.message))))

@@ -3,18 +3,27 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.sharding import Shard
-from mla_conformance.files.inputs import InputError, read_json_object
+from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import FAILURE_FIELDS, SCHEMA_NAME, SCHEMA_VERSION, report_json
+from mla_conformance.report.form import (
+    ENVIRONMENT,
+    SCHEMA_NAME,
+    SCHEMA_VERSION,
+    BackendForm,
+    FailureForm,
+    RecordForm,
+    ReportForm,
+    Said,
+)
+from mla_conformance.report.json_report import report_form
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-
-_T = TypeVar("_T")
-_TEXTS = ("check", "clause", "message", "explanation", "detail", "judged", "expectation")
 
 
 def load_report(path: Path) -> RunSummary:
@@ -24,104 +33,94 @@ def load_report(path: Path) -> RunSummary:
         InputError: unreadable, truncated, of another schema, malformed, or with counts that do not add up.
     """
     path = path / "report.json" if path.is_dir() else path
-    data = read_json_object(path)
-    _require_schema(path, data.get("schema"))
+    text = read_text(path)
+    _require_schema(path, decode(text, _Head, str(path)).schema)
+    report = decode(text, ReportForm, str(path))
     try:
-        run = _run(data, str(path))
-        rebuilt = json.loads(json.dumps(report_json(run)))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"{path}: malformed report: {type(error).__name__}: {error}") from error
-    for place, found, expected in differences(data, rebuilt):
+        run = _run(report, str(path))
+    except ValueError as error:
+        raise InputError(f"{path}: malformed report: {error}") from error
+    for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
         raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
     return run
 
 
-def _require_schema(path: Path, schema: Any) -> None:
-    name, _, version = str(schema).partition("/")
-    if name != SCHEMA_NAME or not (version.isascii() and version.isdecimal()):
-        raise InputError(f"{path}: expected a report with schema {SCHEMA_NAME}/{SCHEMA_VERSION}, got {schema!r}")
+_EXPECTED = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
+
+
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
+def _require_schema(path: Path, schema: str) -> None:
+    name, _, version = schema.partition("/")
+    if name != SCHEMA_NAME or not (version.isascii() and version.isdecimal() and len(version) < 9):
+        raise InputError(f"{path}: expected a report with schema {SCHEMA_NAME}/{SCHEMA_VERSION}, got {_brief(schema)}")
     if int(version) != SCHEMA_VERSION:
         age = "newer" if int(version) > SCHEMA_VERSION else "older"
         raise InputError(f"{path}: schema {schema} is {age} than {SCHEMA_NAME}/{SCHEMA_VERSION}, which is read here")
 
 
-def _run(data: dict[str, Any], source: str) -> RunSummary:
-    shard = _shard(data["shard"])
-    cases = tuple(data["cases"])
+def _run(report: ReportForm, source: str) -> RunSummary:
+    shard, cases = report.shard, report.cases
+    if shard and not 1 <= shard.index <= shard.count <= len(cases):
+        raise ValueError(f"there is no shard {shard}")
     own = shard.cases if shard else cases
     if len(set(cases)) < len(cases) or not set(own) <= set(cases):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
-    for case in cases:
-        Case.parse(case)
-    backends = tuple(_backend(name, part, own) for name, part in data["backends"].items())
-    environment = _texts({"suite": data["suite"], **data["environment"]})
-    return RunSummary(environment, backends, cases, shard, source)
+    missing = [name for name in ENVIRONMENT if name not in report.environment]
+    if missing:
+        raise ValueError(f"the environment lacks {', '.join(missing)}")
+    backends = tuple(_backend(name, part, own) for name, part in report.backends.items())
+    return RunSummary({"suite": report.suite, **report.environment}, backends, cases, shard, source)
 
 
-def _shard(data: Any) -> Shard | None:
-    if data is None:
-        return None
-    shard = Shard(_typed(data["index"], int), _typed(data["count"], int), tuple(data["cases"]))
-    if not 1 <= shard.index <= shard.count:
-        raise ValueError(f"there is no shard {shard}")
-    return shard
-
-
-def _typed(value: Any, kind: type[_T]) -> _T:
-    """The value, if it is of this type."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"expected a value of type {kind.__name__}, got {value!r}")
-    return value
-
-
-def _texts(data: dict[str, Any]) -> dict[str, str]:
-    """An object whose values are all text."""
-    return {name: _typed(value, str) for name, value in data.items()}
-
-
-def _backend(name: str, part: dict[str, Any], cases: Sequence[str]) -> BackendSummary:
+def _backend(name: str, part: BackendForm, cases: Sequence[str]) -> BackendSummary:
     records = list(_records(name, part))
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
-    listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part["capabilities"] else {})
-    return BackendSummary(
+    listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
+    facts = BackendFacts(
         name=name,
-        reasons=tuple(_typed(reason, str) for reason in _typed(part["reasons"], list)),
-        versions=_texts(part["versions"]),
-        emulated=_typed(part["emulated"], bool),
-        deviations=tuple((d["library"], d["adapter"]) for d in map(_texts, part["deviations"])),
-        rounding=_texts(part["rounding"]),
-        capabilities=() if part["reasons"] else summarise(records, listed),
-        reference=_typed(part["reference"], str),
+        reference=part.reference,
+        reasons=part.reasons,
+        versions=part.versions,
+        emulated=part.emulated,
+        deviations=tuple((deviation.library, deviation.adapter) for deviation in part.deviations),
+        rounding=part.rounding,
+        fingerprint=part.fingerprint,
     )
+    return BackendSummary(facts, () if part.reasons else summarise(records, listed), part.stopped)
 
 
-def _records(name: str, part: dict[str, Any]) -> Iterator[Record]:
-    failures = {
-        (capability, failure["case"]): failure
-        for capability, entry in part["capabilities"].items()
-        for failure in entry["failures"]
-    }
-    for data in part["records"]:
-        capability = data.get("capability", data["case"].partition(":")[0])
-        failure = failures.get((capability, data["case"]), {})
-        known = {key: failure[key] for key in FAILURE_FIELDS if key in failure} | data
-        yield _record(known | {"backend": name, "reference": part["reference"], "capability": capability}, part)
+def _records(name: str, part: BackendForm) -> Iterator[Record]:
+    failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
+    for entry in part.records:
+        capability = entry.capability or entry.case.partition(":")[0]
+        if entry.evidence is not None and entry.evidence >= len(part.evidence):
+            raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
+        Case.parse(entry.case)
+        said = _said(failures.get((capability, entry.case), entry))
+        if (said["judged"] is not None) != (entry.status in _EXPECTED):
+            raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
+        yield Record(
+            backend=name,
+            reference=part.reference,
+            capability=capability,
+            case=entry.case,
+            status=entry.status,
+            seconds=entry.seconds,
+            cases=entry.cases,
+            sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
+            evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
+            **said,
+        )
 
 
-def _record(known: dict[str, Any], part: dict[str, Any]) -> Record:
-    _texts({name: known[name] for name in _TEXTS if name in known})
-    if known.get("judged"):
-        Status(known["judged"])
-    found = {
-        "seconds": float(known["seconds"]),
-        "cases": _typed(known.get("cases", 1), int),
-        "used": {rule: float(share) for rule, share in known.get("used", {}).items()},
-        "where": {name: _typed(value, int) for name, value in known.get("where", {}).items()},
-        "evidence": _texts(part["evidence"][_typed(known["evidence"], int)]) if "evidence" in known else {},
-    }
-    return Record.from_json({**known, **found})
+def _said(entry: FailureForm | RecordForm) -> dict[str, Any]:
+    used = {rule: float(share) for rule, share in entry.used.items()}
+    return {name: getattr(entry, name) for name in Said.__struct_fields__} | {"used": used}
 
 
 def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:
@@ -129,7 +128,7 @@ def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tu
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in dict.fromkeys([*found, *expected]):
             yield from differences(found.get(key), expected.get(key), f"{place}.{key}")
-    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple) and len(found) == len(expected):
         for index, pair in enumerate(zip(found, expected, strict=True)):
             yield from differences(*pair, f"{place}[{index}]")
     elif found != expected:

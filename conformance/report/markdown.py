@@ -38,23 +38,20 @@ def _row(backend: BackendSummary) -> list[str]:
     sign = f"{SIGN[backend.outcome]} {backend.outcome.value.replace('_', ' ')}"
     if backend.reasons:
         return [_inline(backend.name), sign, "", "", "", "", "", _inline("; ".join(backend.reasons))]
-    capabilities = backend.capabilities
-    failing = ", ".join(c.name for c in capabilities if c.outcome is Outcome.FAIL)
+    failing = ", ".join(c.name for c in backend.capabilities if c.outcome is Outcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
-    for what, count in (("expected to fail", "waived"), ("unavailable", "unavailable")):
-        cases = sum(getattr(c, count) for c in capabilities)
-        notes += [f"{cases} {what}"] if cases else []
-    notes += ["emulated: never certified"] if backend.emulated else []
-    counts = [f"{sum(c.passed for c in capabilities)} / {sum(c.judged for c in capabilities)}"]
-    counts += [str(sum(len(c.failures) for c in capabilities)), str(sum(c.unsupported for c in capabilities))]
-    counts += [str(sum(c.not_run for c in capabilities)), f"{worst_of_passes(backend.records):.2f}"]
-    return [_inline(backend.name), sign, *counts, _inline("; ".join(notes))]
+    counts = backend.counts
+    notes += [f"{counts.waived} expected to fail"] if counts.waived else []
+    notes += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    notes += [backend.not_run] if backend.stopped and backend.not_run else []
+    notes += ["emulated: never certified"] if backend.facts.emulated else []
+    numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
+    return [_inline(backend.name), sign, *numbers, f"{worst_of_passes(backend.records):.2f}", _inline("; ".join(notes))]
 
 
 def _failure(record: Record) -> Iterator[str]:
     yield f"**{_inline(record.backend)} · {record.capability}** · {_inline(record.message)}"
-    if record.explanation:
-        yield f"<br>{_inline(record.explanation)}"
+    yield from (f"<br>{_inline(remark)}" for remark in record.remarks)
     yield from ("", "```sh", record.replay, "```", "")
 
 
@@ -77,7 +74,7 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(record: Record) -> str:
-    text = "\n".join(part for part in (record.message, record.explanation, f"replay: {record.replay}") if part)
+    text = "\n".join(filter(None, (record.message, *record.remarks, f"replay: {record.replay}")))
     return f"::error title={_property(f'{record.backend} {record.capability}')}::{_data(text)}"
 
 

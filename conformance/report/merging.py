@@ -1,10 +1,11 @@
 """The shards of one list put together again."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
@@ -46,8 +47,8 @@ def _traits(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, o
         yield key, first.environment.get(key), run.environment.get(key)
     yield "choice of backends", [b.name for b in first.backends], [b.name for b in run.backends]
     for mine, theirs in zip(first.backends, run.backends, strict=True):
-        for field in ("reference", "reasons", "versions", "emulated", "rounding", "deviations"):
-            yield f"{field} of {mine.name}", getattr(mine, field), getattr(theirs, field)
+        for field in fields(BackendFacts):
+            yield f"{field.name} of {mine.name}", getattr(mine.facts, field.name), getattr(theirs.facts, field.name)
 
 
 def _require_each_once(shards: Sequence[_Named]) -> None:
@@ -83,4 +84,5 @@ def _joined(parts: Sequence[BackendSummary], position: dict[str, int]) -> Backen
     first = parts[0]
     if first.reasons:
         return first
-    return replace(first, capabilities=summarise(records, count_by_capability(position)))
+    stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
+    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped)

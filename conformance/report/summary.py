@@ -5,10 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts
 
 
 class Outcome(StrEnum):
@@ -27,7 +30,7 @@ class CapabilitySummary:
 
     Attributes:
         name: the capability.
-        listed: cases that the run's list holds for it.
+        listed: cases that the run's list holds for it; drawn ones are not among them.
         records: what was run.
     """
 
@@ -35,44 +38,15 @@ class CapabilitySummary:
     listed: int
     records: tuple[Record, ...]
 
-    def count(self, *statuses: Status) -> int:
-        """Cases with one of these statuses."""
-        return sum(record.cases for record in self.records if record.status in statuses)
-
-    @property
-    def passed(self) -> int:
-        """Cases that were judged right."""
-        return self.count(Status.PASS)
+    @cached_property
+    def counts(self) -> Counts:
+        """What became of the cases."""
+        return Counts.of(self.records, self.listed)
 
     @property
     def failures(self) -> tuple[Record, ...]:
         """Cases that failed, crashed, hung, or could not be judged for a fault of the harness."""
         return tuple(record for record in self.records if record.failed)
-
-    @property
-    def unsupported(self) -> int:
-        """Cases that the backend declares unsupported."""
-        return self.count(Status.UNSUPPORTED)
-
-    @property
-    def judged(self) -> int:
-        """The denominator: cases that were to be judged, without those that the backend declares unsupported."""
-        return self.listed - self.unsupported
-
-    @property
-    def waived(self) -> int:
-        """Cases that failed as an expectation says."""
-        return self.count(Status.EXPECTED_FAILURE)
-
-    @property
-    def unavailable(self) -> int:
-        """Cases that could not be judged here, for want of memory."""
-        return self.count(Status.UNAVAILABLE)
-
-    @property
-    def not_run(self) -> int:
-        """Cases of the list without a record."""
-        return self.listed - self.count(*Status)
 
     @property
     def error_budget_used(self) -> float:
@@ -82,13 +56,14 @@ class CapabilitySummary:
     @property
     def outcome(self) -> Outcome:
         """A failure decides; then a case that was not run, or could not be; then whether anything was judged."""
-        if self.failures:
+        counts = self.counts
+        if counts.failed:
             return Outcome.FAIL
-        if self.not_run:
+        if counts.not_run:
             return Outcome.NOT_RUN
-        if self.unavailable:
+        if counts.unavailable:
             return Outcome.UNAVAILABLE
-        return Outcome.PASS if self.passed or self.waived else Outcome.UNSUPPORTED
+        return Outcome.PASS if counts.passed or counts.waived else Outcome.UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -96,24 +71,35 @@ class BackendSummary:
     """One backend.
 
     Attributes:
-        name: the backend.
-        reasons: why it is unavailable; empty if it was run.
-        versions: versions of its distributions.
-        emulated: it never counts as certified.
-        deviations: conventions of its library and what the adapter does about them.
-        rounding: the declared rounding classes.
-        capabilities: one entry per selected capability.
-        reference: what loads the backend again.
+        facts: what it is here.
+        capabilities: one entry per selected capability; none if it is unavailable.
+        stopped: why the rest of its cases was not run, or empty.
     """
 
-    name: str
-    reasons: tuple[str, ...]
-    versions: dict[str, str]
-    emulated: bool
-    deviations: tuple[tuple[str, str], ...]
-    rounding: dict[str, str]
-    capabilities: tuple[CapabilitySummary, ...]
-    reference: str = ""
+    facts: BackendFacts
+    capabilities: tuple[CapabilitySummary, ...] = ()
+    stopped: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return self.facts.name
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is unavailable; empty if it was run."""
+        return self.facts.reasons
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the cases of all capabilities."""
+        return sum((capability.counts for capability in self.capabilities), Counts())
+
+    @property
+    def not_run(self) -> str:
+        """How many cases have no verdict and why, in words; empty if all have one."""
+        missing = self.counts.not_run
+        return f"{missing} NOT RUN" + (f": {self.stopped}" if self.stopped else "") if missing else ""
 
     @property
     def records(self) -> list[Record]:
@@ -165,6 +151,11 @@ class RunSummary:
         return [record for backend in self.backends for record in backend.records]
 
     @property
+    def counts(self) -> Counts:
+        """What became of the cases of all backends."""
+        return sum((backend.counts for backend in self.backends), Counts())
+
+    @property
     def judged_cases(self) -> tuple[str, ...]:
         """Ids of the cases that this run was to judge."""
         return self.shard.cases if self.shard else self.cases
@@ -211,10 +202,7 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
     found: dict[str, list[Record]] = {name: [] for name in listed}
     for record in records:
         found.setdefault(record.capability, []).append(record)
-    return tuple(
-        CapabilitySummary(name, max(listed.get(name, 0), sum(record.cases for record in group)), tuple(group))
-        for name, group in found.items()
-    )
+    return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in found.items())
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record, describe_failure, detection
 from mla_conformance.report.summary import (
     BackendSummary,
@@ -39,12 +40,13 @@ def capability_text(capability: CapabilitySummary) -> str:
     """``name ✔ 12/12``, with what did not count."""
     if capability.outcome is Outcome.UNSUPPORTED:
         return f"{capability.name} – unsupported"
-    text = f"{capability.name} {SIGN[capability.outcome]} {capability.passed}/{capability.judged}"
-    if capability.unsupported:
-        text += f" ({capability.unsupported} unsupported)"
-    if capability.unavailable:
-        text += f" ({capability.unavailable} unavailable)"
-    return text + (f" ({capability.waived} expected to fail)" if capability.waived else "")
+    counts = capability.counts
+    text = f"{capability.name} {SIGN[capability.outcome]} {counts.passed}/{counts.judged}"
+    if counts.unsupported:
+        text += f" ({counts.unsupported} unsupported)"
+    if counts.unavailable:
+        text += f" ({counts.unavailable} unavailable)"
+    return text + (f" ({counts.waived} expected to fail)" if counts.waived else "")
 
 
 def backend_lines(backend: BackendSummary) -> Iterator[str]:
@@ -60,17 +62,23 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
             line = " " * len(name)
         line += text + "  "
     yield line.rstrip()
-    if backend.rounding:
-        yield " " * len(name) + declared(backend)
-    yield from (" " * len(name) + line for line in sampled(backend))
-    if backend.emulated:
-        yield " " * len(name) + "an emulated kernel: judged, never certified"
+    yield from (" " * len(name) + remark for remark in _remarks(backend))
 
 
-def declared(backend: BackendSummary) -> str:
-    """The rounding classes that the backend declares, all verified by the cases, and how many deviations."""
-    classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in backend.rounding.items())
-    return f"declares {classes}; {len(backend.deviations)} deviations, listed in the report"
+def _remarks(backend: BackendSummary) -> Iterator[str]:
+    if backend.stopped and backend.not_run:
+        yield backend.not_run
+    if backend.facts.rounding:
+        yield declared(backend.facts)
+    yield from sampled(backend)
+    if backend.facts.emulated:
+        yield "an emulated kernel: judged, never certified"
+
+
+def declared(facts: BackendFacts) -> str:
+    """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
+    classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.rounding.items())
+    return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
 
 
 def sampled(backend: BackendSummary) -> Iterator[str]:
@@ -88,18 +96,15 @@ def sampled(backend: BackendSummary) -> Iterator[str]:
 def capability_lines(records: Sequence[Record]) -> Iterator[str]:
     """Backends and capabilities of a bare list of records, as at the end of a pytest run."""
     for name, group in by_backend(records).items():
-        yield from backend_lines(BackendSummary(name, (), {}, False, (), {}, summarise(group, {})))
+        yield from backend_lines(BackendSummary(BackendFacts(name), summarise(group, {})))
 
 
 def closing_line(run: RunSummary) -> str:
     """The worst use of the error budget and the counts."""
-    capabilities = [capability for backend in run.backends for capability in backend.capabilities]
-    failed = sum(len(c.failures) for c in capabilities)
-    unsupported = sum(c.unsupported for c in capabilities)
-    not_run = sum(c.not_run for b in run.backends if not b.reasons for c in b.capabilities)
-    judged = sum(record.cases for record in run.records)
-    line = f"worst error {worst_of_passes(run.records):.2f} of budget · {judged} run · {failed} failed"
-    return f"{line} · {unsupported} unsupported (declared)" + (f" · {not_run} NOT RUN" if not_run else "")
+    counts = run.counts
+    line = f"worst error {worst_of_passes(run.records):.2f} of budget · {counts.run} run · {counts.failed} failed"
+    missing = f" · {counts.not_run} NOT RUN" if counts.not_run else ""
+    return f"{line} · {counts.unsupported} unsupported (declared){missing}"
 
 
 def failure_lines(run: RunSummary) -> Iterator[str]:

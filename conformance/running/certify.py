@@ -24,10 +24,11 @@ from mla_conformance.isolation.devices import jit_caches, visible_gpus
 from mla_conformance.isolation.journal import JOURNAL_LOST, Journal
 from mla_conformance.isolation.limits import machine_memory
 from mla_conformance.isolation.watchdog import WORKERS_FOLDER
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.golden_cache import FOLDER_VARIABLE
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
-from mla_conformance.running.plan import plan_of
+from mla_conformance.running.plan import fingerprint, plan_of
 from mla_conformance.running.selection import Selection
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -210,20 +211,23 @@ class Run:
         return self.expectations.apply(record, facts(environment(self.selection), versions))
 
     def _backend(self, subject: Subject, records: list[Record]) -> BackendSummary:
-        if subject.unavailable:
-            reasons, reference = tuple(subject.unavailable), subject.backend.reference
-            return BackendSummary(subject.name, reasons, {}, False, (), {}, (), reference)
-        declaration = subject.declaration
-        return BackendSummary(
-            name=subject.name,
-            reasons=(),
-            versions=subject.versions(),
-            emulated=declaration.emulated,
-            deviations=tuple(map(astuple, declaration.deviations)),
-            rounding=subject.rounding,
-            capabilities=summarise(records, self.expected),
-            reference=subject.backend.reference,
-        )
+        return BackendSummary(facts_of(subject), () if subject.unavailable else summarise(records, self.expected))
+
+
+def facts_of(subject: Subject) -> BackendFacts:
+    """What a report tells of a subject."""
+    reference = subject.backend.reference
+    if subject.unavailable:
+        return BackendFacts(subject.name, reference, tuple(subject.unavailable))
+    return BackendFacts(
+        subject.name,
+        reference,
+        versions=subject.versions(),
+        emulated=subject.declaration.emulated,
+        deviations=tuple(map(astuple, subject.declaration.deviations)),
+        rounding=subject.rounding,
+        fingerprint=fingerprint(subject),
+    )
 
 
 def default_workers(selection: Selection) -> int:
@@ -241,7 +245,7 @@ def environment(selection: Selection) -> dict[str, str]:
         "tier": selection.tier.value,
         "device": describe_device(selection.device),
         "compute_capability": _compute_capability(selection.device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "platform": sys.platform,
     }

@@ -40,7 +40,7 @@ def plan_of(selection: Selection, arguments: Sequence[str], shard: Shard | None)
         "device": selection.device.type,
         "device_name": describe_device(selection.device),
         "tier": selection.tier.value,
-        "backends": {subject.backend.reference: _fingerprint(subject) for subject in selection.subjects},
+        "backends": {subject.backend.reference: fingerprint(subject) for subject in selection.subjects},
         "capabilities": {name: _case_list(selection, name) for name in selection.capabilities},
         "cases": [case.id for case in selection.cases],
         "explore": selection.explore,
@@ -95,7 +95,7 @@ def _changed(old: dict[str, str], new: dict[str, str]) -> list[str]:
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def _fingerprint(subject: Subject) -> str:
+def fingerprint(subject: Subject) -> str:
     """What tells that a backend is still the same: its file, or its distributions' versions."""
     location = subject.backend.reference.rpartition(":")[0]
     if location.endswith(".py"):

@@ -1,0 +1,65 @@
+"""How the cases of a list ended, counted: the only place where statuses become numbers."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import FAILED, Status
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Counts(Struct, frozen=True):
+    """Cases by what became of them; all but ``listed`` exclude each other and add up to it.
+
+    Attributes:
+        listed: cases of the list.
+        passed: judged right.
+        failed: failed, crashed, hung, passed against an expectation, or not judged for a fault of the harness.
+        unsupported: declared unsupported.
+        unavailable: not judged here, for want of memory.
+        waived: failed as an expectation says.
+        not_run: without a record.
+    """
+
+    listed: Number = 0
+    passed: Number = 0
+    failed: Number = 0
+    unsupported: Number = 0
+    unavailable: Number = 0
+    waived: Number = 0
+    not_run: Number = 0
+
+    @staticmethod
+    def of(records: Iterable[Record], listed: int = 0) -> "Counts":
+        """The counts of records, of which a list wants ``listed`` at least; a record may stand for several cases."""
+        found: dict[str, int] = {}
+        for record in records:
+            name = _NAMES[record.status]
+            found[name] = found.get(name, 0) + record.cases
+        run = sum(found.values())
+        return Counts(listed=max(listed, run), not_run=max(listed - run, 0), **found)
+
+    @property
+    def run(self) -> int:
+        """Cases with a verdict."""
+        return self.listed - self.not_run
+
+    @property
+    def judged(self) -> int:
+        """The denominator: cases that were to be judged, without those that are declared unsupported."""
+        return self.listed - self.unsupported
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in Counts.__struct_fields__))
+
+
+_NAMES = {
+    Status.PASS: "passed",
+    Status.UNSUPPORTED: "unsupported",
+    Status.UNAVAILABLE: "unavailable",
+    Status.EXPECTED_FAILURE: "waived",
+    **dict.fromkeys(FAILED, "failed"),
+}

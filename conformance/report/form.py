@@ -1,0 +1,117 @@
+"""The form of ``report.json``, by name and type; ``mla-conformance report schema`` prints it as a JSON Schema."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.record import Confirmation, Share, Used
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts, Number
+from mla_conformance.report.summary import Outcome
+
+SCHEMA_NAME = "mla-conformance-report"
+SCHEMA_VERSION = 3
+SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
+ENVIRONMENT = ("tier", "device", "torch")
+"""What of the environment every view shows."""
+
+_CaseList = Annotated[tuple[str, ...], Meta(extra_json_schema={"uniqueItems": True})]
+_Texts = dict[str, str]
+
+
+class _Form(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Said(_Form, frozen=True, kw_only=True):
+    """What is said of a case beyond its status."""
+
+    check: Annotated[str, Meta(description="What failed.")] = ""
+    clause: Annotated[str, Meta(description="Clause of SPEC.md.")] = ""
+    message: str = ""
+    where: Annotated[dict[str, int], Meta(description="Position of the worst element.")] = field(default_factory=dict)
+    used: Used = field(default_factory=dict)
+    explanation: Annotated[str, Meta(description="What it looks like beside the known defects.")] = ""
+    detail: Annotated[str, Meta(description="Traceback, if any.")] = ""
+    judged: Annotated[Status | None, Meta(description="Status before an expectation was applied.")] = None
+    expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
+    confirmation: Annotated[Confirmation, Meta(description="Whether a failure repeats in a fresh process.")] = ""
+    after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
+
+
+class FailureForm(Said, frozen=True, kw_only=True):
+    """A failure, with all that is said of it."""
+
+    case: str
+    status: Status
+    replay: Annotated[str, Meta(description="The command that runs the case again.")]
+
+
+class SampledForm(_Form, frozen=True, kw_only=True):
+    """Judged rows, rows of the batch, and how many were drawn at random."""
+
+    rows: Number
+    of: Annotated[int, Meta(ge=1, le=2**53)]
+    drawn: Number
+
+
+class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True):
+    """A case that was run, without what is empty; what is said of a failure stands with its capability."""
+
+    case: str
+    status: Status
+    seconds: Annotated[float, Meta(ge=0)]
+    evidence: Annotated[Number | None, Meta(description="Index into the backend's evidence.")] = None
+    capability: Annotated[Literal["", "explored"], Meta(description="Of drawn cases, which stand in no list.")] = ""
+    cases: Annotated[int, Meta(ge=1, le=2**53, description="How many drawn cases it stands for.")] = 1
+    sampled: SampledForm | None = None
+
+
+class CapabilityForm(Counts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One capability of one backend."""
+
+    status: Outcome
+    error_budget_used: Share
+    failures: tuple[FailureForm, ...]
+
+
+class DeviationForm(_Form, frozen=True, kw_only=True):
+    """A convention of a library that differs from the contract, and what the adapter does about it."""
+
+    library: str
+    adapter: str
+
+
+class BackendForm(_Form, frozen=True, kw_only=True):
+    """One backend."""
+
+    status: Outcome
+    reference: Annotated[str, Meta(description="What --backend takes.")]
+    reasons: Annotated[tuple[str, ...], Meta(description="Why it is unavailable; empty if it was run.")]
+    stopped: Annotated[str, Meta(description="Why the rest of its cases was not run, or empty.")]
+    versions: _Texts
+    evidence: Annotated[tuple[_Texts, ...], Meta(description="What the library says of the kernels that ran.")]
+    emulated: bool
+    rounding: _Texts
+    deviations: tuple[DeviationForm, ...]
+    fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
+    capabilities: dict[str, CapabilityForm]
+    records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
+
+
+class ReportForm(_Form, frozen=True, kw_only=True):
+    """A run of mla-conformance certify."""
+
+    schema: Annotated[str, Meta(extra_json_schema={"const": SCHEMA})] = SCHEMA
+    suite: Annotated[str, Meta(description="Version of the suite and its case list.")]
+    environment: Annotated[_Texts, Meta(extra_json_schema={"required": ENVIRONMENT})]
+    cases: Annotated[_CaseList, Meta(description="Ids of the whole case list, of all shards.")]
+    shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
+    backends: dict[str, BackendForm]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of ``report.json``."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(ReportForm)}
