@@ -66,6 +66,11 @@ class Capability:
     needs_cuda: bool = False
     captures: bool = False
 
+    @property
+    def profile(self) -> str:
+        """What it asks of a device, in the names of must-pass profiles; empty if nothing."""
+        return "graph" if self.captures else "cuda" if self.needs_cuda else ""
+
     def select(self, tier: Tier) -> tuple[Case, ...]:
         """The cases of a tier."""
         if tier is Tier.SMOKE:

@@ -11,6 +11,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
     SCHEMA_NAME,
@@ -44,6 +45,9 @@ def load_report(path: Path) -> RunSummary:
     return run
 
 
+_EXPECTED = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
+
+
 class _Head(msgspec.Struct):
     schema: str = ""
 
@@ -59,13 +63,11 @@ def _require_schema(path: Path, schema: str) -> None:
 
 def _run(report: ReportForm, source: str) -> RunSummary:
     shard, cases = report.shard, report.cases
-    if shard and not 1 <= shard.index <= shard.count:
+    if shard and not 1 <= shard.index <= shard.count <= len(cases):
         raise ValueError(f"there is no shard {shard}")
     own = shard.cases if shard else cases
     if len(set(cases)) < len(cases) or not set(own) <= set(cases):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
-    for case in cases:
-        Case.parse(case)
     missing = [name for name in ENVIRONMENT if name not in report.environment]
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
@@ -98,6 +100,10 @@ def _records(name: str, part: BackendForm) -> Iterator[Record]:
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
+        Case.parse(entry.case)
+        said = _said(failures.get((capability, entry.case), entry))
+        if (said["judged"] is not None) != (entry.status in _EXPECTED):
+            raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
         yield Record(
             backend=name,
             reference=part.reference,
@@ -108,7 +114,7 @@ def _records(name: str, part: BackendForm) -> Iterator[Record]:
             cases=entry.cases,
             sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
             evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
-            **_said(failures.get((capability, entry.case), entry)),
+            **said,
         )
 
 

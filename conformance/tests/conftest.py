@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
@@ -31,7 +32,7 @@ def write_report(tmp_path: Path) -> Callable[..., Path]:
         counts = count_by_capability(listed)
         backends = tuple(
             BackendSummary(
-                backend, (), {"torch": "2.13.0"}, False, (), {}, summarise(group, counts), group[0].reference
+                BackendFacts(backend, group[0].reference, versions={"torch": "2.13.0"}), summarise(group, counts)
             )
             for backend, group in by_backend(records).items()
         )

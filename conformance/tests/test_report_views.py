@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
@@ -56,10 +57,9 @@ class Page(HTMLParser):
 
 def nasty_run() -> RunSummary:
     record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL, NASTY, "lse", "4.2", explanation=NASTY)
-    failing = BackendSummary(
-        "B'", (), {}, True, ((NASTY, NASTY),), {}, summarise([record], {"lse": 2}), "my file.py:B'"
-    )
-    absent = BackendSummary("C", (NASTY,), {}, False, (), {}, ())
+    facts = BackendFacts("B'", "my file.py:B'", emulated=True, deviations=((NASTY, NASTY),))
+    failing = BackendSummary(facts, summarise([record], {"lse": 2}))
+    absent = BackendSummary(BackendFacts("C", reasons=(NASTY,)))
     return RunSummary(ENVIRONMENT, (failing, absent), ("lse:q=[1]", "lse:q=[2]"))
 
 
@@ -132,7 +132,7 @@ def test_annotations_are_one_escaped_line_each() -> None:
     assert error.endswith(f"replay: {nasty_run().records[0].replay}") and warning.startswith(
         "::warning title=C unavail"
     )
-    odd = BackendSummary("a: b, 50%", ("x",), {}, False, (), {}, ())
+    odd = BackendSummary(BackendFacts("a: b, 50%", reasons=("x",)))
     assert annotations(RunSummary(ENVIRONMENT, (odd,))).startswith("::warning title=a%3A b%2C 50%25 unavailable::x")
 
 
@@ -182,7 +182,7 @@ def test_the_page_shows_expected_failures_with_their_reason() -> None:
     waived = replace(
         run.records[0],
         status=Status.EXPECTED_FAILURE,
-        judged="fail",
+        judged=Status.FAIL,
         expectation="mine: known & filed",
         used={"lse": 9.0},
     )
@@ -217,7 +217,7 @@ def test_distributions_and_closest_count_passes_only() -> None:
     used = [{"element": 0.5, "lse": 0.2}, {"element": 1.0}, {"element": 0.049}]
     records = [Record("B", "B", "lse", f"lse:q=[{i}]", Status.PASS, used=share) for i, share in enumerate(used)]
     records.append(Record("B", "B", "lse", "lse:q=[9]", Status.FAIL, used={"element": 7.0}))
-    backend = BackendSummary("B", (), {}, False, (), {}, summarise(records, {"lse": 4}))
+    backend = BackendSummary(BackendFacts("B"), summarise(records, {"lse": 4}))
     element, lse = distributions(backend)
     assert (element.rule, element.bins[0], element.bins[10], element.bins[19], sum(element.bins)) == (
         "element",
