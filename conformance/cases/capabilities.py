@@ -73,7 +73,7 @@ def _entry(
     probes_refusals: bool = False,
     needs: str = "",
 ) -> Capability:
-    built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
+    built = tuple(Case.of(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
     return Capability(name, clause, definition, built, _smoke(built), probes_refusals, needs)
 
 

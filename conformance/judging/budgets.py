@@ -6,7 +6,7 @@ import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.problems.kept import Kept
-from mla_conformance.problems.problem import segments
+from mla_conformance.problems.operands import segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import (
     Roundoffs,

@@ -9,7 +9,8 @@ from mla_conformance.judging.budgets import forget_budgets
 from mla_conformance.judging.golden_cache import GoldenCache
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
-from mla_conformance.problems.problem import Problem, forget_problems, segments, start_loc
+from mla_conformance.problems.operands import segments, start_loc
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 
@@ -40,10 +41,9 @@ def expect(problem: Problem) -> Expectation:
 
 
 def forget() -> None:
-    """Compute golden results and budgets, and build the problems that they belong to, anew from here on."""
+    """Compute golden results and budgets anew from here on."""
     _cache.forget()
     forget_budgets()
-    forget_problems()
 
 
 def _timed(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
@@ -53,8 +53,8 @@ def _timed(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ..
 
 
 def _compute(problem: Problem, rows: JudgedRows) -> tuple[tuple[AttentionState, ...], AttentionState | None]:
-    states = tuple(_golden(problem, rows, call.question(problem)) for call in problem.calls)
-    if not problem.is_merged:
+    states = tuple(_golden(problem, rows, call.question()) for call in problem.calls)
+    if not problem.case.is_merged:
         return states, None
     return states, _golden(problem, rows, problem.whole or _unchunked(problem))
 

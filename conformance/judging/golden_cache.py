@@ -26,7 +26,12 @@ FOLDER_VARIABLE = "MLA_CONFORMANCE_GOLDEN_CACHE"
 KEPT_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden states may keep, by type of device; the last one is kept in any case."""
 
-_SOURCES = ("cases/case.py", "cases/hazards.py", "judging/golden.py", "judging/judged_rows.py", "problems/*.py")
+_SOURCES = (
+    *(f"cases/{name}.py" for name in ("case", "grammar", "cached", "prefill", "decode", "layer", "hazards")),
+    "judging/golden.py",
+    "judging/judged_rows.py",
+    "problems/*.py",
+)
 """What the inputs of a problem and its judged rows come from, beside the reference."""
 
 States = tuple[tuple[AttentionState, ...], AttentionState | None]

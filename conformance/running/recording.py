@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 PROPERTY = "mla_conformance"
 _LOST = "mla_conformance_journal_lost"
 DIED = "the process died during this case"
-MISLED = "an earlier kernel of this process wrote over the inputs of this case; its replay decides"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
@@ -38,12 +37,9 @@ def record_of(
 ) -> Record:
     """The record of a finished trial, with what a failure looks like, or the traceback of a fault of the harness."""
     from mla_conformance.driving.phases import spent
-    from mla_conformance.trials.execute import failing
 
     if excinfo is not None and not isinstance(excinfo.value, Nonconformance | pytest.skip.Exception):
         trial.verdict = _undecided(excinfo.value)
-    elif failing(trial.verdict) and trial.was_misled():
-        trial.verdict = Verdict(Status.HARNESS_ERROR, MISLED)
     record = replace(identity(trial).with_verdict(trial.verdict, round(seconds, 4)), evidence=evidence, phases=spent())
     if record.status is Status.HARNESS_ERROR:
         return replace(record, detail=str(report.longrepr))

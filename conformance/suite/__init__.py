@@ -1,4 +1,4 @@
 """The conformance suite: one test per capability, each reading case → run → judge; run it with ``pytest --pyargs``.
 
-Imports from: problems, judging, trials.
+Imports from: cases, problems, judging, trials.
 """

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.problem import build_problem, segments
+from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.operands import segments
 from mla_conformance.problems.transform import overwrite, regroup, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 

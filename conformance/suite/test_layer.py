@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.problems.build import build_problem
 from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
 from mla_conformance.trials.layer_graph import replays
 from mla_conformance.trials.layer_packed import loads_packed
@@ -33,6 +34,7 @@ def test_weight_absorption(trial: Trial) -> None:
 @pytest.mark.capability("prefill_decode_agreement")
 def test_prefill_decode_agreement(trial: Trial) -> None:
     trial.conforms(step="as decodes")
+    assert isinstance(trial.case, LayerCase)
     as_prefills = build_problem(replace(trial.case, decodes=0), trial.subject.device)
     trial.conforms(as_prefills, step="the same tokens as prefills")
 

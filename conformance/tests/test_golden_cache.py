@@ -9,8 +9,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging import golden_cache
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.golden_cache import FOLDER_VARIABLE, GoldenCache, States
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.kept import Kept
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 
 CPU = torch.device("cpu")

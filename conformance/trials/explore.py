@@ -90,7 +90,7 @@ class Exploration:
     def _declared(self, configuration: tuple[str, str]) -> bool:
         dims, dtype = configuration
         try:
-            Trial(self.subject, Case(capability=DRAWN[0], q=(1,), dims=dims, dtype=dtype)).require_support()
+            Trial(self.subject, Case.of(capability=DRAWN[0], q=(1,), dims=dims, dtype=dtype)).require_support()
         except Nonconformance as outcome:
             return outcome.verdict.status is not Status.UNSUPPORTED
         return True

@@ -14,7 +14,8 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import expect
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.launch import cut, guarded, invoke, observed, prepare, tensors
 from mla_conformance.trials.trial import Trial
 
@@ -93,8 +94,6 @@ def _load(static: Problem, other: Problem) -> Problem:
     theirs = other.caller_owned
     for name, buffer in static.caller_owned.items():
         buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
-    if static.metadata is not None:
-        return replace(static, metadata=_with_host_lengths(static.metadata, other.metadata))
     mine: Any = static.calls[0]
     call: Any = other.calls[0]
     return replace(static, calls=(replace(mine, metadata=_with_host_lengths(mine.metadata, call.metadata)),))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, one_line, run_calls
 from mla_conformance.driving.phases import phase
@@ -17,8 +16,9 @@ from mla_conformance.judging.golden import expect
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes, wait_for_memory
-from mla_conformance.problems.problem import Problem, build_problem, was_overwritten
+from mla_conformance.problems.problem import Problem
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Trial:
         for problem in (self.problem, other):
             expect(problem)
         for instance, problem in ((first, self.problem), (second, other)):
-            problem.calls[0].prepare(instance, problem)
+            problem.calls[0].prepare(instance)
         for instance, problem in ((first, self.problem), (second, other)):
             self.judged(problem, run_calls(instance, problem, prepare=False), "after another instance was prepared")
 
@@ -136,16 +136,6 @@ class Trial:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self._settle(verdict)
         return observation
-
-    def was_misled(self) -> bool:
-        """Whether the case's own problem, judged last, was another before the backend was called.
-
-        Asked of a failure only: it builds the problem anew.
-        """
-        problem = self.last_problem
-        if problem is None or problem.key != self.case.id or (self.last is not None and self.last.device_lost):
-            return False
-        return was_overwritten(problem)
 
     def must_refuse(self, reasons: list[str]) -> None:
         """The backend rejects this configuration, so a call must raise before it launches anything."""
@@ -177,18 +167,8 @@ class Trial:
         self._settle(failed(check, f"declared unsupported ({declared}), but it ran and returned {result}"))
 
     def other_problem(self) -> Problem:
-        """The same configuration with other lengths and values, for tests of state.
-
-        A decode keeps its query lengths, since several tokens a request are another configuration, and has another
-        scale of its cache.
-        """
-        q, kv, kscale = self.case.q, tuple(reversed(self.case.kv)), self.case.kscale
-        if self.case.role is Role.PREFILL:
-            q = tuple(length + 3 for length in reversed(q))
-        else:
-            kv, kscale = tuple(length + 3 for length in kv), 3 * kscale
-        other = replace(self.case, q=q, kv=kv, kscale=kscale, seed=self.case.seed + 1)
-        return build_problem(other, self.subject.device)
+        """The same configuration with other lengths and values, for tests of state."""
+        return build_problem(self.case.varied(), self.subject.device)
 
     def relaid_problem(self) -> Problem:
         """The same values in another memory layout."""
