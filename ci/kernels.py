@@ -14,11 +14,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
 from mla_conformance.driving.subject import Subject
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 
 _CASES = {
-    Role.PREFILL: Case(capability="lse", q=(5, 130)),
-    Role.DECODE: Case(capability="streams", call="decode", q=(1, 1), kv=(2000, 130), page=64, heads=16),
+    Role.PREFILL: Case.of(capability="lse", q=(5, 130)),
+    Role.DECODE: Case.of(capability="streams", call="decode", q=(1, 1), kv=(2000, 130), page=64, heads=16),
 }
 
 
@@ -34,7 +34,7 @@ def kernels(name: str, device: torch.device) -> list[str]:
     backend, call = subject.create(problem.case), problem.calls[0]
     run_calls(backend, problem)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call.invoke(backend, problem, None)
+        call.invoke(backend, None)
         torch.cuda.synchronize(device)
     return sorted({event.key for event in profile.key_averages()})
 

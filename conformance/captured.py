@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.problems.problem import TORCH_DTYPES
+from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
@@ -31,7 +31,7 @@ def case_of_call(backend: Any, metadata: Any, arguments: Mapping[str, Any], valu
     lengths = _query_lens(metadata)
     chunk = arguments.get("chunk_idx")
     asked = _new_tokens(metadata, arguments, values) if chunk is None else _context_chunk(metadata, chunk)
-    return Case(
+    return Case.of(
         dtype=_DTYPE_NAMES[q.dtype],
         dims=_dims(backend),
         heads=q.shape[1],

@@ -10,11 +10,11 @@ from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import operations_of
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 
 _CASES = {
-    "cpu": Case(capability="new_tokens", heads=4, q=(512,), layout="packed"),
-    "cuda": Case(capability="new_tokens", heads=16, q=(16384,), layout="packed"),
+    "cpu": Case.of(capability="new_tokens", heads=4, q=(512,), layout="packed"),
+    "cuda": Case.of(capability="new_tokens", heads=16, q=(16384,), layout="packed"),
 }
 _CEILING_SIZE = {"cpu": 1024, "cuda": 8192}
 
@@ -40,7 +40,7 @@ def throughput(device: torch.device) -> Iterator[str]:
 def _seconds(subject: Subject, case: Case) -> Timing:
     problem = build_problem(case, subject.device)
     backend, call = subject.create(case), problem.calls[0]
-    backend.prepare_metadata(problem.metadata)
+    call.prepare(backend)
     return timed(
         lambda: backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=True), subject.device
     )

@@ -2,3 +2,7 @@
 
 Imports from: files.
 """
+
+from mla_conformance.cases import decode, layer, prefill
+
+__all__ = ["decode", "layer", "prefill"]  # a role is known by the module that holds its cases

@@ -85,7 +85,7 @@ def _entry(
     *cases: Callable[[], Iterable[Fields]],
     **further: Any,
 ) -> Capability:
-    built = tuple(Case(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
+    built = tuple(Case.of(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
     return Capability(name, clause, definition, built, _smoke(built), **further)
 
 

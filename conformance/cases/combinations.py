@@ -10,6 +10,7 @@ from typing import Any
 
 from mla_conformance.cases.case import Call, Case, CaseError, Layout
 from mla_conformance.cases.covering import Combination, Row, choose, cover, covered, required
+from mla_conformance.cases.prefill import PrefillCase
 
 PAIRS, TRIPLES = 2, 3
 COMBINATIONS = "combinations"
@@ -75,7 +76,7 @@ def case_of(row: Row) -> Case:
     call, (new, context) = row["call"], _LENGTHS[row["lengths"]]
     values = {name: value for part in row for name, value in _FIELDS[part][row[part]].items()}
     kv = () if call == Call.NEW_TOKENS else context
-    return Case(**{"capability": COMBINATIONS, "q": new, "kv": kv, **values})
+    return PrefillCase(**{"capability": COMBINATIONS, "q": new, "kv": kv, **values})
 
 
 def row_of(case: Case) -> Row:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from mla_conformance.cases.case import Call, Order
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.layer import Order
 from mla_conformance.cases.prefill_caselists import Fields, Lengths, each
 
 _LATENT = {"dims": "32-16-32-64", "heads": 2}

@@ -1,10 +1,10 @@
 """Simpler cases: what to try in the place of a failing one, the boldest step first."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from mla_conformance.cases.case import Case, CaseError, Order
+from mla_conformance.cases.case import Case, CaseError
 
 _STRUCTURE = {"capability", "call", "q", "kv", "heads", "dims"}
 _SMALL = "small"
@@ -26,27 +26,16 @@ def _steps(case: Case) -> Iterator[dict[str, Any]]:
     if case.dims != _SMALL:
         yield {"dims": _SMALL}
     yield from ({"heads": heads} for heads in _smaller(case.heads, 1))
-    default = Case(capability=case.capability, call=case.call, q=(1,), kv=(0,))
-    for field in fields(case):
-        if field.name not in _STRUCTURE:
-            yield {field.name: getattr(default, field.name)}
+    yield from ({name: default} for name, default in case.defaults().items() if name not in _STRUCTURE)
     yield from _shorter(case, "q", 1)
     yield from _shorter(case, "kv", 0)
 
 
 def _fewer_requests(case: Case) -> Iterator[dict[str, Any]]:
     """Without half of the requests, a quarter, and so on down to one."""
-    count = len(case.q)
-    first = 0 if case.order == Order.DECODES_FIRST else count - case.decodes
-    decoding, size = range(first, first + case.decodes), count // 2
+    size = len(case.q) // 2
     while size:
-        for start in range(0, count, size):
-            kept = [i for i in range(count) if not start <= i < start + size]
-            yield {
-                "q": tuple(case.q[i] for i in kept),
-                "kv": tuple(case.kv[i] for i in kept) if case.kv else (),
-                "decodes": sum(i in decoding for i in kept),
-            }
+        yield from (case.without(range(start, start + size)) for start in range(0, len(case.q), size))
         size //= 2
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.cases.prefill import PrefillCase
 
 CONFIGURATIONS = tuple(
     (dims, dtype)
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn, capabilities: Sequence[str], configurations: Sequence
     kv = draw(st.lists(_LENGTHS, min_size=len(q), max_size=len(q))) if capability != Call.NEW_TOKENS else []
     dims, dtype = draw(st.sampled_from(configurations))
     page, workspace = draw(_chunking(len(q))) if capability == Call.CHUNKED_CONTEXT else (16, 256)
-    return Case(
+    return PrefillCase(
         capability=capability,
         dtype=dtype,
         dims=dims,

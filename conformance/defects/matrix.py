@@ -25,7 +25,7 @@ from mla_conformance.judging.golden import expect
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.policies import POLICIES, Golden, twice_low_precision
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 from mla_conformance.trials.execute import execute, failing
 from mla_conformance.trials.trial import Trial
 

@@ -97,12 +97,12 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
 
 
 def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
-    out = _output_buffer(problem, call)
+    out = call.output_buffer()
     poison_allocator((*call.q.shape[:2], call.width), problem.output_dtype, problem.device, problem.case.poison)
     try:
         if prepare:
-            call.prepare(backend, problem)
-        value = call.invoke(backend, problem, out)
+            call.prepare(backend)
+        value = call.invoke(backend, out)
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
     except (Exception, SystemExit) as error:
@@ -110,23 +110,15 @@ def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall,
     return Returned(call, value, out=out, miswritten=call.wrong_writes())
 
 
-def _output_buffer(problem: Problem, call: AttentionCall) -> Guarded | None:
-    case = problem.case
-    if call.chunk_idx is not None or not (case.out or case.quant == "fp8"):
-        return None
-    dtype = torch.float8_e4m3fn if case.quant == "fp8" else problem.output_dtype
-    return Guarded.allocate((call.q.shape[0], case.heads, call.width), dtype, problem.device)
-
-
 def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -> State | None:
     """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
-    if not problem.is_merged or len(returned) != len(problem.calls):
+    if not problem.case.is_merged or len(returned) != len(problem.calls):
         return None
     if not all(_is_state(part, problem) for part in returned):
         return None
     rows = problem.query_start_loc[-1]
     new, *chunks = [(part.value[0][:rows], part.value[1][:, :rows]) for part in returned]
-    combine = merge if problem.case.merge == "golden" else partial(_own_merge, backend)
+    combine = partial(_own_merge, backend) if problem.case.own_merge else merge
     return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
 
 

@@ -14,11 +14,11 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mla_conformance.cases.case import Case, Order
+from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.problems.layer_weights import Linear, PackedLinear
 
 if TYPE_CHECKING:
-    from mla_conformance.problems.layer_problem import LayerCall
+    from mla_conformance.problems.layer_call import LayerCall
 
 
 class Layer:
@@ -33,7 +33,7 @@ class Layer:
     impl: Any
     metadata: Any
 
-    def __init__(self, backend: Any, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, backend: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> None:
         self.backend, self._case, self._device = backend, case, device
         self.config = _config(case, dtype)
         spec = MLAAttentionSpec(
@@ -91,7 +91,7 @@ class Layer:
 
     def attention_layer(self) -> Any:
         """The module that holds the scales; tensors and their twins on the host, all different but the keys'."""
-        k_scale = self._case.kscale / 1e6
+        k_scale = self._case.cache_scale
         scales = {"q": 0.7, "k": k_scale, "v": 1.9}
         tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
         floats = {f"_{name}_scale_float": x for name, x in scales.items()}
@@ -129,7 +129,7 @@ class Layer:
         )
 
 
-def _config(case: Case, dtype: torch.dtype) -> LayerConfig:
+def _config(case: LayerCase, dtype: torch.dtype) -> LayerConfig:
     """A configuration whose workspace has the case's tokens, and whose decodes may be as long as the case's.
 
     The workspace is eight times the longest sequence that the configuration admits.

@@ -8,7 +8,7 @@ from mla_conformance.backends.declaration import Declaration, LseClass, Precisio
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.cases.case import Case, Order
+from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.driving.selector_config import decode_config, prefill_config
 
 _COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
@@ -35,7 +35,7 @@ def layer_declaration(layer: Any) -> Declaration:
     )
 
 
-def layer_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+def layer_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
     """What of ``case`` a layer or one of its kernels declares unsupported."""
     reasons = reasons_of(
         layer.validate_configuration(
@@ -61,7 +61,7 @@ def _kernels(layer: Any) -> list[Any]:
     return [kernel for kernel in named if kernel is not None]
 
 
-def _kernel_reasons(layer: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
     prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
     reasons: list[str] = []
     if prefill is not None and case.decodes < len(case.q):

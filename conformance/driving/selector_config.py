@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 
 
@@ -13,9 +13,9 @@ def prefill_config(case: Case, dtype: torch.dtype) -> MLAPrefillSelectorConfig:
     return MLAPrefillSelectorConfig(dtype=dtype, mla_dimensions=case.dimensions)
 
 
-def decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
+def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConfig:
     """For the decodes of a case, which are all of its requests or some of a layer's batch."""
-    queries = case.decode_queries if case.role is Role.LAYER else case.q
+    queries = case.decode_queries
     return MLADecodeSelectorConfig(
         dtype=dtype,
         kv_cache_dtype=case.cache,
@@ -24,5 +24,5 @@ def decode_config(case: Case, dtype: torch.dtype) -> MLADecodeSelectorConfig:
         qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
         max_query_len=max(queries),
         uniform=len(set(queries)) == 1,
-        dcp_world_size=case.ranks,
+        dcp_world_size=case.dcp_world_size,
     )

@@ -20,11 +20,14 @@ from mla_conformance.backends.references import BackendReference, parse_referenc
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.device_needs import device_reasons
 from mla_conformance.driving.layer import Layer
 from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
 from mla_conformance.driving.selector_config import decode_config, prefill_config
-from mla_conformance.problems.problem import TORCH_DTYPES
+from mla_conformance.problems.operands import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -154,17 +157,23 @@ class Subject:
         needs = find_capability(case.capability).needs
         if needs and not getattr(self.declaration_of(case.role), needs):
             return [f"not declared {needs}"]
-        if case.role is Role.LAYER:
-            reasons = layer_reasons(self.layer_class, case, dtype, self.capability)
-        elif case.role is Role.DECODE:
-            reasons = reasons_of(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
-        else:
-            reasons = self._unsupported_prefill(case, dtype)
+        reasons = self._refused(case, dtype)
         return reasons or device_reasons(case, self.device, self.class_of(case.role))
 
-    def _unsupported_prefill(self, case: Case, dtype: torch.dtype) -> list[str]:
+    def _refused(self, case: Case, dtype: torch.dtype) -> list[str]:
+        """What the class of the case's role declares unsupported, whatever the device has."""
+        match case:
+            case LayerCase():
+                return layer_reasons(self.layer_class, case, dtype, self.capability)
+            case DecodeCase():
+                return reasons_of(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
+            case PrefillCase():
+                return self._refused_prefill(case, dtype)
+        raise TypeError(f"no driver for {type(case).__name__}")
+
+    def _refused_prefill(self, case: PrefillCase, dtype: torch.dtype) -> list[str]:
         reasons = reasons_of(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
-        if case.merge == "own" and not hasattr(self.prefill_class, "merge_attn_states"):
+        if case.own_merge and not hasattr(self.prefill_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "fp8" and not reasons:
             try:
@@ -177,11 +186,14 @@ class Subject:
 
     def create(self, case: Case, vllm_config: Any = None) -> Any:
         """A new instance of the case's role for its head dims and scale."""
-        if case.role is Role.LAYER:
-            return Layer(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
-        if case.role is Role.DECODE:
-            return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
-        return self.create_prefill(case, vllm_config)
+        match case:
+            case LayerCase():
+                return Layer(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+            case DecodeCase():
+                return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
+            case PrefillCase():
+                return self.create_prefill(case, vllm_config)
+        raise TypeError(f"no driver for {type(case).__name__}")
 
     def create_prefill(self, case: Case, vllm_config: Any = None) -> MLAPrefillBackend:
         """A new prefill instance for the case's head dims and scale."""

@@ -44,10 +44,10 @@ class CaseQuery:
         return capability == self.capability
 
     def matches(self, case: Case) -> bool:
-        """Whether the query names this case."""
+        """Whether the query names this case; a field that its role does not have matches no value."""
         if self._names_one:
             return case.id == self.text
-        return self._covers(case.capability) and all(getattr(case, name) == value for name, value in self.fields)
+        return self._covers(case.capability) and all(getattr(case, name, None) == value for name, value in self.fields)
 
     @property
     def is_stale(self) -> bool:

@@ -22,7 +22,6 @@ from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
 DECODE = "decode"
-_DECODE_PAGE = 64
 
 
 def profile_of(case: Case) -> str:
@@ -30,30 +29,15 @@ def profile_of(case: Case) -> str:
     core = CORE if case.role is Role.PREFILL else DECODE
     if CAPABILITIES[case.capability].probes_refusals:
         return core
-    asked = [
+    asked = (
+        case.role if case.role is not Role.PREFILL else "",
         CAPABILITIES[case.capability].needs,
         f"dims_{case.dims}" if case.dims != "r1" else "",
         case.dtype if case.dtype != "bf16" else "",
-        "quant_output" if case.quant != "none" else "",
-        "own_merge" if case.merge != "golden" else "",
         CAPABILITIES[case.capability].profile,
-    ]
-    if case.role is Role.LAYER:
-        asked = ["layer", *asked, *_asked_of_decode(case)]
-    if case.role is Role.DECODE:
-        asked = [DECODE, *asked, *_asked_of_decode(case)]
+        *case.asks,
+    )
     return "+".join(filter(None, asked)) or CORE
-
-
-def _asked_of_decode(case: Case) -> list[str]:
-    """What a case asks for beyond one query token a request and a plain cache of pages of 64 tokens."""
-    several = "uniform" if len(set(case.q)) == 1 else "nonuniform"
-    return [
-        f"page_{case.page}" if case.page != _DECODE_PAGE else "",
-        case.cache if case.cache != "auto" else "",
-        several if max(case.q) > 1 else "",
-        "dcp" if case.ranks > 1 else "",
-    ]
 
 
 @dataclass(frozen=True)

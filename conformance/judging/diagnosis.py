@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.problems.problem import segments
+from mla_conformance.problems.operands import segments
 
 _CLOSE = 1e-3
 _LSE_FACTORS = {1 / math.log(2): "base 2, expected natural log", math.log(2): "converted from base 2 once too often"}

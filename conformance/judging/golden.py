@@ -41,8 +41,8 @@ class Expectation:
 def expect(problem: Problem) -> Expectation:
     """The golden result, computed in float64."""
     rows = choose_rows(problem)
-    states = tuple(_golden(problem, rows, call.question(problem)) for call in problem.calls)
-    merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.is_merged else None
+    states = tuple(_golden(problem, rows, call.question()) for call in problem.calls)
+    merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.case.is_merged else None
     return Expectation(rows, states, merged)
 
 

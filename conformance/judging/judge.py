@@ -21,7 +21,8 @@ from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.problem import Problem, segments
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
@@ -103,7 +104,7 @@ class _Judge:
 
     def _part(self, returned: Returned, golden: AttentionState) -> _Part:
         output, lse = _unpack(returned.value)
-        judged = lse if returned.call.judges_lse(self.problem) else None
+        judged = lse if returned.call.judges_lse else None
         return self._picked(returned.call.name, [returned.call], golden, output, judged)
 
     def _picked(
@@ -138,8 +139,7 @@ class _Judge:
 
     def _merged(self) -> Merged:
         """What merging the calls of the problem rounds."""
-        own = self.problem.case.merge == "own"
-        return Merged(merges=len(self.problem.calls) - 1, stored=own)
+        return Merged(merges=len(self.problem.calls) - 1, stored=self.problem.case.own_merge)
 
     def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
@@ -291,7 +291,7 @@ def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torc
     tokens = returned.call.q.shape[0]
     out_dtype = problem.output_dtype if returned.out is None else returned.out.view.dtype
     form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
-    if returned.call.returns_lse(problem):
+    if returned.call.returns_lse:
         form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
     return form
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_conformance.cases.case import Call, Case
-from mla_conformance.problems.problem import Problem, segments
+from mla_conformance.cases.case import Case
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.problem import Problem
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
 """Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200."""
@@ -90,20 +91,16 @@ def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) ->
         new: new tokens of each request.
         context: context tokens of each request.
     """
-    causal = 0.0 if case.call == Call.CONTEXT_CHUNK else sum(length * (length + 1) / 2 for length in new)
+    causal = sum(length * (length + 1) / 2 for length in new) if case.is_causal else 0.0
     pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
-    dims, rope = case.dimensions, case.dimensions.qk_rope_head_dim
-    absorbed = case.call == Call.DECODE
-    columns = 2 * case.kv_lora_rank + rope if absorbed else dims.qk_head_dim + dims.v_head_dim
-    merged = case.call == Call.CHUNKED_CONTEXT or case.ranks > 1
-    return 2.0 * columns * case.heads * pairs * (2 if merged else 1)
+    return 2.0 * case.columns * case.heads * pairs * (2 if case.is_merged else 1)
 
 
 def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
     """New tokens of each request, and what it attends to beside them."""
     new = [rows.stop - rows.start for rows in segments(problem.query_start_loc)]
     seen = [sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in problem.calls) for r in range(len(new))]
-    beside = new if problem.case.call != Call.CONTEXT_CHUNK else [0] * len(new)
+    beside = new if problem.case.is_causal else [0] * len(new)
     return new, [max(0, keys - tokens) for keys, tokens in zip(seen, beside, strict=True)]
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.problems.problem import Problem, segments
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.problem import Problem
 
 Rule = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -95,7 +96,7 @@ def _low_precision(problem: Problem, request: int) -> torch.Tensor:
     keys = list(segments(call.key_start_loc))[request]
     q, k, v = call.q[rows].transpose(0, 1), call.k[keys].transpose(0, 1), call.v[keys].transpose(0, 1)
     scores = (q @ k.mT * problem.case.softmax_scale).float()
-    if call.chunk_idx is None:
+    if problem.case.is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return (scores.softmax(-1).to(problem.dtype) @ v).transpose(0, 1)
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison, storage_bytes
 from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows
@@ -27,7 +27,7 @@ class CacheImage:
         latents: kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype.
     """
 
-    case: Case
+    case: CachedCase
     cache: torch.Tensor
     before: torch.Tensor
     after: torch.Tensor
@@ -65,10 +65,9 @@ class CacheImage:
 
     def _wrong_entries(self, slots: torch.Tensor) -> str:
         """Whether the entries that differ in their bytes also differ in what they mean."""
-        if self.case.cache == "auto":
+        if not self.case.holds_codes:
             return f"the entry of slot {int(slots[0])} of the cache is not the new token's latent"
-        dims = (self.case.kv_lora_rank, self.case.dimensions.qk_rope_head_dim)
-        scale = self.case.kscale / 1e6
+        codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, given_dtype(self.latents))
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
         expected = self._rows(self.after, chosen)
@@ -76,8 +75,8 @@ class CacheImage:
         for name, x, right, got in zip(
             ("latent", "rope key"),
             given,
-            decode_rows(expected, self.case.cache, scale, *dims, given_dtype(self.latents)),
-            decode_rows(found, self.case.cache, scale, *dims, given_dtype(self.latents)),
+            decode_rows(expected, *codes),
+            decode_rows(found, *codes),
             strict=True,
         ):
             allowed = (right.cpu() - x).abs() + _SLACK * x.abs()
@@ -118,7 +117,7 @@ class ExpectedCache:
         latents: kv_c [S, L] and k_pe [S, R] of all tokens.
     """
 
-    case: Case
+    case: CachedCase
     pages: Pages
     totals: tuple[int, ...]
     latents: tuple[torch.Tensor, torch.Tensor]

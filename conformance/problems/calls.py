@@ -1,14 +1,12 @@
 """Calls of a backend's interface, each also seen as attention of queries to keys and values."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from mla_conformance.problems.memory import Guarded
-
-if TYPE_CHECKING:
-    from mla_conformance.problems.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -34,28 +32,30 @@ class Question:
     dequantised: bool = False
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(ABC):
     """One call: the attention that it asks for, and how a backend is asked.
 
     Attributes:
-        chunk_idx: the context chunk of a prefill; None where queries attend causally.
         q: [T, N, D].
         k: [S, N, D], or [S, 1, D] shared by all heads.
         v: [S, N, V] or [S, 1, V].
+        query_start_loc: first query of each request, and the end.
         key_start_loc: first key of each request, and the end.
+        output_scale: float32 scalar; None where the output is not quantised.
     """
 
-    chunk_idx: int | None
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    query_start_loc: tuple[int, ...]
     key_start_loc: tuple[int, ...]
+    output_scale: torch.Tensor | None = None
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """How messages call it."""
-        return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
 
     @property
     def width(self) -> int:
@@ -67,21 +67,19 @@ class AttentionCall:
         """Merges of stored results that the call itself makes."""
         return 0
 
-    def wrong_writes(self) -> str:
-        """One sentence about memory that the last call should have written otherwise; empty if there is none."""
-        return ""
-
-    def returns_lse(self, problem: "Problem") -> bool:
+    @property
+    @abstractmethod
+    def returns_lse(self) -> bool:
         """Whether the backend is asked for the LSE."""
-        return problem.case.lse or self.chunk_idx is not None
 
-    def judges_lse(self, problem: "Problem") -> bool:
+    @property
+    def judges_lse(self) -> bool:
         """Whether the LSE that is returned counts."""
-        return self.returns_lse(problem)
+        return self.returns_lse
 
+    @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
-        return {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses."""
@@ -90,35 +88,22 @@ class AttentionCall:
             tensor.copy_(theirs[name])
         return self
 
-    def prepare(self, backend: Any, problem: "Problem") -> None:
-        """Hand over the metadata, if it was not handed over before the problem's first call."""
-        raise NotImplementedError
+    def output_buffer(self) -> Guarded | None:
+        """A fresh output tensor for the call; None where it takes none."""
+        return None
 
-    def invoke(self, backend: Any, problem: "Problem", out: Guarded | None) -> Any:
+    @abstractmethod
+    def prepare(self, backend: Any) -> None:
+        """Hand over what the backend must know before the call, if it was not handed over before an earlier one."""
+
+    @abstractmethod
+    def invoke(self, backend: Any, out: Guarded | None) -> Any:
         """Make the call; what the backend returns."""
-        raise NotImplementedError
 
-    def question(self, problem: "Problem") -> Question:
+    def wrong_writes(self) -> str:
+        """One sentence about memory that the last call should have written otherwise; empty if there is none."""
+        return ""
+
+    @abstractmethod
+    def question(self) -> Question:
         """The attention that the call computes."""
-        return Question(self.q, self.k, self.v, problem.query_start_loc, self.key_start_loc, self.chunk_idx is None)
-
-
-@dataclass(frozen=True)
-class PrefillCall(AttentionCall):
-    """A call of a prefill backend; widths P + R and V."""
-
-    def prepare(self, backend: Any, problem: "Problem") -> None:
-        """Once for all calls of a problem."""
-        if self is problem.calls[0]:
-            backend.prepare_metadata(problem.metadata)
-
-    def invoke(self, backend: Any, problem: "Problem", out: Guarded | None) -> Any:
-        """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``."""
-        if self.chunk_idx is not None:
-            return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
-        optional: dict[str, torch.Tensor] = {}
-        if out is not None:
-            optional["out"] = out.view
-        if problem.output_scale is not None:
-            optional["output_scale"] = problem.output_scale
-        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=problem.case.lse, **optional)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.cases.case import Case
 from mla_conformance.cases.hazards import Regime
+from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.problems.memory import poison
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
@@ -35,7 +35,7 @@ class LatentContext:
 
 
 def latent_context(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator, regime: Regime
+    case: PrefillCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator, regime: Regime
 ) -> LatentContext:
     """Write random latents into a paged cache with shuffled blocks and poisoned rest, plan, gather and up-project.
 
@@ -78,7 +78,7 @@ def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, n
 
 
 def _paged_cache(
-    case: Case, dtype: torch.dtype, device: torch.device, latents: Keys
+    case: PrefillCase, dtype: torch.dtype, device: torch.device, latents: Keys
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
     pages = [-(-length // case.page) for length in case.kv]

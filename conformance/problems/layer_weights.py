@@ -7,7 +7,7 @@ and decode see the same real operands, and a transposed or misplaced weight chan
 
 import torch
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.layer import LayerCase
 from mla_conformance.reference.projections import kv_b_proj
 
 _FACTORS = (1.0, -1.0, 0.5, -0.5)
@@ -43,7 +43,7 @@ class PackedLinear:
         return x @ (self.qweight.to(x.dtype) / 2).mT, None
 
 
-def selections(case: Case, generator: torch.Generator) -> torch.Tensor:
+def selections(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
     """[L, N, P + V] float64 of [W_UK; W_UV] for each head; P and V may not exceed L."""
     dims = case.dimensions
     widths = (dims.qk_nope_head_dim, dims.v_head_dim)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,20 +19,21 @@ TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "e4m3": getattr(torch, "float8_e4m3fn", None),
 }
 _SLICE_MARGIN = 16
+AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 class ProblemError(ValueError):
     """A case that no inputs can be built for."""
 
 
-class Draw:
+class Draw(Generic[AnyCase]):
     """The random numbers of a case: the same for every device, memory layout, chunking and dtype of the same shapes.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: AnyCase, device: torch.device) -> None:
         if case.data not in REGIMES:
             raise ProblemError(f"unknown data regime {case.data!r}; expected one of {', '.join(REGIMES)}")
         dtype = TORCH_DTYPES[case.dtype]

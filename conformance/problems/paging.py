@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison
 from mla_conformance.reference.kv_cache import write_rows
 
@@ -26,7 +26,7 @@ class Pages:
     block_table: torch.Tensor
 
 
-def write_pages(case: Case, entries: torch.Tensor, lengths: Sequence[int], device: torch.device) -> Pages:
+def write_pages(case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device) -> Pages:
     """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
 
     Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
@@ -47,12 +47,12 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
-def _poisoned(case: Case, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _poisoned(case: CachedCase, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     buffer = poison((blocks, case.layers, case.page, like.shape[1]), like.dtype, device, case.poison)
     return buffer[:, -1]
 
 
-def _block_table(case: Case, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _block_table(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[B, max blocks] int32; the last columns are past every request's last page."""
     table = _tails(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
     table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
@@ -61,7 +61,7 @@ def _block_table(case: Case, counts: torch.Tensor, order: torch.Tensor) -> torch
     return table
 
 
-def _tails(case: Case, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
+def _tails(case: CachedCase, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
     """What stands past the last page of each request."""
     if case.tails == "stale":
         return order[(torch.arange(requests)[:, None] + torch.arange(width)) % len(order)].int()

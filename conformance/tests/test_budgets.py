@@ -12,7 +12,7 @@ from mla_conformance.judging.budgets import Budget, budget_of, forget_budgets
 from mla_conformance.judging.golden import Expectation, expect, forget
 from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 from mla_conformance.reference.error_budget import Roundoffs, element_budget
 
 ROUNDING = roundoffs(torch.bfloat16, Rounding(), tolerance(), None, 7, dequantised=False)

@@ -11,11 +11,12 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import place_of, read_case, read_cases, write_case
+from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import run_calls
 from mla_conformance.driving.subject import Subject
 from mla_conformance.files.inputs import InputError
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]
@@ -61,7 +62,7 @@ def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> 
 def test_an_instance_is_captured_while_the_context_lasts(tmp_path: Path) -> None:
     case = Case.parse("new_tokens:q=[2]")
     backend, problem = Subject.of("EAGER", CPU).create(case), build_problem(case, CPU)
-    backend.prepare_metadata(problem.metadata)
+    problem.calls[0].prepare(backend)
     with capture(backend, tmp_path / "inside"):
         drive(case)
         assert not (tmp_path / "inside").exists()
@@ -83,7 +84,7 @@ def test_values_are_read_only_when_asked_for(tmp_path: Path) -> None:
         with capture(EagerPrefillBackend, tmp_path / str(values), values=values):
             drive(case)
         (captured,) = read_cases(tmp_path / str(values))
-        assert (captured.quant, captured.oscale) == ("fp8", scale)
+        assert isinstance(captured, PrefillCase) and (captured.quant, captured.oscale) == ("fp8", scale)
 
 
 def test_the_file_tells_strides_and_dtypes(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_the_environment_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_limit_and_a_full_disk_do_not_reach_the_engine(tmp_path: Path) -> None:
     with capture(EagerPrefillBackend, tmp_path / "few", limit=2):
         for tokens in (1, 2, 3):
-            drive(Case(capability="new_tokens", q=(tokens,)))
+            drive(Case.of(capability="new_tokens", q=(tokens,)))
     assert len(read_cases(tmp_path / "few")) == 2
     (tmp_path / "file").write_text("")
     with capture(EagerPrefillBackend, tmp_path / "file"), warnings.catch_warnings(record=True) as caught:

@@ -1,15 +1,19 @@
 """A case is its id: every case reads back from it, and every malformed id is refused by name."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CACHES, TAILS
 from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
-from mla_conformance.cases.case import CACHES, DTYPES, TAILS, Call, Case, CaseError, Layout
+from mla_conformance.cases.case import DTYPES, Call, Case, CaseError, Layout
+from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.cases.prefill import PrefillCase
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
@@ -20,9 +24,9 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))
     context = st.lists(st.integers(0, 300), min_size=len(lengths), max_size=len(lengths))
     numbers = st.integers(1, 5000)
-    return Case(
+    return Case.of(
         capability=draw(st.sampled_from(list(CAPABILITIES))),
-        call=draw(st.sampled_from([call for call in Call if call.role is Role.PREFILL])),
+        call=draw(st.sampled_from(PrefillCase.calls)),
         dtype=draw(st.sampled_from(DTYPES)),
         dims=draw(st.sampled_from(["r1", "glm", "small", "16-8-40-32", "128-0-128-512"])),
         heads=draw(numbers),
@@ -45,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
 def decodes(draw: st.DrawFn) -> Case:
     requests = draw(st.integers(1, 5))
     lengths = [draw(st.integers(1, 8)) for _ in range(requests)]
-    return Case(
+    return Case.of(
         capability=draw(st.sampled_from(list(CAPABILITIES))),
         call=Call.DECODE,
         q=tuple(lengths),
@@ -89,7 +93,7 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
 
 
 def test_defaults_stay_out_of_the_id() -> None:
-    assert Case(capability="lse", q=(3, 4)).id == "lse:q=[3,4]"
+    assert Case.of(capability="lse", q=(3, 4)).id == "lse:q=[3,4]"
     assert Case.parse("context_chunk:q=[3];kv=[0]").call == Call.CONTEXT_CHUNK
     assert Case.parse("chunked_context:call=new_tokens;q=[3]").call == Call.NEW_TOKENS
 
@@ -124,7 +128,8 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("context_chunk:q=[1,2];kv=[5]", "expects one context length per request, got q=[1, 2] kv=[5]"),
         ("decode:q=[1,0];kv=[5,5]", "at least one query token a request, got q=[1, 0]"),
         ("decode:q=[1]", "decode expects one context length per request"),
-        ("decode:q=[1];kv=[5];out=1", "decode has no output tensor"),
+        ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only prefill cases; got True"),
+        ("lse:q=[1];cache=fp8", "field cache: a prefill case has none, only decode and layer cases; got 'fp8'"),
         ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
         ("decode:q=[1];kv=[5];cache=fp8_ds_mla;dtype=fp32", "fp8_ds_mla holds 512 + 64 values of a 16-bit model"),
         ("decode:q=[1];kv=[5];ranks=0", "field ranks: expected a positive number, got 0"),
@@ -153,12 +158,26 @@ def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
 )
 def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CaseError) as caught:
-        Case.from_json({**Case(capability="lse", q=(3,)).to_json(), **change})
+        Case.from_json({**Case.of(capability="lse", q=(3,)).to_json(), **change})
     assert said in str(caught.value)
 
 
+def test_json_that_told_the_fields_of_every_role_is_read() -> None:
+    told = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
+    assert Case.from_json(told).id == "lse:q=[3]"
+    with pytest.raises(CaseError, match="field ranks: a prefill case has none, only decode cases; got 2"):
+        Case.from_json({**told, "ranks": 2})
+
+
+def test_a_case_is_of_the_role_of_its_call() -> None:
+    texts = ("lse:q=[1]", "lse:call=decode;q=[1];kv=[5]", "mixed_batch:call=layer;q=[1];kv=[5]")
+    assert [type(Case.parse(text)) for text in texts] == [PrefillCase, DecodeCase, LayerCase]
+    with pytest.raises(CaseError, match="field call: expected one of decode, got 'layer'"):
+        replace(Case.parse(texts[1]), call="layer")
+
+
 def test_json_without_a_capability_is_refused() -> None:
-    data = Case(capability="lse", q=(3,)).to_json()
+    data = Case.of(capability="lse", q=(3,)).to_json()
     del data["capability"]
     with pytest.raises(CaseError, match="expected a field 'capability'"):
         Case.from_json(data)

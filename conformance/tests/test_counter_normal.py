@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.problems import counter_normal, problem
+from mla_conformance.problems import counter_normal, prefill
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.counter_normal import fill_normal
-from mla_conformance.problems.problem import build_problem
 
 
 def test_mean_variance_and_kurtosis_are_those_of_a_normal_distribution() -> None:
@@ -34,7 +34,7 @@ def test_the_first_numbers_never_change() -> None:
 
 
 def test_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "_COUNTED_ELEMENTS", 1000)
+    monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1000)
     case = Case.parse("context_chunk:dims=small;heads=2;q=[3];kv=[200];data=needle")
     first, second = (build_problem(case, torch.device("cpu")).calls[0] for _ in range(2))
     assert torch.equal(first.k, second.k) and torch.equal(first.q, second.q)

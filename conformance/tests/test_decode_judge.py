@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.references import BackendReference
+from mla_conformance.cases.cached import CACHES, TAILS
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.cases.case import CACHES, TAILS, Call, Case, Layout
+from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 from mla_conformance.trials.execute import execute, failing
 from mla_conformance.trials.trial import Trial
 
@@ -340,7 +341,7 @@ def test_honest_kernels_pass_the_first_cases_of_every_capability(capability: str
 def drawn(draw: st.DrawFn) -> Case:
     requests = draw(st.integers(1, 3))
     dims = draw(st.sampled_from(["small", "r1", "64-64-128-256"]))
-    return Case(
+    return Case.of(
         capability="decode",
         q=tuple(draw(st.integers(1, 8)) for _ in range(requests)),
         kv=tuple(draw(st.integers(0, 70) | st.integers(0, 300)) for _ in range(requests)),

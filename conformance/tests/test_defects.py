@@ -32,7 +32,7 @@ from mla_conformance.defects.report import (
 )
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.policies import POLICIES, Golden, close, either, twice_low_precision
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 from mla_conformance.trials.execute import execute, failing
 from mla_conformance.trials.trial import Trial
 

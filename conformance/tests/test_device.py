@@ -81,7 +81,7 @@ def test_a_device_without_cuda_is_told_so(name: str) -> None:
 @pytest.mark.parametrize("far", ["q31", "k31", "v31"])
 def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[0], 2**14)))
-    case = Case(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
+    case = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
     run, judged = far_problem(case, CPU)
     spread, near = getattr(run.calls[0], far[0]), getattr(judged.calls[0], far[0])
     assert torch.equal(spread, near)
@@ -111,11 +111,11 @@ class WrapsAround(EagerPrefillBackend):
 
 
 def test_the_memory_that_a_case_needs_is_stated() -> None:
-    near = Case(capability="large_offsets", call="context_chunk", q=(40,), kv=(40,), heads=128, far="rows31")
+    near = Case.of(capability="large_offsets", call="context_chunk", q=(40,), kv=(40,), heads=128, far="rows31")
     assert 15 * 2**30 < needed_bytes(near) < 24 * 2**30
     assert needed_bytes(Case.parse(near.id.replace("31", "32"))) < 139 * 2**30
     with pytest.raises(CaseError, match="field far"):
-        Case(capability="large_offsets", q=(1,), far="k30")
+        Case.of(capability="large_offsets", q=(1,), far="k30")
 
 
 @needs_cuda

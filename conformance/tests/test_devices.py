@@ -147,12 +147,12 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
 
 
 def test_the_need_grows_with_the_case() -> None:
-    small, large = (memory_need(Case(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
+    small, large = (memory_need(Case.of(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
     assert 2**28 < small < 2**29 < large
 
 
 def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    far = Case(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far="k32")
+    far = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far="k32")
     near = replace(far, capability="context_chunk", far="none")
     assert memory_need(far, "cuda") - memory_need(near, "cuda") == needed_bytes(far)
     device = SimpleNamespace(total_memory=24 << 30)

@@ -16,7 +16,9 @@ from mla_conformance.judging.golden import expect
 from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.prefill_call import PrefillCall
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.quantization import quantize_e4m3
 from mla_conformance.trials.execute import execute
@@ -71,10 +73,11 @@ def test_golden_is_attention_to_the_widened_codes() -> None:
 
 
 def test_metadata_and_workspace_are_those_of_the_model() -> None:
-    metadata = built(CASES[2]).metadata
-    assert metadata is not None and metadata.chunked_context is not None
+    call = built(CASES[2]).calls[0]
+    assert isinstance(call, PrefillCall) and call.metadata.chunked_context is not None
+    metadata = call.metadata
     assert (metadata.q_data_type, metadata.output_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
-    assert metadata.chunked_context.workspace.dtype == torch.bfloat16
+    assert call.metadata.chunked_context.workspace.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])

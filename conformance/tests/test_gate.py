@@ -141,12 +141,9 @@ def test_profiles_follow_from_what_a_case_asks_for() -> None:
         "q=[1];kv=[5];page=64",
         "q=[2,2];kv=[5,5];page=64",
         "q=[1,2];kv=[5,5];page=16",
-        "q=[1];kv=[5];page=64;cache=fp8;dtype=fp16",
+        "q=[1];kv=[5];page=64;cache=fp8;dtype=fp16;ranks=3",
     )
-    found = [
-        profile_of(replace(Case.parse(f"decode:{text}"), ranks=ranks))
-        for text, ranks in zip(decodes, (1, 1, 1, 3), strict=True)
-    ]
+    found = [profile_of(Case.parse(f"decode:{text}")) for text in decodes]
     assert found == ["decode", "decode+uniform", "decode+page_16+nonuniform", "decode+fp16+fp8+dcp"]
     assert profile_of(Case.parse("refusals:call=decode;q=[1];kv=[5];dtype=fp64")) == "decode"
 

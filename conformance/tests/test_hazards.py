@@ -10,11 +10,16 @@ import torch
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.hazards import REGIMES
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.judging.golden import expect
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem, build_problem, segments
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.transform import overwrite, regroup, scale_values
 from mla_conformance.reference.attention import attention
 
@@ -26,7 +31,7 @@ HAZARDS = SPEC[SPEC.index("## 5 ") : SPEC.index("## 6 ")]
 def built(data: str, **fields: Any) -> Problem:
     """One request with 128 keys, unmasked, unless the fields say otherwise."""
     given = {"capability": "context_chunk", "dims": "small", "heads": 3, "q": (5,), "kv": (128,), "dtype": "fp32"}
-    return build_problem(Case(**{**given, "data": data, **fields}), CPU)
+    return build_problem(Case.of(**{**given, "data": data, **fields}), CPU)
 
 
 def logits(problem: Problem, request: int = 0, raw: bool = False) -> torch.Tensor:
@@ -35,7 +40,7 @@ def logits(problem: Problem, request: int = 0, raw: bool = False) -> torch.Tenso
     rows = list(segments(problem.query_start_loc))[request]
     keys = list(segments(call.key_start_loc))[request]
     scores = torch.einsum("tnd,snd->nts", call.q[rows].double(), call.k[keys].double())
-    if call.chunk_idx is None:
+    if problem.case.is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return scores if raw else scores * problem.case.softmax_scale
 
@@ -58,7 +63,7 @@ def test_a_needle_under_a_causal_mask_dominates_the_rows_that_see_it() -> None:
 
 
 def test_needles_of_a_chunked_case_sit_at_pages_and_chunks() -> None:
-    case = Case(capability="chunked_context", heads=6, q=(4,), kv=(200,), workspace=64, data="needle")
+    case = Case.of(capability="chunked_context", heads=6, q=(4,), kv=(200,), workspace=64, data="needle")
     problem = build_problem(case, CPU)
     new, *chunks = problem.calls
     k = torch.cat([*(chunk.k for chunk in chunks), new.k]).double()
@@ -176,7 +181,7 @@ def fresh(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
         query_start_loc=problem.query_start_loc,
         key_start_loc=call.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=call.chunk_idx is None,
+        causal=problem.case.is_causal,
     )
     return state.output, state.lse
 
@@ -241,7 +246,7 @@ def test_every_hazard_is_listed_once_and_numbered_without_gaps() -> None:
 
 def test_every_name_in_the_list_of_hazards_exists() -> None:
     listed = "\n".join(line for line in HAZARDS.splitlines() if not line.startswith("|"))
-    fields = set(Case.__dataclass_fields__)
+    fields = {name for role in (PrefillCase, DecodeCase, LayerCase) for name in role.defaults()}
     for name in re.findall(r"`([^`]+)`", listed):
         assert name.partition("=")[0] in {*REGIMES, *CAPABILITIES, *fields}, name
 

@@ -364,7 +364,7 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
 def plain_cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
     context = st.lists(st.integers(0, 150), min_size=len(lengths), max_size=len(lengths))
-    return Case(
+    return Case.of(
         capability="new_tokens",
         call=draw(st.sampled_from([Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT])),
         dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),

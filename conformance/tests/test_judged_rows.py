@@ -16,7 +16,7 @@ from mla_conformance.judging.locate import Place
 from mla_conformance.judging.needs import operations_of
 from mla_conformance.judging.record import detection
 from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.problems.problem import build_problem
+from mla_conformance.problems.build import build_problem
 from mla_conformance.reference.attention import attention
 from mla_conformance.trials.execute import execute
 from mla_conformance.trials.trial import Trial
@@ -84,7 +84,7 @@ def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
         query_start_loc=problem.query_start_loc,
         key_start_loc=call.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=call.chunk_idx is None,
+        causal=problem.case.is_causal,
     )
     torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)

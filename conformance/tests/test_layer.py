@@ -9,16 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.cases.case import CACHES, Case, CaseError, Order
+from mla_conformance.cases.cached import CACHES
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.cache_bytes import CacheImage
-from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import build_problem
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.trials.execute import execute
 from mla_conformance.trials.trial import Trial
@@ -30,6 +32,12 @@ WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];dec
 
 def verdict(case: Case, reference: str = EAGER) -> Verdict:
     return execute(Trial(Subject.of(reference, CPU), case))
+
+
+def writes() -> LayerCase:
+    case = Case.parse(WRITES)
+    assert isinstance(case, LayerCase)
+    return case
 
 
 def layer_call(text: str) -> LayerCall:
@@ -45,7 +53,7 @@ def batches(draw: st.DrawFn) -> Case:
     prefills = draw(st.lists(st.integers(5, 40), min_size=not decodes, max_size=2))
     order, cache = draw(st.sampled_from(list(Order))), draw(st.sampled_from(CACHES))
     q = decodes + prefills if order == Order.DECODES_FIRST else prefills + decodes
-    return Case(
+    return Case.of(
         capability=draw(st.sampled_from(["mixed_batch", "cache_write"])),
         call="layer",
         dims="r1" if cache == "fp8_ds_mla" else "32-16-32-64",
@@ -74,7 +82,7 @@ def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_both_orders_pass_with_drafted_decodes_and_rows_of_padding(order: Order, cache: str) -> None:
     q, kv = ((2, 3, 9), (30, 16, 40)) if order == Order.DECODES_FIRST else ((9, 2, 3), (40, 30, 16))
-    case = replace(Case.parse(WRITES), q=q, kv=kv, decodes=2, order=order, cache=cache, pad=4)
+    case = replace(writes(), q=q, kv=kv, decodes=2, order=order, cache=cache, pad=4)
     found = verdict(case)
     assert found.status is Status.PASS, found.message
 
@@ -246,7 +254,7 @@ def test_a_batch_larger_than_captured_must_be_refused_in_whatever_way(source: st
 def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first(source: str) -> None:
     first = verdict(Case.parse(WRITES), f"{source}:Present")
     assert (first.status, first.message) == (Status.UNSUPPORTED, "its builder takes no requests, prefills first")
-    other = replace(Case.parse(WRITES), q=(1, 5), kv=(15, 12), order=Order.DECODES_FIRST)
+    other = replace(writes(), q=(1, 5), kv=(15, 12), order=Order.DECODES_FIRST)
     found = verdict(other, f"{source}:Present")
     assert found.status is Status.PASS, found.message
 
@@ -272,7 +280,7 @@ def test_a_layer_class_has_the_roles_that_it_names_kernels_for() -> None:
         ("order=decodes_first", "expected more than 5, got q=[5, 1] with 1 decodes"),
         ("order=decodes_first;decodes=0", "expected more than 1, got q=[5, 1] with 0 decodes"),
         ("cache=fp8_ds_mla", "fp8_ds_mla holds 512 + 64 values of a 16-bit model, got (64, 16) of bf16"),
-        ("out=1", "layer has no output tensor"),
+        ("out=1", "field out: a layer case has none, only prefill cases; got True"),
     ],
 )
 def test_a_batch_that_no_layer_has_is_refused(changes: str, said: str) -> None:
@@ -292,7 +300,8 @@ def test_a_batch_that_no_layer_has_is_refused(changes: str, said: str) -> None:
 )
 def test_a_simpler_batch_decodes_what_decoded(batch: str, expected: set[tuple[tuple[int, ...], int]]) -> None:
     case = Case.parse(f"mixed_batch:call=layer;dims=32-16-32-64;{batch}")
-    fewer = {(simple.q, simple.decodes) for simple in simpler(case) if len(simple.q) < len(case.q)}
+    found = [simple for simple in simpler(case) if isinstance(simple, LayerCase)]
+    fewer = {(simple.q, simple.decodes) for simple in found if len(simple.q) < len(case.q)}
     assert expected <= fewer
 
 

@@ -15,7 +15,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.running.minimize import NothingToMinimize, minimize
 
-LARGE = Case(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
+LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
 WRONG = """
 import os, time
@@ -53,7 +53,7 @@ def test_every_step_is_simpler_and_valid() -> None:
     steps = list(simpler(LARGE))
     assert len(set(steps)) > 20 and LARGE not in steps
     assert all(len(step.q) == len(step.kv) and Case.parse(step.id) == step for step in steps)
-    assert list(simpler(Case(capability="lse", q=(1,), dims="small", heads=1))) == []
+    assert list(simpler(Case.of(capability="lse", q=(1,), dims="small", heads=1))) == []
 
 
 def test_only_the_same_failure_counts() -> None:
@@ -64,7 +64,7 @@ def test_only_the_same_failure_counts() -> None:
 
     minimum = minimize(LARGE, judge, limit=1000)
     assert minimum.complete and minimum.verdict.check is Check.LSE
-    expected = Case(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
+    expected = Case.of(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
     assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
 
 
@@ -82,7 +82,7 @@ def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsy
     case, found = "lse:q=[5,9,2];heads=2;data=needle;pad=2", tmp_path / "found.json"
     options = ["--backend", wrong, "--device", "cpu", "--timeout", "5", "--out", str(found)]
     assert main(["minimize", case, *options]) == 0
-    assert read_case(found) == Case(capability="lse", q=(7,), heads=1, dims="small")
+    assert read_case(found) == Case.of(capability="lse", q=(7,), heads=1, dims="small")
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("replay: ")]
     assert "fail: new tokens: LSE is" in printed

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.hazards import REGIMES
-from mla_conformance.problems import problem as problems
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem, ProblemError, build_problem, forget_problems
+from mla_conformance.problems.operands import ProblemError
+from mla_conformance.problems.prefill_call import PrefillCall
+from mla_conformance.problems.problem import Problem
 
 CPU = torch.device("cpu")
 CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"
@@ -26,13 +29,8 @@ def test_a_case_stands_for_the_same_bytes_each_time(text: str) -> None:
     torch.manual_seed(1)
     first = all_bytes(built(text))
     torch.manual_seed(2)
-    forget_problems()
     assert all_bytes(built(text)) == first
     assert all_bytes(built(f"{text};seed=1")) != first
-
-
-def layouts(problem: Problem) -> dict[str, tuple[object, ...]]:
-    return {name: (x.shape, x.stride(), x.storage_offset(), x.dtype) for name, x in problem.caller_owned.items()}
 
 
 @pytest.mark.parametrize(
@@ -44,28 +42,12 @@ def layouts(problem: Problem) -> dict[str, tuple[object, ...]]:
         "mixed_batch:call=layer;q=[1,4];kv=[9,5];decodes=1",
     ],
 )
-def test_a_problem_is_built_once_and_what_one_writes_another_does_not_see(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_problems()
+def test_what_one_writes_another_does_not_see(text: str) -> None:
     first = built(text)
-    before, laid_out, meant = all_bytes(first), layouts(first), [call.v.clone() for call in first.calls]
-    monkeypatch.delattr(problems, "_build")  # what is asked for again is there
+    before = all_bytes(first)
     for tensor in (*first.caller_owned.values(), *(call.v for call in first.calls)):
         storage_bytes(tensor).fill_(7)
-    second = built(text)
-    assert (second.key, second.case) == (first.key, first.case)
-    assert (all_bytes(second), layouts(second)) == (before, laid_out)
-    assert all(torch.equal(call.v, v) for call, v in zip(second.calls, meant, strict=True))
-
-
-def test_a_problem_above_the_bound_is_built_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "lse:dims=small;q=[5]"
-    monkeypatch.setattr(problems, "KEPT_BYTES", {"cpu": built(text).memory - 1})
-    forget_problems()
-    first = all_bytes(built(text))
-    monkeypatch.setitem(REGIMES, "normal", REGIMES["needle"])
-    assert all_bytes(built(text)) != first
+    assert all_bytes(built(text)) == before
 
 
 def test_v_is_the_second_half_of_a_projection() -> None:
@@ -82,22 +64,28 @@ def test_calls_have_the_shapes_of_the_interface() -> None:
     assert chunk.q.data_ptr() != 0 and torch.equal(chunk.q, new.q)
 
 
+def metadata_of(problem: Problem) -> MLACommonPrefillMetadata:
+    call = problem.calls[0]
+    assert isinstance(call, PrefillCall)
+    return call.metadata
+
+
 def test_the_chunks_hold_every_context_token_once() -> None:
     problem = built(CHUNKED)
-    context = problem.metadata.chunked_context if problem.metadata else None
+    context = metadata_of(problem).chunked_context
     assert context is not None and context.seq_lens.sum(0).tolist() == [40, 0, 20]
     assert len(problem.calls) == 1 + len(context.seq_tot)
 
 
 def test_unused_workspace_and_the_null_block_are_poisoned() -> None:
     problem = built(CHUNKED)
-    context = problem.metadata.chunked_context if problem.metadata else None
+    context = metadata_of(problem).chunked_context
     assert context is not None
     used = max(context.seq_tot)
     assert bool(context.workspace[used:].isnan().all()) and not bool(
         context.workspace[: context.seq_tot[-1]].isnan().any()
     )
-    assert problem.metadata is not None and problem.metadata.block_table[1].tolist() == [0, 0, 0]
+    assert metadata_of(problem).block_table[1].tolist() == [0, 0, 0]
     assert all(not call.k.isnan().any() and not call.v.isnan().any() for call in problem.calls)
 
 

@@ -16,8 +16,9 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
 from mla_conformance.judging.golden import Expectation, expect
+from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem, build_problem
+from mla_conformance.problems.problem import Problem
 
 Value = TypeVar("Value")
 

@@ -84,7 +84,7 @@ class _Exploration:
 
     def _declared(self, configuration: tuple[str, str]) -> bool:
         dims, dtype = configuration
-        case = Case(capability=self.capabilities[0], q=(1,), dims=dims, dtype=dtype)
+        case = Case.of(capability=self.capabilities[0], q=(1,), dims=dims, dtype=dtype)
         try:
             return not (self.subject.missing_role(case) or Trial(self.subject, case, self.context).unsupported())
         except Nonconformance:

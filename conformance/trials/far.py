@@ -14,7 +14,7 @@ import torch
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import Reach, rows_before
-from mla_conformance.problems.calls import PrefillCall
+from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.trials.launch import cut, guarded, observed, prepared_call
@@ -65,8 +65,8 @@ def _behind_others(near: Problem, rows: int) -> Problem:
     lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
     queries, keys = (tuple(accumulate(x, initial=0)) for x in lengths)
     chunk = ContextChunk((0, 0), lengths[1])
-    assert near.metadata is not None and near.metadata.chunked_context is not None
-    width = near.metadata.chunked_context.workspace.shape[1]
+    assert isinstance(call, PrefillCall) and call.metadata.chunked_context is not None
+    width = call.metadata.chunked_context.workspace.shape[1]
     metadata = prefill_metadata(
         lengths[0],
         block_table=torch.zeros(2, 1, dtype=torch.int32, device=near.device),
@@ -74,5 +74,5 @@ def _behind_others(near: Problem, rows: int) -> Problem:
         device=near.device,
         chunked_context=chunked_context_metadata([chunk], torch.empty(keys[-1], width), near.device),
     )
-    big = PrefillCall(call.chunk_idx, q, k, v, keys)
-    return replace(near, calls=(big,), metadata=metadata, query_start_loc=queries)
+    big = replace(call, q=q, k=k, v=v, query_start_loc=queries, key_start_loc=keys, metadata=metadata)
+    return replace(near, calls=(big,))

@@ -91,8 +91,6 @@ def _load(static: Problem, other: Problem) -> Problem:
     theirs = other.caller_owned
     for name, buffer in static.caller_owned.items():
         buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
-    if static.metadata is not None:
-        return replace(static, metadata=_with_host_lengths(static.metadata, other.metadata))
     mine: Any = static.calls[0]
     call: Any = other.calls[0]
     return replace(static, calls=(replace(mine, metadata=_with_host_lengths(mine.metadata, call.metadata)),))

@@ -12,12 +12,12 @@ from mla_conformance.trials.trial import Trial
 
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
-    problem.calls[0].prepare(backend, problem)
+    problem.calls[0].prepare(backend)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:
     """Make the problem's only call; what the backend returns, possibly still being computed."""
-    return problem.calls[0].invoke(backend, problem, None)
+    return problem.calls[0].invoke(backend, None)
 
 
 def prepared_call(backend: Any, problem: Problem) -> Any:

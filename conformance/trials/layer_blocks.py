@@ -6,7 +6,7 @@ import torch
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.trials.launch import guarded
@@ -15,8 +15,9 @@ from mla_conformance.trials.trial import Trial
 
 def shapes_cache(trial: Trial) -> None:
     """``get_kv_cache_shape`` names the entries that the layout has."""
-    call, case = trial.problem.calls[0], trial.case
+    call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
+    case = call.image.case
     blocks, page, width = call.image.cache.shape
     head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     shape_of = trial.backend.backend.get_kv_cache_shape

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import device_lost, poison
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.graph import captured
@@ -34,7 +34,7 @@ class LayerGraph:
         assert isinstance(call, LayerCall)
         self.size = call.query.shape[0]
         self._call = replace(call, **{name: getattr(call, name).clone() for name in ("query", "kv_c", "k_pe")})
-        call.prepare(self._layer, static)
+        call.prepare(self._layer)
         runner = self._layer.state.runner
         runner.graph_block_tables = np.zeros((self.size, self._layer.metadata.block_tables.shape[1] + 8), np.int32)
         runner.max_seq_len_to_capture = 2 * max(self._layer.metadata.seq_lens)
@@ -58,7 +58,7 @@ class LayerGraph:
 
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
-        problem.calls[0].prepare(self._layer, problem)
+        problem.calls[0].prepare(self._layer)
         try:
             self._fill_buffers()
         except torch.OutOfMemoryError:
@@ -82,7 +82,7 @@ class LayerGraph:
 
     def _load(self, problem: Problem, call: Any) -> None:
         """The batch's tensors into the buffers, its cache into the captured one."""
-        call.prepare(self._layer, problem)
+        call.prepare(self._layer)
         self._fill_buffers()
         self._layer.impl.prepare(self._metadata)
         for name in ("query", "kv_c", "k_pe"):
@@ -115,6 +115,7 @@ class LayerGraph:
 def replays(trial: Trial) -> None:
     """Batches of every size up to the captured one; the next larger one is refused, and runs without the graph."""
     case, size = trial.case, len(trial.case.q)
+    assert isinstance(case, LayerCase)
     graph = guarded(trial, "captured", lambda: LayerGraph(trial, trial.problem))
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
@@ -125,7 +126,7 @@ def replays(trial: Trial) -> None:
     graph.judge(_batch(trial, case, size, 6), "replayed after a call without the graph")
 
 
-def _batch(trial: Trial, case: Case, requests: int, seed: int) -> Problem:
+def _batch(trial: Trial, case: LayerCase, requests: int, seed: int) -> Problem:
     """The last so many requests in reverse order, with other values, and padding up to the captured number."""
     kv = tuple(reversed(case.kv))[:requests]
     other = replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mla_conformance.problems.layer_problem import LayerCall
+from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
 

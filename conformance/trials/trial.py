@@ -9,7 +9,6 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError, one_line
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.phases import Clock
@@ -131,7 +130,7 @@ class Trial:
             for instance, problem in ((self.backend, self.problem), (self.create(), other))
         ]
         for instance, problem, _ in both:
-            self.asked("prepare_metadata", partial(problem.calls[0].prepare, instance, problem))
+            self.asked("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
             observation = self.run(instance, problem, prepare=False)
             self.judged(problem, expectation, observation, "after another instance was prepared")
@@ -153,18 +152,8 @@ class Trial:
         return observation
 
     def other_problem(self) -> Problem:
-        """The same configuration with other lengths and values, for tests of state.
-
-        A decode keeps its query lengths, since several tokens a request are another configuration, and has another
-        scale of its cache.
-        """
-        q, kv, kscale = self.case.q, tuple(reversed(self.case.kv)), self.case.kscale
-        if self.case.role is Role.PREFILL:
-            q = tuple(length + 3 for length in reversed(q))
-        else:
-            kv, kscale = tuple(length + 3 for length in kv), 3 * kscale
-        other = replace(self.case, q=q, kv=kv, kscale=kscale, seed=self.case.seed + 1)
-        return self.build(other)
+        """The same configuration with other lengths and values, for tests of state."""
+        return self.build(self.case.varied())
 
     def relaid_problem(self) -> Problem:
         """The same values in another memory layout."""

@@ -1,99 +1,35 @@
 """From a layer case to its call: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_conformance.backends.layer.mla_requests import LayerRequest
-from mla_conformance.cases.case import Order
 from mla_conformance.cases.hazards import Site
-from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
-from mla_conformance.problems.calls import AttentionCall, Question
-from mla_conformance.problems.layer_weights import PackedLinear, as_linear, selections
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.cases.layer import LayerCase, Order
+from mla_conformance.problems.cache_bytes import ExpectedCache
+from mla_conformance.problems.layer_call import LayerCall
+from mla_conformance.problems.layer_weights import selections
+from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import write_pages
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, up_project
 
-if TYPE_CHECKING:
-    from mla_conformance.problems.problem import Problem
 
+def layer_problem(case: LayerCase, device: torch.device) -> Problem:
+    """The problem of a layer case: one call.
 
-@dataclass(frozen=True)
-class LayerCall(AttentionCall):
-    """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
-
-    Attributes:
-        query: [T, N·(P + R)], as handed over.
-        kv_c: [T, L].
-        k_pe: [T, 1, R].
-        weight: [L, N, P + V] float64 of ``kv_b_proj``.
-        packed: whether ``kv_b_proj`` holds codes under another name.
-        requests: the batch.
-        padding: rows of padding behind it; -1 where no graph is used.
-        padding_counts: whether the metadata counts these rows, as requests without tokens.
-        image: the cache before the call, and what it must hold after it.
-        chunks: context chunks that a prefill merges with its new tokens.
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner refuses the case.
     """
-
-    query: torch.Tensor
-    kv_c: torch.Tensor
-    k_pe: torch.Tensor
-    weight: torch.Tensor
-    requests: tuple[LayerRequest, ...]
-    padding: int
-    padding_counts: bool
-    image: CacheImage
-    chunks: int
-    packed: bool = False
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return "layer"
-
-    @property
-    def merges(self) -> int:
-        """Merges of stored results that a prefill with context takes."""
-        return self.chunks
-
-    def returns_lse(self, problem: "Problem") -> bool:
-        """A layer has none."""
-        return False
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        """The operands; the cache is written, so its bytes are compared with what they must be."""
-        return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
-
-    def prepare(self, backend: Any, problem: "Problem") -> None:
-        """Weights and metadata."""
-        dense = as_linear(self.weight, problem.dtype, problem.device)
-        backend.load(PackedLinear(dense) if self.packed else dense)
-        backend.prepare(self)
-
-    def invoke(self, backend: Any, problem: "Problem", out: Guarded | None) -> Any:
-        """``forward`` on the cache as it was before; its result by heads."""
-        self.image.reset()
-        result = backend.forward(self)
-        if not isinstance(result, torch.Tensor) or result.shape[0] != self.query.shape[0]:
-            return result
-        return result[: self.q.shape[0]].unflatten(-1, (problem.case.heads, -1))
-
-    def wrong_writes(self) -> str:
-        """What the last call wrote into the cache that it should not have, or failed to write."""
-        return self.image.difference()
-
-    def question(self, problem: "Problem") -> Question:
-        """Attention over keys and values as a prefill has them; a decode computes the same."""
-        codes = problem.case.cache != "auto"
-        return Question(self.q, self.k, self.v, problem.query_start_loc, self.key_start_loc, True, codes)
+    return Problem(case, case.id, device, (LayerBatch(case, device).call(),))
 
 
-class LayerBatch(Draw):
+class LayerBatch(Draw[LayerCase]):
     """The batch of a layer case."""
 
     @property
@@ -127,10 +63,10 @@ class LayerBatch(Draw):
         kv_c, k_pe = (self._new_tokens(x) for x in latents)
         expected = self._expected(latents)
         return LayerCall(
-            chunk_idx=None,
             q=q[: self.query_start_loc[-1]],
             k=k.to(self.device),
             v=v.to(self.device),
+            query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(self.totals),
             query=q.flatten(1).contiguous(),
             kv_c=kv_c,
@@ -146,9 +82,7 @@ class LayerBatch(Draw):
     @property
     def _prefills(self) -> list[bool]:
         """Whether each request of the case prefills."""
-        requests, decodes = len(self.case.q), self.case.decodes
-        front = requests - decodes if self.case.order == Order.PREFILLS_FIRST else decodes
-        return [(index < front) == (self.case.order == Order.PREFILLS_FIRST) for index in range(requests)]
+        return [index not in self.case.decoding for index in range(len(self.case.q))]
 
     @property
     def _contexts(self) -> list[int]:
@@ -164,8 +98,7 @@ class LayerBatch(Draw):
     def _keys(self, latents: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """k [S, N, P + R] and v [S, N, V] float64: what was stored, but the new tokens of a prefill as they came."""
         case = self.case
-        scale, dims = case.kscale / 1e6, (case.kv_lora_rank, case.dimensions.qk_rope_head_dim)
-        stored = decode_rows(self._entries(latents), case.cache, scale, *dims, self.dtype)
+        stored = decode_rows(self._entries(latents), case.cache, case.cache_scale, *case.latent_dims, self.dtype)
         as_new = self._rows_of_prefills()
         kv_c, k_pe = (
             torch.where(as_new.unsqueeze(1), new.double(), old) for new, old in zip(latents, stored, strict=True)
@@ -182,7 +115,7 @@ class LayerBatch(Draw):
         return torch.tensor([flag for request in flags for flag in request], dtype=torch.bool)
 
     def _entries(self, latents: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return encode(*latents, self.case.cache, self.case.kscale / 1e6)
+        return encode(*latents, self.case.cache, self.case.cache_scale)
 
     def _queries(self, k: torch.Tensor) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype; rows of padding are poison."""

@@ -1,117 +1,35 @@
 """From a decode case to calls: latents in a paged cache, on one rank or on several, absorbed queries, metadata."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self
+from functools import cached_property
 
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.case import Layout
+from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.hazards import Site
-from mla_conformance.problems.calls import AttentionCall, Question
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.calls import Question
+from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, lay_out, segments, start_loc
 from mla_conformance.problems.paging import write_pages
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.sharding import local_length, local_positions
-
-if TYPE_CHECKING:
-    from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.sharding import local_positions
 
 
-@dataclass(frozen=True)
-class DecodeCall(AttentionCall):
-    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R] and [S, 1, L] in float64.
+def decode_problem(case: DecodeCase, device: torch.device) -> Problem:
+    """The problem of a decode case: one call for each rank.
 
-    Attributes:
-        ql_nope: [T, N, L], as handed over.
-        q_pe: [T, N, R], as handed over.
-        kv_cache: [blocks, page, width].
-        k_scale: float32 scalar.
-        metadata: of the batch on this rank.
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
     """
-
-    ql_nope: torch.Tensor
-    q_pe: torch.Tensor
-    kv_cache: torch.Tensor
-    k_scale: torch.Tensor
-    metadata: MLACommonDecodeMetadata
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-        return "decode" if self.metadata.dcp_world_size == 1 else f"rank {self.metadata.dcp_rank}"
-
-    def returns_lse(self, problem: "Problem") -> bool:
-        """Always."""
-        return True
-
-    def judges_lse(self, problem: "Problem") -> bool:
-        """As the case says: one that is about outputs leaves the LSE to others."""
-        return problem.case.lse
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        """The operands, and every tensor of the metadata."""
-        named = {name: getattr(self, name) for name in ("ql_nope", "q_pe", "kv_cache", "k_scale")}
-        named |= {field.name: getattr(self.metadata, field.name) for field in fields(self.metadata)}
-        return {f"{name} of {self.name}": x for name, x in named.items() if isinstance(x, torch.Tensor)}
-
-    def overwritten(self, other: Self) -> Self:
-        """What the operands mean changes with them."""
-        return replace(super().overwritten(other), q=other.q, k=other.k, v=other.v)
-
-    def prepare(self, backend: Any, problem: "Problem") -> None:
-        """Before every call: each rank has metadata of its own."""
-        backend.prepare_metadata(self.metadata)
-
-    def invoke(self, backend: Any, problem: "Problem", out: Guarded | None) -> Any:
-        """``run_decode``."""
-        return backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
-
-    def question(self, problem: "Problem") -> Question:
-        """The attention that the call computes; on one of several ranks each query stands for itself.
-
-        There the causal bound refers to the whole sequence, so the keys that a query sees on this rank are the first
-        few, but not those of an aligned triangle.
-        """
-        quantised = problem.case.cache != "auto"
-        if self.metadata.dcp_world_size == 1:
-            return Question(self.q, self.k, self.v, problem.query_start_loc, self.key_start_loc, True, quantised)
-        seen = self._visible_keys(problem)
-        rows = torch.cat([torch.arange(keys.start, keys.stop, device=self.k.device) for keys in seen])
-        keys = start_loc([keys.stop - keys.start for keys in seen])
-        return Question(self.q, self.k[rows], self.v[rows], tuple(range(len(seen) + 1)), keys, False, quantised)
-
-    def _visible_keys(self, problem: "Problem") -> list[slice]:
-        """The keys of this rank that each query sees."""
-        assert self.metadata.dcp_tot_seq_lens is not None
-        share = partial(local_length, rank=self.metadata.dcp_rank, world_size=self.metadata.dcp_world_size)
-        share = partial(share, interleave=self.metadata.cp_kv_cache_interleave_size)
-        queries, totals = segments(problem.query_start_loc), self.metadata.dcp_tot_seq_lens.tolist()
-        return [
-            slice(first, first + share(max(0, total - rows.stop + row + 1)))
-            for rows, total, first in zip(queries, totals, self.key_start_loc, strict=False)
-            for row in range(rows.start, rows.stop)
-        ]
+    batch = DecodeBatch(case, device)
+    return Problem(case, case.id, device, batch.calls(), batch.whole)
 
 
-def regrouped_metadata(metadata: MLACommonDecodeMetadata, requests: Sequence[int]) -> MLACommonDecodeMetadata:
-    """Metadata of some of a batch's requests on one rank, in the given order; the maxima stay as they are."""
-    rows = list(requests)
-    query_lens = metadata.query_lens_cpu[rows]
-    return replace(
-        metadata,
-        block_table=metadata.block_table[rows],
-        seq_lens=metadata.seq_lens[rows],
-        query_start_loc=torch.tensor(start_loc(query_lens.tolist())).to(metadata.query_start_loc),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=metadata.seq_lens_cpu[rows],
-    )
-
-
-class DecodeBatch(Draw):
+class DecodeBatch(Draw[DecodeCase]):
     """The batch of a decode case, before and after its tokens are dealt out to ranks."""
 
     @cached_property
@@ -132,7 +50,7 @@ class DecodeBatch(Draw):
     @cached_property
     def k_scale(self) -> torch.Tensor:
         """Float32 scalar on the device."""
-        return torch.tensor(self.case.kscale / 1e6, dtype=torch.float32, device=self.device)
+        return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
 
     @cached_property
     def entries(self) -> torch.Tensor:
@@ -147,8 +65,7 @@ class DecodeBatch(Draw):
     def keys(self) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what the entries mean."""
         case = self.case
-        dims = (case.kv_lora_rank, case.dimensions.qk_rope_head_dim)
-        parts = decode_rows(self.entries, case.cache, float(self.k_scale), *dims, self.dtype)
+        parts = decode_rows(self.entries, case.cache, float(self.k_scale), *case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1).to(self.device)
 
     @cached_property
@@ -165,11 +82,11 @@ class DecodeBatch(Draw):
     @property
     def whole(self) -> Question | None:
         """Attention to the tokens of all ranks; None where there is one."""
-        if self.case.ranks == 1:
+        if not self.case.is_merged:
             return None
         keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
         starts = (self.query_start_loc, start_loc(self.totals))
-        return Question(self.queries, keys, values, *starts, causal=True, dequantised=self.case.cache != "auto")
+        return Question(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
 
     def calls(self) -> tuple[DecodeCall, ...]:
         """One call for each rank."""
@@ -185,16 +102,18 @@ class DecodeBatch(Draw):
         lengths, every = [len(rows) for rows in owned], [row for rows in owned for row in rows]
         pages, keys = write_pages(self.case, self.entries[every], lengths, self.device), self.keys[every]
         return DecodeCall(
-            chunk_idx=None,
             q=self.queries,
             k=keys,
             v=keys[..., : self.case.kv_lora_rank],
+            query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(lengths),
             ql_nope=ql_nope,
             q_pe=q_pe,
             kv_cache=pages.cache,
             k_scale=self.k_scale,
             metadata=self._metadata(rank, pages.block_table, lengths),
+            holds_codes=self.case.holds_codes,
+            lse=self.case.lse,
         )
 
     def _positions(self, total: int, rank: int) -> Sequence[int]:
@@ -223,7 +142,7 @@ class DecodeBatch(Draw):
         )
 
 
-def lay_out_queries(q: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out_queries(q: torch.Tensor, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
     """ql_nope [T, N, L] and q_pe [T, N, R] in a memory layout; by default that of a model.
 
     There the first is the transposed result of the product with W_UK, the second a slice of the projected query.

@@ -1,0 +1,90 @@
+"""What cases over a paged cache of latents have in common: its layout, its scale, its blocks."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from mla_conformance.cases.case import Case, at_least, one_of
+from mla_conformance.cases.grammar import CaseError
+
+CACHES = ("auto", "fp8", "fp8_ds_mla")
+TAILS = ("stale", "null", "minus", "huge")
+_LONGER = 3
+_USUAL_PAGE = 64
+_DS_MLA_DIMS = (512, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCase(Case):
+    """A question over a paged cache.
+
+    Attributes:
+        cache: layout of the latent cache.
+        kscale: scale of an fp8 cache in millionths; handed over with every layout.
+        tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
+        layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
+        spare: blocks of the cache that no request holds; ids are drawn from all.
+    """
+
+    cache: str = one_of(CACHES, "auto")
+    kscale: int = at_least(1, 13000)
+    tails: str = one_of(TAILS, "stale")
+    layers: int = at_least(1, 1)
+    spare: int = at_least(0, 3)
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether the cache stores codes, not values of the model's dtype."""
+        return self.cache != "auto"
+
+    @property
+    def cache_scale(self) -> float:
+        """The value that code 1.0 of an fp8 cache stands for."""
+        return self.kscale / 1e6
+
+    @property
+    def latent_dims(self) -> tuple[int, int]:
+        """L and R."""
+        return self.kv_lora_rank, self.dimensions.qk_rope_head_dim
+
+    @property
+    def decode_queries(self) -> tuple[int, ...]:
+        """New tokens of each request that decodes."""
+        return self.q
+
+    @property
+    def dcp_world_size(self) -> int:
+        """Ranks that share a sequence's tokens."""
+        return 1
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Beyond one query token a request and a plain cache of pages of 64 tokens."""
+        several = "uniform" if len(set(self.q)) == 1 else "nonuniform"
+        return (
+            f"page_{self.page}" if self.page != _USUAL_PAGE else "",
+            self.cache if self.holds_codes else "",
+            several if max(self.q) > 1 else "",
+            "dcp" if self.dcp_world_size > 1 else "",
+        )
+
+    def varied(self) -> Self:
+        """Longer contexts, other values and another scale of the cache.
+
+        Query lengths stay, since several tokens a request are another configuration.
+        """
+        kv = tuple(length + _LONGER for length in self.kv)
+        return replace(self, kv=kv, kscale=3 * self.kscale, seed=self.seed + 1)
+
+    def validate(self) -> None:
+        """Hold every field against what it may be; each request has query tokens, and the layout fits the model.
+
+        Raises:
+            CaseError: a value that it may not have, or that another field contradicts.
+        """
+        super().validate()
+        if min(self.q) < 1:
+            raise CaseError(f"{self.call} expects at least one query token a request, got q={list(self.q)}")
+        if self.cache == "fp8_ds_mla" and (self.latent_dims != _DS_MLA_DIMS or self.dtype not in ("bf16", "fp16")):
+            raise CaseError(
+                f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
+            )

@@ -1,0 +1,99 @@
+"""Values of a case's fields as text of an id and as JSON, and the head dims that a name stands for."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+
+_SHORTEST_RUN = 4
+
+
+class CaseError(ValueError):
+    """A case that cannot be read or contradicts itself."""
+
+
+def format_value(value: object) -> str:
+    """A value as it stands in an id."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(_runs(value)) + "]"
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_value(name: str, kind: Any, text: str) -> Any:
+    """The value of type ``kind`` that :func:`format_value` wrote.
+
+    Raises:
+        CaseError: the text of another type; ``name`` says of which field.
+    """
+    try:
+        if kind is int:
+            return int(text)
+        if kind is bool:
+            return {"0": False, "1": True}[text]
+        if kind is str:
+            return text
+        return _lengths(text)
+    except (ValueError, KeyError):
+        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17] or [1x48]")
+        raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
+
+
+def from_plain(name: str, kind: Any, value: Any) -> Any:
+    """A value of type ``kind`` from JSON, where a tuple is a list.
+
+    Raises:
+        CaseError: a value of another type; ``name`` says of which field.
+    """
+    if kind in (int, bool, str):
+        fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    else:
+        fits = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if not fits:
+        expected = {int: "an integer", bool: "true or false", str: "a string"}.get(kind, "a list of integers")
+        raise CaseError(f"field {name}: expected {expected}, got {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def dimensions_of(name: str) -> tuple[MLADimensions, int]:
+    """Head dims and latent dim L of a preset of the reference, or of ``P-R-V-L``.
+
+    Raises:
+        CaseError: neither, or numbers that are no head dims.
+    """
+    if name in PRESETS:
+        return PRESETS[name].head, PRESETS[name].kv_lora_rank
+    numbers = re.fullmatch(r"(\d+)-(\d+)-(\d+)-(\d+)", name)
+    if not numbers:
+        raise CaseError(
+            f"unknown dims {name!r}; expected one of {', '.join(PRESETS)}, or P-R-V-L such as 128-64-128-512"
+        )
+    nope, rope, value, latent = map(int, numbers.groups())
+    if latent < 1:
+        raise CaseError(f"dims {name!r}: expected a positive latent dim L, got {latent}")
+    try:
+        return MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value), latent
+    except ValueError as error:
+        raise CaseError(f"dims {name!r}: {error}") from error
+
+
+def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
+    """The lengths one by one; four or more equal ones in a row as LENGTHxTIMES."""
+    for length, group in groupby(lengths):
+        times = len(list(group))
+        yield from [f"{length}x{times}"] if times >= _SHORTEST_RUN else [str(length)] * times
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """What :func:`_runs` wrote; runs of any length are understood.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not re.fullmatch(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", text):
+        raise ValueError
+    runs = [item.partition("x") for item in text[1:-1].split(",") if item]
+    return tuple(int(length) for length, _, times in runs for _ in range(int(times or 1)))

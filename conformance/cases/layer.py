@@ -1,0 +1,70 @@
+"""Cases of a whole MLA layer: a batch of prefills and decodes over a paged cache, into which it writes."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Call, at_least, one_of
+from mla_conformance.cases.grammar import CaseError
+
+
+class Order(StrEnum):
+    """Which requests of a layer's batch come first."""
+
+    PREFILLS_FIRST = "prefills_first"
+    """As the earlier builder lays out a batch of requests."""
+    DECODES_FIRST = "decodes_first"
+    """As the present builder wants a batch reordered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase(CachedCase):
+    """A question to a layer.
+
+    Attributes:
+        decodes: requests of the batch that decode.
+        order: which requests of the batch come first.
+    """
+
+    role: ClassVar[Role] = Role.LAYER
+    calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
+
+    decodes: int = at_least(0, 0)
+    order: str = one_of(Order, Order.PREFILLS_FIRST)
+
+    @property
+    def decoding(self) -> range:
+        """The requests that decode."""
+        first = 0 if self.order == Order.DECODES_FIRST else len(self.q) - self.decodes
+        return range(first, first + self.decodes)
+
+    @property
+    def decode_queries(self) -> tuple[int, ...]:
+        """New tokens of each request that decodes."""
+        return self.q[self.decoding.start : self.decoding.stop]
+
+    def without(self, requests: range) -> dict[str, Any]:
+        """The fields that differ without these requests."""
+        return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
+
+    def validate(self) -> None:
+        """Hold every field against what it may be; the batch must be one that a builder and the weights can make.
+
+        Raises:
+            CaseError: a value that it may not have, or that another field contradicts.
+        """
+        super().validate()
+        if self.decodes > len(self.q):
+            raise CaseError(
+                f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}"
+            )
+        longest, prefills = max(self.decode_queries, default=1), self.q[self.decodes :]
+        if self.order == Order.DECODES_FIRST and min(prefills, default=longest + 1) <= longest:
+            raise CaseError(
+                f"order decodes_first: a builder knows a prefill by more query tokens than a decode has, expected more "
+                f"than {longest}, got q={list(self.q)} with {self.decodes} decodes"
+            )
+        if max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim) > self.kv_lora_rank:
+            raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}")

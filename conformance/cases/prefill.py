@@ -1,0 +1,85 @@
+"""Cases of a prefill backend: new tokens, a chunk of context, or a context in chunks merged with the new tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Call, Case, at_least, one_of
+from mla_conformance.cases.grammar import CaseError
+from mla_conformance.reference.chunking import PLANNERS
+
+_LONGER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillCase(Case):
+    """A question to a prefill backend.
+
+    Attributes:
+        planner: who plans the chunks, a name in the reference's ``PLANNERS``.
+        out: whether an output tensor is handed in.
+        quant: quantisation of the output.
+        oscale: output scale in millionths.
+        merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
+    """
+
+    role: ClassVar[Role] = Role.PREFILL
+    calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
+    # Ids are older than roles with fields of their own.
+    follows: ClassVar[Mapping[str, str]] = {
+        "planner": "workspace",
+        "out": "lse",
+        "quant": "out",
+        "oscale": "quant",
+        "merge": "inflate",
+    }
+
+    planner: str = one_of(PLANNERS, "equal")
+    out: bool = False
+    quant: str = one_of(("none", "fp8"), "none")
+    oscale: int = at_least(1, 13000)
+    merge: str = one_of(("golden", "own"), "golden")
+
+    @property
+    def has_context(self) -> bool:
+        """Whether each request has a context, of 0 or more tokens."""
+        return self.call != Call.NEW_TOKENS
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether new tokens attend to each other."""
+        return self.call != Call.CONTEXT_CHUNK
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a context in chunks is merged with the new tokens."""
+        return self.call == Call.CHUNKED_CONTEXT
+
+    @property
+    def own_merge(self) -> bool:
+        """Whether the backend's own ``merge_attn_states`` merges partial states, not the reference."""
+        return self.merge == "own"
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """A quantised output, a merge of its own."""
+        return ("quant_output" if self.quant != "none" else "", "own_merge" if self.own_merge else "")
+
+    def varied(self) -> Self:
+        """Longer requests in reverse order, with other values."""
+        q = tuple(length + _LONGER for length in reversed(self.q))
+        return replace(self, q=q, kv=tuple(reversed(self.kv)), seed=self.seed + 1)
+
+    def validate(self) -> None:
+        """Hold every field against what it may be; the workspace must hold a page of each request with context.
+
+        Raises:
+            CaseError: a value that it may not have, or that another field contradicts.
+        """
+        super().validate()
+        if self.is_merged:
+            try:
+                PLANNERS[self.planner](self.kv, workspace_tokens=self.workspace, page_size=self.page)
+            except ValueError as error:
+                raise CaseError(f"field workspace: {error}") from error
