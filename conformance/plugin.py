@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROPERTY = "mla_conformance"
 TIER = "mla_tier"
 _REQUEST = pytest.StashKey["Request"]()
-_CONTEXT = pytest.StashKey["Context"]()
+_CONTEXT = pytest.StashKey[Any]()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")

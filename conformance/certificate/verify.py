@@ -4,7 +4,8 @@ import datetime
 from collections.abc import Callable, Iterator
 
 from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.loading import BackendReferenceError, known_backends, known_variants, load_backend
+from mla_conformance.backends.loading import load_backend
+from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import installed_digests, seal

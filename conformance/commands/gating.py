@@ -4,8 +4,9 @@ import argparse
 import datetime
 from pathlib import Path
 
+from mla_conformance.certificate.certificate import read_certificate
 from mla_conformance.certificate.rerun import rerun
-from mla_conformance.certificate.verify import problems, read_certificate
+from mla_conformance.certificate.verify import problems
 from mla_conformance.commands.gating_cli import SHIPPED
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.update import plan_update

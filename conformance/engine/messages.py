@@ -137,13 +137,13 @@ def decode_event(line: bytes) -> Event:
     Raises:
         ValueError: no such line; for instance the stacks of a worker that hangs.
     """
-    event: Event = msgspec.convert(json.loads(line), Event)  # type: ignore[arg-type]
+    event: Event = msgspec.convert(json.loads(line), Event)
     return event
 
 
 def decode_task(line: bytes) -> Setup | Task:
     """A setup or a task of a line that a supervisor wrote."""
-    task: Setup | Task = msgspec.convert(json.loads(line), Setup | Task)  # type: ignore[arg-type]
+    task: Setup | Task = msgspec.convert(json.loads(line), Setup | Task)
     return task
 
 

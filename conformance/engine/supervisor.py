@@ -191,14 +191,14 @@ class Supervisor:
             yield Outcome(task, record, event.facts, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
-            task, place.task = place.task, None
-            record = place.outcome(event.status) if task else None
-            if record or isinstance(task, Describe):
-                yield Outcome(task, record, ended=how(event.status), history=tuple(place.history))
+            given, place.task = place.task, None
+            record = place.outcome(event.status) if given else None
+            if given and (record or isinstance(given, Describe)):
+                yield Outcome(given, record, ended=how(event.status), history=tuple(place.history))
                 return
             self._count_start(event.status)
-            if task:  # it had not begun
-                self._tasks.put_back(place.number, task)
+            if given:  # it had not begun
+                self._tasks.put_back(place.number, given)
 
     def _count_start(self, status: int) -> None:
         """A process that ends although it had nothing to do, again and again, will never start."""

@@ -1,10 +1,11 @@
 """What is done with a backend to decide a capability: the procedures that the table's entries name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
+from mla_conformance.cases.layer import LayerCase
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.transform import overwrite, regroup, scale_values
@@ -109,6 +110,7 @@ def weight_absorption(trial: Trial) -> None:
 
 def prefill_decode_agreement(trial: Trial) -> None:
     """The same tokens by both paths."""
+    assert isinstance(trial.case, LayerCase)
     trial.conforms(step="as decodes")
     trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
 
@@ -119,7 +121,7 @@ def streams(trial: Trial) -> None:
     two_streams(trial, trial.other_problem())
 
 
-PROCEDURES: dict[str, Callable[[Trial], None]] = {
+PROCEDURES: Mapping[str, Callable[[Trial], None]] = {
     procedure.__name__: procedure
     for procedure in (
         conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,

@@ -5,6 +5,7 @@ that is launched on another stream, or a result that is ready only there, is com
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,11 +58,11 @@ def two_streams(trial: Trial, other: Problem) -> None:
     golden = [trial.expect(problem) for problem, _ in (first, second)]
     for problem, backend in (first, second):
         # What is compiled or allocated at a first call is no part of the question.
-        guarded(trial, "before the streams", lambda p=problem, b=backend: prepared_call(b, p))
+        guarded(trial, "before the streams", partial(prepared_call, backend, problem))
     streams = [_stream(trial.problem.device) for _ in range(2)]
     for number in range(_ROUNDS):
         pending = [
-            guarded(trial, "on two streams at once", lambda p=problem, b=backend, s=stream: _late_call(b, p, s))
+            guarded(trial, "on two streams at once", partial(_late_call, backend, problem, stream))
             for (problem, backend), stream in zip((first, second), streams, strict=True)
         ]
         torch.cuda.synchronize(trial.problem.device)
