@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar="smoke|full|nightly")
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
-    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
+    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.add_argument("--device", metavar="cpu|cuda")
@@ -114,8 +114,9 @@ def _capabilities(options: argparse.Namespace) -> int:
 
 def _defects(options: argparse.Namespace) -> int:
     from mla_conformance.cases.capabilities import CapabilityError, find_tier
+    from mla_conformance.defects.digest import deciding_digest
     from mla_conformance.defects.matrix import run_matrix
-    from mla_conformance.defects.report import deciding_digest, summarise, terminal_lines, with_section
+    from mla_conformance.defects.report import summarise, terminal_lines, with_section
     from mla_conformance.report.json_report import write_json
 
     try:
@@ -135,7 +136,7 @@ def _defects(options: argparse.Namespace) -> int:
 
 
 def _with_markers(path: Path) -> str:
-    """The text of a README, known to have a place for the table before anything is run."""
+    """The text of a README, known to have a place for the section before anything is run."""
     from mla_conformance.defects.report import SectionError, section
 
     try:
