@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 from mla_conformance.cases.capabilities import CapabilityError, find_tier
+from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import (
     SectionError,
-    deciding_digest,
     section,
     summarise,
     terminal_lines,

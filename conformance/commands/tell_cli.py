@@ -17,7 +17,7 @@ def add_commands(commands: Any) -> None:
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
-    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the table between this file's markers")
+    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.add_argument("--device", metavar=DEVICE)
