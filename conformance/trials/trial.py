@@ -12,6 +12,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, one_line, run_calls
 from mla_conformance.driving.phases import phase
+from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.judge import judge
@@ -218,16 +219,15 @@ class Trial:
 
 
 def returned_bytes(observation: Observation) -> list[bytes]:
-    """The bytes of every returned tensor, as a value that later calls cannot change."""
-    tensors = [
-        value
-        for returned in observation.returned
-        for value in (returned.value if isinstance(returned.value, tuple | list) else (returned.value,))
-    ]
-    return [storage_bytes(tensor.contiguous()).cpu().numpy().tobytes() for tensor in tensors]
+    """The bytes of everything returned, as a value that later calls cannot change; of no tensor, what it is instead."""
+    parts = [part for returned in observation.returned for part in parts_of(returned.value)]
+    return [why_not_plain(part).encode() or _bytes_of(part) for part in parts]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(storage_bytes(tensor.contiguous()).cpu().numpy().tobytes())
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
     """Output, and LSE if there is one, of the only call of an observation."""
-    value = observation.returned[0].value
-    return list(value) if isinstance(value, tuple | list) else [value]
+    return list(parts_of(observation.returned[0].value))
