@@ -18,10 +18,6 @@ class AnswerError(TypeError):
     """An answer of another type than the one that was asked for."""
 
 
-class _Interrupted(KeyboardInterrupt):
-    """An interrupt that a user sent, which must not be taken for one that the code raised itself."""
-
-
 def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ...] = ()) -> _Answer:
     """The result of a call into code of others.
 
@@ -33,45 +29,49 @@ def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ..
         ForeignError: whatever it raised, ``SystemExit`` and its own ``KeyboardInterrupt`` included.
         KeyboardInterrupt: a user sent one meanwhile.
     """
-    try:
-        with _interrupts_marked():
+    with user_interrupts() as came:
+        try:
             return call()
-    except BaseException as error:
-        if isinstance(error, (_Interrupted, *passing)):
-            raise
-        raise ForeignError(one_line(error)) from error
+        except BaseException as error:
+            if came or isinstance(error, passing):
+                raise
+            raise ForeignError(one_line(error)) from error
 
 
 @contextmanager
-def _interrupts_marked() -> Iterator[None]:
-    previous = signal.getsignal(signal.SIGINT)
+def user_interrupts() -> Iterator[list[int]]:
+    """The interrupts that come from outside during the block, raised as ever; code of others may raise its own."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
     # Only the main thread receives signals and may say what becomes of them.
-    if not callable(previous) or current_thread() is not main_thread():
-        yield
-        return
-
-    def mark(number: int, frame: FrameType | None) -> None:
-        try:
-            previous(number, frame)
-        except KeyboardInterrupt as error:
-            raise _Interrupted from error
-
-    signal.signal(signal.SIGINT, mark)
+    noted = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if noted:
+        signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield came
     finally:
-        if signal.getsignal(signal.SIGINT) is mark:
-            signal.signal(signal.SIGINT, previous)
+        if noted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type and text on one line that every encoding can carry."""
+    """An exception's type and text on one line that every encoding can carry, whatever they do to prevent it."""
     try:
-        said = str(error)
-    except Exception:
+        said = "".join([str(error), ""])  # of a plain text, should a subclass of one have been returned
+    except BaseException:
         said = "(its text cannot be made)"
-    text = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
+    text = " ".join(f"{type_name(error)}: {said}".split()).removesuffix(":")
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def type_name(value: Any) -> str:
+    """The name of an object's type, in any encoding, whatever its metaclass makes of names."""
+    name = type.__dict__["__name__"].__get__(type(value))
+    return str(name.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def reasons_of(answer: Any, method: str = "validate_configuration") -> list[str]:

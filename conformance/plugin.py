@@ -5,7 +5,6 @@ It is loaded in every pytest run of its environment, so nothing here imports tor
 
 import json
 import re
-import signal
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -136,33 +135,13 @@ def mla_judge(request: pytest.FixtureRequest) -> Callable[[], Record]:
     context = request.config.stash.setdefault(_CONTEXT, Context())
 
     def judged() -> Record:
-        with _heeding_ctrl_c():
-            record = judge_one(subject, case, context)
+        record = judge_one(subject, case, context)
         request.node.stash[_RECORD] = record
         if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE):
             pytest.skip(f"{subject.name} {record.status}: {record.message}")
         return record
 
     return judged
-
-
-class _heeding_ctrl_c:
-    """A kernel that raises KeyboardInterrupt fails its case; a person who presses Ctrl-C ends the run."""
-
-    def __enter__(self) -> None:
-        self._pressed = False
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._press)
-
-    def _press(self, *_: object) -> None:
-        self._pressed = True
-        raise KeyboardInterrupt
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        if self._pressed:
-            raise KeyboardInterrupt
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.defects.known import Judged, judged_roles, known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driving.driver import Observation
+from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.record import Record
@@ -115,9 +116,8 @@ def _values(observation: Observation) -> list[torch.Tensor]:
     if observation.error:
         return []
     returned = [r.out.view if r.out is not None else r.value for r in observation.returned]
-    values = [x for value in returned for x in (value if isinstance(value, tuple | list) else (value,))]
-    values += list(observation.merged or ())
-    tensors = [value.double() for value in values if isinstance(value, torch.Tensor)]
+    values = [x for value in returned for x in parts_of(value)] + list(observation.merged or ())
+    tensors = [value.double() for value in values if not why_not_plain(value)]
     return [x.nan_to_num(nan=_NOT_A_NUMBER, posinf=_INFINITE, neginf=-_INFINITE) for x in tensors]
 
 

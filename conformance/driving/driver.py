@@ -1,18 +1,16 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-import os
-import traceback
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.driving.attempt import attempt
+from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
+from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.merge import merge
 
@@ -31,6 +29,7 @@ class Returned:
         out: the output tensor that was handed in.
         out_of_memory: the exception says that memory ran out.
         miswritten: what the call should have written otherwise, beside its result.
+        disturbed: settings of the process that the call changed; they are restored.
     """
 
     call: AttentionCall
@@ -40,6 +39,7 @@ class Returned:
     out: Guarded | None = None
     out_of_memory: bool = False
     miswritten: str = ""
+    disturbed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,20 @@ class Observation:
 def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True) -> Observation:
     """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
-    with ProcessState.watched() as disturbed:
-        returned = _make_calls(backend, problem, prepare)
+    returned = _make_calls(backend, problem, prepare)
+    disturbed = tuple(change for part in returned for change in part.disturbed)
     if returned and returned[-1].error and device_lost(problem.device):
-        return Observation(tuple(returned), None, (), device_lost=True)
-    merged, merge_error = None, ""
-    try:
-        merged = _merge(backend, problem, returned)
-    except Exception as error:
-        merge_error = one_line(error)
-    return Observation(tuple(returned), merged, tuple(before.changed()), merge_error, disturbed=tuple(disturbed))
+        return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
+    merging = attempt(partial(_merge, backend, problem, returned))
+    disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
+    return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
 
 
 def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
     """Every call up to the first that raises."""
-    process = os.getpid()
     returned: list[Returned] = []
     for call in problem.calls:
         returned.append(_guarded_call(backend, problem, call, prepare))
-        if os.getpid() != process:
-            os._exit(0)  # the backend forked, and its child came back into a run that is not its own
         if returned[-1].error:
             break
     return returned
@@ -99,25 +93,31 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
 def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
     out = call.output_buffer()
     poison_allocator((*call.q.shape[:2], call.width), problem.output_dtype, problem.device, problem.case.poison)
-    try:
+
+    def step() -> Any:
         if prepare:
             call.prepare(backend)
         value = call.invoke(backend, out)
         if problem.device.type == "cuda":
             torch.cuda.synchronize(problem.device)
-    except (Exception, SystemExit) as error:
-        return Returned(call, None, one_line(error), traceback.format_exc(), out, out_of_memory(error))
-    return Returned(call, value, out=out, miswritten=call.wrong_writes())
+        return value
+
+    done = attempt(step)
+    miswritten = "" if done.error else call.wrong_writes()
+    return Returned(
+        call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, disturbed=done.disturbed
+    )
 
 
 def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -> State | None:
     """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
     if not problem.case.is_merged or len(returned) != len(problem.calls):
         return None
-    if not all(_is_state(part, problem) for part in returned):
+    states = [parts_of(part.value) for part in returned]
+    if not all(_is_state(state, part, problem) for state, part in zip(states, returned, strict=True)):
         return None
     rows = problem.query_start_loc[-1]
-    new, *chunks = [(part.value[0][:rows], part.value[1][:, :rows]) for part in returned]
+    new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
     combine = partial(_own_merge, backend) if problem.case.own_merge else merge
     return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
 
@@ -132,8 +132,9 @@ def _own_merge(
     return output, lse
 
 
-def _is_state(part: Returned, problem: Problem) -> bool:
-    """Whether a call returned two tensors of the right shapes, so that they can be merged."""
-    heads, tokens, width = problem.case.heads, part.call.q.shape[0], part.call.width
-    shapes = [(tokens, heads, width), (heads, tokens)]
-    return isinstance(part.value, tuple | list) and [getattr(x, "shape", None) for x in part.value] == shapes
+def _is_state(parts: tuple[Any, ...], returned: Returned, problem: Problem) -> bool:
+    """Whether a call returned two tensors of the right shapes on the right device, so that they can be merged."""
+    heads, tokens, width = problem.case.heads, returned.call.q.shape[0], returned.call.width
+    if any(map(why_not_plain, parts)) or any(part.device != problem.device for part in parts):
+        return False
+    return [part.shape for part in parts] == [(tokens, heads, width), (heads, tokens)]

@@ -12,6 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.driving.plain import parts_of, type_name, why_not_plain
 from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.judging.golden import Expectation
@@ -123,12 +124,13 @@ class _Judge:
     def _form(self, returned: Returned) -> Verdict | None:
         """Number of tensors, shapes, dtypes and device of what a call returned."""
         expected = _expected_form(self.problem, returned)
-        values = returned.value if isinstance(returned.value, tuple | list) else (returned.value,)
-        name = returned.call.name
-        if len(values) != len(expected) or not all(isinstance(value, torch.Tensor) for value in values):
-            got = ", ".join(type(value).__name__ for value in values)
+        values, name = parts_of(returned.value), returned.call.name
+        if len(values) != len(expected) or not all(issubclass(type(value), torch.Tensor) for value in values):
+            got = ", ".join(map(type_name, values))
             return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
         for (what, shape, dtype), value in zip(expected, values, strict=True):
+            if instead := why_not_plain(value):
+                return failed(Check.SHAPE, f"{name}: expected a strided torch.Tensor as {what}, got {instead}")
             if value.shape != shape:
                 return failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
             if value.dtype != dtype:
@@ -283,7 +285,8 @@ def _miswritten(returned: Returned) -> Verdict | None:
 
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (value[0], value[1] if len(value) > 1 else None) if isinstance(value, tuple | list) else (value, None)
+    output, *lse = parts_of(value)
+    return output, lse[0] if lse else None
 
 
 def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torch.Size, torch.dtype]]:

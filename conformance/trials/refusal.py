@@ -1,8 +1,7 @@
 """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
 
-from mla_conformance.backends.foreign import one_line
+from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.driver import Observation, run_calls
-from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.trials.trial import Trial
@@ -21,14 +20,12 @@ def must_refuse(trial: Trial, declared: str) -> None:
     """The backend rejects this configuration, so a call must raise before it launches anything."""
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
     expectation = trial.expect(problem)
-    try:
-        with ProcessState.watched() as changes:
-            instance = trial.subject.create(trial.case)
-    except Exception as error:
-        trial.disturbed = bool(changes)
-        trial.settle(Verdict(Status.PASS, f"refused: {one_line(error)}"))
+    made = attempt(lambda: trial.subject.create(trial.case))
+    trial.disturbed = bool(made.disturbed)
+    if made.error:
+        trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))
         return
-    observation = run_calls(instance, problem)
+    observation = run_calls(made.value, problem)
     _require_harmless(trial, observation, declared)
     if observation.error and not observation.error.out_of_memory:
         trial.settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))

@@ -10,14 +10,15 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError, one_line
 from mla_conformance.cases.case import Case, Layout
+from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.phases import Clock
-from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
-from mla_conformance.problems.memory import out_of_memory, storage_bytes
+from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.context import Context
 
@@ -75,17 +76,16 @@ class Trial:
 
     def asked(self, what: str, question: Callable[[], _T]) -> _T:
         """``question()`` of the backend; what it raises, or leaves changed in the process, is its failure."""
-        try:
-            with self.clock.phase("calls"), ProcessState.watched() as changes:
-                answer = question()
-        except BaseException as error:
-            if isinstance(error, Nonconformance) or out_of_memory(error):
-                raise
-            self.fail(Check.CALL, f"{what} raised {one_line(error)}")
-        if changes:
-            self.disturbed = True
-            self.fail(Check.PROCESS_STATE, f"{what} changed the process: {'; '.join(changes)}")
-        return answer
+        with self.clock.phase("calls"):
+            done = attempt(question)
+        self.disturbed = self.disturbed or bool(done.disturbed)
+        if done.out_of_memory:
+            self.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
+        if done.error:
+            self.fail(Check.CALL, f"{what} raised {done.error}")
+        if done.disturbed:
+            self.fail(Check.PROCESS_STATE, f"{what} changed the process: {'; '.join(done.disturbed)}")
+        return done.value
 
     def evidence(self) -> dict[str, str]:
         """What the instance says of the kernel that served it; empty if none was made or it does not tell."""
@@ -97,13 +97,16 @@ class Trial:
 
     def unsupported(self) -> list[str]:
         """What of the case the backend declares unsupported; a query that raises is a failure."""
-        return self.asked("asked what it supports, it", self._supported)
+        answer = self.asked("asked what it supports, it", self._supported)
+        if isinstance(answer, AnswerError):
+            self.fail(Check.CALL, f"asked what it supports, {answer}")
+        return answer
 
-    def _supported(self) -> list[str]:
+    def _supported(self) -> list[str] | AnswerError:
         try:
             return self.subject.unsupported(self.case)
         except AnswerError as error:
-            self.fail(Check.CALL, f"asked what it supports, {error}")
+            return error
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.
@@ -188,16 +191,15 @@ class Trial:
 
 
 def returned_bytes(observation: Observation) -> list[bytes]:
-    """The bytes of every returned tensor, as a value that later calls cannot change."""
-    tensors = [
-        value
-        for returned in observation.returned
-        for value in (returned.value if isinstance(returned.value, tuple | list) else (returned.value,))
-    ]
-    return [storage_bytes(tensor.contiguous()).cpu().numpy().tobytes() for tensor in tensors]
+    """The bytes of everything returned, as a value that later calls cannot change; of no tensor, what it is instead."""
+    parts = [part for returned in observation.returned for part in parts_of(returned.value)]
+    return [why_not_plain(part).encode() or _bytes_of(part) for part in parts]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(storage_bytes(tensor.contiguous()).cpu().numpy().tobytes())
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
     """Output, and LSE if there is one, of the only call of an observation."""
-    value = observation.returned[0].value
-    return list(value) if isinstance(value, tuple | list) else [value]
+    return list(parts_of(observation.returned[0].value))

@@ -1,0 +1,111 @@
+"""Functions of torch and of what judges, of which a call must replace none.
+
+A library may add names and import modules; a name that hides an inherited one replaces it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_JUDGING = ("problems", "driving", "judging", "trials", "reference")
+"""Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
+_OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a module or a class at one moment.
+
+    Attributes:
+        owner: the module or class.
+        present: everything in it, as it is whenever one looks.
+        names: everything that was in it, functions or not.
+        functions: its functions by name.
+        read: of what is present, the values of these names.
+        values: what it read.
+    """
+
+    owner: Any
+    present: Mapping[str, Any]
+    names: frozenset[str]
+    functions: dict[str, Any]
+    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    values: tuple[Any, ...]
+
+    @staticmethod
+    def of(owner: Any) -> "Functions":
+        """The functions as they are now."""
+        present = vars(owner)
+        found = {name: value for name, value in present.items() if _is_function(value)}
+        first = next(iter(present))
+        read = itemgetter(first, first, *found)  # of one name it would read no tuple
+        return Functions(owner, present, frozenset(present), found, read, read(present))
+
+    def unchanged(self) -> bool:
+        """Whether no name came or went and no function is another."""
+        try:
+            return len(self.present) == len(self.names) and self.read(self.present) == self.values
+        except KeyError:
+            return False
+
+    def settle(self) -> Iterator[str]:
+        """Put back what was replaced, and tell its names."""
+        for name, function in self.functions.items():
+            if self.present.get(name) is not function:
+                setattr(self.owner, name, function)
+                yield f"{self._title}.{name} was replaced"
+        for name in self.present.keys() - self.names:
+            if self._hides(name):
+                delattr(self.owner, name)
+                yield f"{self._title}.{name} was replaced"
+
+    def _hides(self, name: str) -> bool:
+        """Whether a function that was added stands before an inherited one."""
+        bases = self.owner.__mro__[1:] if isinstance(self.owner, type) else ()
+        return _is_function(self.present[name]) and any(name in vars(base) for base in bases)
+
+    @property
+    def _title(self) -> str:
+        if isinstance(self.owner, type):
+            return f"{self.owner.__module__}.{self.owner.__qualname__}"
+        return str(self.owner.__name__)
+
+
+class WatchedFunctions:
+    """All functions that are watched, as far as their modules are loaded."""
+
+    def __init__(self) -> None:
+        self._loaded = 0
+        self._modules: set[str] = set()
+        self._known = [Functions.of(owner) for owner in _OF_TORCH]
+
+    def now(self) -> list[Functions]:
+        """The functions as they are now; only what differs from the last time is taken down anew."""
+        if len(sys.modules) != self._loaded:
+            self._loaded = len(sys.modules)
+            self._known += [Functions.of(owner) for owner in self._new_owners()]
+        self._known = [known if known.unchanged() else Functions.of(known.owner) for known in self._known]
+        return self._known
+
+    def _new_owners(self) -> Iterator[Any]:
+        """Modules that were imported meanwhile, and their classes."""
+        prefixes = tuple(f"mla_conformance.{room}." for room in _JUDGING)
+        for name in [name for name in sys.modules if name.startswith(prefixes) and name not in self._modules]:
+            self._modules.add(name)
+            module = sys.modules[name]
+            yield module
+            yield from (value for value in vars(module).values() if _is_class_of(module, value))
+
+
+def _is_class_of(module: ModuleType, value: Any) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _is_function(value: Any) -> bool:
+    """Functions, classes, and what is bound to an instance."""
+    return callable(value) or hasattr(type(value), "__get__")

@@ -1,0 +1,51 @@
+"""Whether an object that a call returned is a tensor that can be looked at."""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.foreign import type_name
+
+
+def why_not_plain(value: Any) -> str:
+    """What an object is instead of a strided, materialised ``torch.Tensor``; empty if it is one, on any device."""
+    if type(value) is not torch.Tensor:
+        return f"a {type_name(value)}"
+    try:
+        return _why_not_strided(value) or _why_not_stored(value)
+    except RuntimeError:
+        return "a tensor whose storage cannot be reached"
+
+
+def parts_of(value: Any) -> tuple[Any, ...]:
+    """The objects that a call returned: those of a tuple or a list, or the only one.
+
+    Plain tensors without anything that was hung on them, such as a gradient or a method of their own.
+    """
+    kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
+    parts = (value,) if kind is None else tuple(kind.__iter__(value))
+    return tuple(part if why_not_plain(part) else part.detach() for part in parts)
+
+
+def _why_not_strided(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    kinds = {
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "lazily conjugated": tensor.is_conj(),
+        "lazily negated": tensor.is_neg(),
+        "symbolic zero": tensor._is_zerotensor(),
+        "functional": torch._is_functional_tensor(tensor),
+    }
+    return next((f"a {kind} tensor" for kind, holds in kinds.items() if holds), "")
+
+
+def _why_not_stored(tensor: torch.Tensor) -> str:
+    """Of a tensor whose storage is smaller than what its view addresses."""
+    if tensor.numel() == 0:
+        return ""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    return f"a tensor whose storage holds {held} bytes of {needed}" if held < needed else ""

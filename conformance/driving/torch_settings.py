@@ -1,0 +1,95 @@
+"""Settings of torch that a call must leave as they are; one more is one line."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+from mla_conformance.driving.setting import Setting
+
+_held: list[Any] = []
+"""Modes that were entered to undo another: a mode ends with its object."""
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
+    """Modes that came or went."""
+    if [*map(id, old)] == [*map(id, now)]:
+        return ""
+    return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
+
+
+def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any]) -> Setting:
+    """A stack of modes."""
+
+    def restore(old: list[Any]) -> None:
+        while read():
+            pop()
+        for mode in old:
+            push(mode)
+
+    return Setting(name, read, restore, _tell_modes)
+
+
+def _set_inference(enabled: bool) -> None:
+    mode = torch.inference_mode(enabled)
+    mode.__enter__()
+    _held.append(mode)
+
+
+def _autocast(device: str) -> Setting:
+    """Whether operations on a device choose their own dtypes, and which."""
+
+    def restore(old: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(device, old[0])
+        torch.set_autocast_dtype(device, old[1])
+        torch.clear_autocast_cache()
+
+    read = partial(_autocast_of, device)
+    return Setting(f"autocast on {device}", read, restore)
+
+
+def _autocast_of(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _precision(name: str, backend: Any) -> Setting:
+    """The float32 precision of a group of operations; ``none`` chooses nothing, which computes as ``ieee`` does."""
+
+    def read() -> str:
+        return str(backend.fp32_precision).replace("none", "ieee")
+
+    return Setting(f"float32 precision of {name}", read, partial(setattr, backend, "fp32_precision"))
+
+
+TORCH_SETTINGS: tuple[Setting, ...] = (
+    Setting("default device", torch.get_default_device, _set_default_device),
+    _modes("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+    _modes("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+    Setting("inference mode", torch.is_inference_mode_enabled, _set_inference),
+    Setting("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Setting("anomaly mode", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    Setting("seed", torch.initial_seed, torch.manual_seed),
+    _autocast("cpu"),
+    _autocast("cuda"),
+    Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting.attribute("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
+    _precision("everything", torch.backends),
+    _precision("CUDA's matmul", torch.backends.cuda.matmul),
+    _precision("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+    Setting.attribute("reduced fp16 sums", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    Setting.attribute("reduced bf16 sums", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    Setting.attribute("fp16 sums", torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("number of threads between operations", torch.get_num_interop_threads),
+)
+"""Restored in this order: a mode that was left entered must not see how the others are."""

@@ -1,0 +1,126 @@
+"""What a kernel leaves behind, raises or returns is its own failure, and no later case's."""
+
+import os
+import resource
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging import judge
+from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.trials.execute import execute
+from mla_conformance.trials.trial import Trial
+
+LEFT = {
+    "LeavesAutocastOn": "autocast on cpu from (False, torch.bfloat16) to (True, torch.bfloat16)",
+    "LeavesInferenceModeOn": "inference mode from False to True",
+    "LeavesAFunctionMode": "function modes from [] to ['RefusesEverything']",
+    "LeavesADispatchMode": "dispatch modes from [] to ['DispatchesNothing']",
+    "LeavesADevice": "default device from cpu to meta",
+    "HidesAMethod": "torch.Tensor.exp was replaced",
+    "ReplacesAFunction": "torch.exp was replaced",
+    "RemovesAFunction": "torch.nn.functional.softmax was replaced",
+    "ReplacesTheJudge": "judging.judge._Judge._output was replaced",
+    "MultipliesRoughly": "float32 matmul precision from highest to medium",
+    "AllowsTF32": "float32 precision of CUDA's matmul from ieee to tf32",
+    "ForbidsTF32OfCudnn": "TF32 of cuDNN from True to False",
+    "ChangesThreads": "number of threads from ",
+    "FlushesDenormals": "floating-point control (rounding, denormals) from 0x1f80 to 0x9fc0",
+    "FiltersWarnings": "warning filters from ",
+    "HandlesASignal": "handler of SIGUSR2 from 0 to 1",
+    "SetsAnAlarm": "timer ITIMER_REAL from off to running",
+    "LimitsFiles": "resource limit RLIMIT_FSIZE from ",
+    "LeavesAChild": "left 1 child process running",
+    "ChangesTheMask": "umask from ",
+}
+OTHERWISE = {
+    "Interrupts": (Check.CALL, "the call raised KeyboardInterrupt"),
+    "Generates": (Check.CALL, "the call raised GeneratorExit"),
+    "RaisesItsOwn": (Check.CALL, "the call raised Own: (its text cannot be made)"),
+    "RaisesAGroup": (Check.CALL, "the call raised BaseExceptionGroup: several"),
+    "Sparse": (Check.SHAPE, "expected a strided torch.Tensor as output, got a tensor of layout sparse_coo"),
+    "Nested": (Check.SHAPE, "got a nested tensor"),
+    "Fake": (Check.SHAPE, "got a FakeTensor"),
+    "Subclass": (Check.SHAPE, "got a Refusing"),
+    "Quantized": (Check.SHAPE, "got a quantized tensor"),
+    "Freed": (Check.SHAPE, "got a tensor whose storage holds 0 bytes of "),
+    "Negated": (Check.SHAPE, "got a lazily negated tensor"),
+    "Meta": (Check.DEVICE, "expected output on cpu, got meta"),
+    "Dictionary": (Check.SHAPE, "expected 2 tensor(s), got (dict)"),
+    "Generator": (Check.SHAPE, "expected 2 tensor(s), got (generator)"),
+    "Text": (Check.SHAPE, "expected 2 tensor(s), got (str, Tensor)"),
+    "Scalar": (Check.SHAPE, "expected output of shape [8, 4, 16], got []"),
+    "Overrides": (Check.OUTPUT, "output is 0 at "),
+}
+NEW_TOKENS = "new_tokens:dims=small;q=[5,3]"
+CHUNKED = "chunked_context:dims=small;q=[5,3];kv=[40,3];workspace=32"
+
+
+def verdict_on(name: str, case: str = NEW_TOKENS) -> Verdict:
+    subject = Subject.of(f"{Path(__file__).with_name('hostile.py')}:{name}", torch.device("cpu"))
+    return execute(Trial(subject, Case.parse(case)))
+
+
+def children() -> str:
+    return "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+
+
+def process() -> list[Any]:
+    """What the hostile backends change, read in another way than the driver does where there is one."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return [
+        *(torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch.zeros(1).device, children(), mask),
+        *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax, judge._Judge._output),
+        *(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        *(torch.get_num_threads(), torch.tensor(1e-40) * 1.0, list(warnings.filters), signal.getsignal(signal.SIGUSR2)),
+        *(signal.getitimer(signal.ITIMER_REAL), resource.getrlimit(resource.RLIMIT_FSIZE)),
+    ]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_is_charged_and_undone(name: str) -> None:
+    before = process()
+    verdict = verdict_on(name)
+    assert process() == before
+    assert (verdict.status, verdict.check) == (Status.FAIL, Check.PROCESS_STATE), verdict.message
+    assert LEFT[name] in verdict.message
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("case", [NEW_TOKENS, CHUNKED])
+def test_what_is_raised_or_returned_is_a_failure_of_the_call(name: str, case: str) -> None:
+    check, said = OTHERWISE[name]
+    verdict = verdict_on(name, case)
+    assert (verdict.status, verdict.check) == (Status.FAIL, check), verdict.message
+    assert said in verdict.message
+
+
+@pytest.mark.parametrize("name", ["Pair", "List", "Learns"])
+def test_a_right_result_stays_right(name: str) -> None:
+    assert verdict_on(name).status is Status.PASS
+
+
+def test_memory_that_ran_out_in_a_group_is_unavailable() -> None:
+    assert verdict_on("RunsOutInAGroup").status is Status.UNAVAILABLE
+
+
+def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
+    assert verdict_on("LeavesAFunctionMode", CHUNKED).check is Check.PROCESS_STATE
+
+
+def test_names_that_are_added_and_values_that_are_restored_are_no_change() -> None:
+    with ProcessState.watched() as changes:
+        torch.Tensor.of_a_library = lambda self: self  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("highest")
+        os.environ["OF_A_LIBRARY"] = "1"
+    del torch.Tensor.of_a_library, os.environ["OF_A_LIBRARY"]  # type: ignore[attr-defined]
+    assert changes == []
