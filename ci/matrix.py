@@ -9,6 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from mla_conformance.report.counts import Counts
+
 RECORDS = Path(__file__).parent / "certificates"
 _SECTION = re.compile(r"(<!-- h200:begin -->\n).*?(<!-- h200:end -->)", re.DOTALL)
 _HEAD = (
@@ -25,17 +29,14 @@ def table(folder: Path) -> str:
 
 
 def _row(record: dict[str, Any]) -> str:
-    counts = {
-        name: sum(capability[name] for capability in record["capabilities"].values())
-        for name in ("listed", "passed", "failed", "unsupported")
-    }
+    counts = sum((msgspec.convert(capability, Counts) for capability in record["capabilities"].values()), Counts())
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     worst = max((entry["share"] for entry in record["error_budget_used"].values()), default=0.0)
     emulated = " (emulated, never certified)" if record["emulated"] else ""
-    open_ = counts["listed"] - counts["passed"] - counts["failed"] - counts["unsupported"]
+    unjudged = counts.unavailable + counts.waived + counts.not_run
     cells = [
-        *(record["backend"] + emulated, versions, record["date"], f"{counts['passed']}/{counts['listed']}"),
-        *(counts["failed"], counts["unsupported"], open_, f"{worst:.2f}", record["rounding"]["lse"]),
+        *(record["backend"] + emulated, versions, record["date"], f"{counts.passed}/{counts.listed}"),
+        *(counts.failed, counts.unsupported, unjudged, f"{worst:.2f}", record["rounding"]["lse"]),
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
 

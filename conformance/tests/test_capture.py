@@ -151,9 +151,9 @@ def wrapped(**changes: object) -> str:
     ("content", "said"),
     [
         ('{"case": {"format": 1, "capab', "not JSON (cut off?)"),
-        ("[1]", "expected a JSON object, got list"),
-        (json.dumps(GOOD), "expected an entry 'case'"),
-        ('{"case": 3}', "entry 'case' is of type int"),
+        ("[1]", "expected `object`, got `array`"),
+        (json.dumps(GOOD), "object missing required field `case`"),
+        ('{"case": 3}', "case: expected `object`, got `int`"),
         (wrapped(format=2), "expected case format 1, got 2"),
         (wrapped(head=2), "unknown case field head"),
         (wrapped(heads="2"), "field heads: expected an integer, got '2'"),

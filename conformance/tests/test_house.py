@@ -1,6 +1,8 @@
 """The laws of the house: floors import downwards only, and nothing outside a backend's file names the backend."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -74,6 +76,14 @@ def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
         "conformance/cases/capabilities.py",
     ):
         assert "torch" not in imported(ROOT / name), name
+
+
+def test_records_and_reports_are_read_and_judged_without_torch() -> None:
+    rooms = [path for room in ("report", "gating", "expectations", "files") for path in sources(f"conformance/{room}")]
+    rooms += [ROOT / "conformance" / "judging" / f"{name}.py" for name in ("record", "verdict", "backend_facts")]
+    names = [f"mla_conformance.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "__init__"]
+    code = "".join(f"import {name}\n" for name in names) + "import sys\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_case_test_or_judge_names_a_backend() -> None:

@@ -1,6 +1,7 @@
 """Counting and reporting: the denominator, what decides a status, and a report that is whole or not there."""
 
 import json
+import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_a_verdict_becomes_a_record_and_reads_back() -> None:
     assert (settled.status, settled.check, settled.clause, settled.where) == (FAIL, "lse", "4.2", {"head": 3})
     assert settled.message == "wrong (SPEC 4.2)"
     assert Record.from_json(json.loads(json.dumps(settled.to_json()))) == settled
+
+
+def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:
+    odd = replace(record(FAIL), used={"lse": math.inf, "row": math.nan}, confirmation="after", after=("lse:q=[2]",))
+    plain = json.loads(json.dumps(odd.to_json(), allow_nan=False))
+    assert plain["used"] == {"lse": "inf", "row": "nan"}
+    assert repr(Record.from_json(plain)) == repr(odd)
+    for name, value in (("status", "splendid"), ("used", {"lse": "much"}), ("after", 7), ("confirmation", "perhaps")):
+        with pytest.raises(ValueError, match=name if name != "used" else "lse|enum"):
+            Record.from_json({**plain, name: value})
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.html import html
 from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
@@ -190,6 +191,37 @@ def test_the_page_shows_expected_failures_with_their_reason() -> None:
     words = " ".join(" ".join(Page(html(replace(run, backends=(backend,)))).words).split())
     assert "Expected failures" in words and "mine: known & filed" in words and "1 expected to fail" in words
     assert waived.replay in words and "! 0/1" in words and "worst error 0.00 of budget" in words
+
+
+CONFIRMED: dict[Confirmation, tuple[tuple[str, ...], str]] = {
+    "after": (("lse:q=[1]", "lse:q=[2]"), "fails only after 2 other cases: lse:q=[1], lse:q=[2]"),
+    "unrepeated": ((), "did not fail again, neither alone nor after the same cases"),
+}
+
+
+@pytest.mark.parametrize("confirmation", CONFIRMED)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confirmation: Confirmation) -> None:
+    after, said = CONFIRMED[confirmation]
+    record = Record("B", "B", "lse", "lse:q=[3]", Status.FAIL, "wrong", confirmation=confirmation, after=after)
+    alone = replace(record, confirmation="alone", after=())
+    for shown, there in ((record, True), (alone, False)):
+        backend = BackendSummary(BackendFacts("B", "B"), summarise([shown], {}))
+        text = FORMATS[kind](RunSummary(ENVIRONMENT, (backend,), ("lse:q=[3]",))).replace("\\", "")
+        assert (said in text) is there
+
+
+def test_a_long_way_to_a_failure_is_cut_short() -> None:
+    record = replace(nasty_run().records[0], confirmation="after", after=tuple("abcde"))
+    assert record.confirmed == "fails only after 5 other cases: a, b, c, and 2 more"
+
+
+@pytest.mark.parametrize("kind", ["text", "html", "markdown"])
+def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
+    run = nasty_run()
+    stopped = replace(run.backends[0], stopped="gave up after 5 equal failures of its process")
+    text = FORMATS[kind](replace(run, backends=(stopped,)))
+    assert "1 NOT RUN: gave up after 5 equal failures of its process" in text
 
 
 @pytest.mark.parametrize(
