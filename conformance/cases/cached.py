@@ -68,11 +68,11 @@ class CachedCase(Case):
         )
 
     def varied(self) -> Self:
-        """Longer contexts, other values and another scale of the cache.
+        """Longer contexts in reverse order, other values and another scale of the cache.
 
         Query lengths stay, since several tokens a request are another configuration.
         """
-        kv = tuple(length + _LONGER for length in self.kv)
+        kv = tuple(length + _LONGER for length in reversed(self.kv))
         return replace(self, kv=kv, kscale=3 * self.kscale, seed=self.seed + 1)
 
     def validate(self) -> None:
