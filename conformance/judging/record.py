@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -20,9 +21,10 @@ Confirmation = Literal["", "alone", "after", "unrepeated"]
 _SHOWN_CASES = 3
 
 
-def replay_line(case: str, reference: str) -> str:
-    """The command that runs a case on a backend again."""
-    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}"
+def replay_line(case: str, reference: str, after: Sequence[str] = ()) -> str:
+    """The command that runs a case on a backend again, after others where it fails only then."""
+    before = "".join(f" --after {shlex.quote(other)}" for other in after)
+    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}"
 
 
 def written(share: float) -> Share:
@@ -109,7 +111,7 @@ class Record:
     @property
     def replay(self) -> str:
         """The command that runs this case again."""
-        return replay_line(self.case, self.reference)
+        return replay_line(self.case, self.reference, self.after)
 
     @property
     def confirmed(self) -> str:
