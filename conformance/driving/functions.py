@@ -17,6 +17,8 @@ import torch
 _JUDGING = ("problems", "driving", "judging", "trials", "reference")
 """Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
+_FOLLOWS = torch.Storage
+"""A class that torch replaces by itself when the default dtype changes."""
 
 
 @dataclass(frozen=True)
@@ -118,4 +120,4 @@ def _is_class_of(module: ModuleType, value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     """Functions, classes, and what is bound to an instance."""
-    return callable(value) or hasattr(type(value), "__get__")
+    return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
