@@ -17,7 +17,7 @@ import torch
 _JUDGING = ("problems", "driving", "judging", "trials", "reference")
 """Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
-_FOLLOWS = torch.Storage
+_FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
 
 
