@@ -1,13 +1,15 @@
 """Functions of torch and of what judges, of which a call must replace none.
 
-A library may add names and import modules; a name that hides an inherited one replaces it.
+A library may add names and import modules; a name that hides an inherited one replaces it. Torch's compiler, once it is
+imported, wraps functions of torch.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from types import ModuleType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch
 _JUDGING = ("problems", "driving", "judging", "trials", "reference")
 """Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
+_FOLLOWS = torch.Storage  # type: ignore[attr-defined]
+"""A class that torch replaces by itself when the default dtype changes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Functions:
     def of(owner: Any) -> "Functions":
         """The functions as they are now."""
         present = vars(owner)
-        found = {name: value for name, value in present.items() if _is_function(value)}
+        ours = owner not in _OF_TORCH  # whose special methods are those of data classes
+        found = {k: value for k, value in present.items() if _is_function(value) and not (ours and k.startswith("__"))}
         first = next(iter(present))
         read = itemgetter(first, first, *found)  # of one name it would read no tuple
         return Functions(owner, present, frozenset(present), found, read, read(present))
@@ -56,7 +61,8 @@ class Functions:
     def settle(self) -> Iterator[str]:
         """Put back what was replaced, and tell its names."""
         for name, function in self.functions.items():
-            if self.present.get(name) is not function:
+            now = self.present.get(name)
+            if now is not function and not _is_wrapped_by_torch(now, function):
                 setattr(self.owner, name, function)
                 yield f"{self._title}.{name} was replaced"
         for name in self.present.keys() - self.names:
@@ -88,7 +94,7 @@ class WatchedFunctions:
         """The functions as they are now; only what differs from the last time is taken down anew."""
         if len(sys.modules) != self._loaded:
             self._loaded = len(sys.modules)
-            self._known += [Functions.of(owner) for owner in self._new_owners()]
+            self._known += filter(lambda new: new.functions, map(Functions.of, self._new_owners()))
         self._known = [known if known.unchanged() else Functions.of(known.owner) for known in self._known]
         return self._known
 
@@ -102,10 +108,16 @@ class WatchedFunctions:
             yield from (value for value in vars(module).values() if _is_class_of(module, value))
 
 
+def _is_wrapped_by_torch(now: Any, function: Any) -> bool:
+    if not isinstance(now, FunctionType) or vars(now).get("__wrapped__") is not function:
+        return False
+    return Path(torch.__file__).parent in Path(now.__code__.co_filename).parents
+
+
 def _is_class_of(module: ModuleType, value: Any) -> bool:
     return isinstance(value, type) and value.__module__ == module.__name__
 
 
 def _is_function(value: Any) -> bool:
     """Functions, classes, and what is bound to an instance."""
-    return callable(value) or hasattr(type(value), "__get__")
+    return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))

@@ -151,7 +151,8 @@ class ChangesDirectory(Faulty):
 
 class Forks(Faulty):
     def before(self, *_: Any) -> None:
-        os.fork()
+        if os.fork() == 0:
+            torch.set_num_threads(1)  # the child has none of its parent's threads, and would wait for them
 
 
 class Leaks(Faulty):

@@ -69,7 +69,7 @@ class LeavesADevice(Hostile):
 
 class HidesAMethod(Hostile):
     def disturb(self) -> None:
-        torch.Tensor.exp = lambda self: self  # type: ignore[method-assign, assignment]
+        torch.Tensor.exp = lambda self: self  # type: ignore[method-assign, assignment, return-value]
 
 
 class ReplacesAFunction(Hostile):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
+from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging import judge
@@ -116,11 +117,19 @@ def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert verdict_on("LeavesAFunctionMode", CHUNKED).check is Check.PROCESS_STATE
 
 
-def test_names_that_are_added_and_values_that_are_restored_are_no_change() -> None:
+def test_an_interrupt_from_outside_is_no_failure_of_the_call() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        attempt(lambda: signal.raise_signal(signal.SIGINT))
+
+
+def test_what_libraries_do_is_no_change() -> None:
+    seed = torch.manual_seed
     with ProcessState.watched() as changes:
         torch.Tensor.of_a_library = lambda self: self  # type: ignore[attr-defined]
+        os.environ["OF_A_LIBRARY"] = "1"
         torch.set_float32_matmul_precision("high")
         torch.set_float32_matmul_precision("highest")
-        os.environ["OF_A_LIBRARY"] = "1"
+        torch.manual_seed = torch._disable_dynamo(seed)  # as torch's compiler does when it is imported
+    torch.manual_seed = seed
     del torch.Tensor.of_a_library, os.environ["OF_A_LIBRARY"]  # type: ignore[attr-defined]
     assert changes == []
