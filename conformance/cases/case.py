@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.data import Data
 from mla_conformance.cases.grammar import CaseError, dimensions_of, format_value, from_plain, parse_value
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -107,7 +108,7 @@ class Case(ABC):
     page: int = at_least(1, 16)
     workspace: int = at_least(1, 256)
     scale: int = at_least(1, 159)
-    data: str = "normal"
+    data: str = one_of(Data, Data.NORMAL)
     layout: str = one_of(Layout, Layout.KV_B_PROJ)
     lse: bool = True
     pad: int = at_least(0, 0)

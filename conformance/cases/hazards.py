@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_conformance.cases.data import Data
+
 
 @dataclass(frozen=True)
 class Site:
@@ -116,41 +118,43 @@ def _scaled_queries(factor: float) -> Callable[[Site], torch.Tensor]:
 
 
 REGIMES: dict[str, Regime] = {
-    "normal": Regime("N(0,1) queries, keys and values"),
-    "needle": Regime(
+    Data.NORMAL: Regime("N(0,1) queries, keys and values"),
+    Data.NEEDLE: Regime(
         "one dominant key per head at a sequence, page, chunk or tile edge: a lost or leaked key changes everything",
         lambda site: _aligned(site, 16.0),
     ),
-    "hot_tail": Regime(
+    Data.HOT_TAIL: Regime(
         "one key holds about half of the mass over a diffuse tail: mass lost in the tail", _hot_over_tail
     ),
-    "hot_ones": Regime(
+    Data.HOT_ONES: Regime(
         "a hot key over a diffuse tail with V = 1: the weights must add up", _hot_over_tail, values=torch.ones_like
     ),
-    "large_logits": Regime("logits × 8: overflow, and a softmax scale applied in low precision", _scaled_queries(8.0)),
-    "huge_logits": Regime("logits × 64: rescaling between tiles", _scaled_queries(64.0)),
-    "extreme_logits": Regime("logits × 100", _scaled_queries(100.0)),
-    "negative": Regime(
+    Data.LARGE_LOGITS: Regime(
+        "logits × 8: overflow, and a softmax scale applied in low precision", _scaled_queries(8.0)
+    ),
+    Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", _scaled_queries(64.0)),
+    Data.EXTREME_LOGITS: Regime("logits × 100", _scaled_queries(100.0)),
+    Data.NEGATIVE: Regime(
         "all raw scores near -1.6e5: finite sentinels for masks and maxima", _against_constant_key(-1.0), _constant_key
     ),
-    "shifted": Regime(
+    Data.SHIFTED: Regime(
         "all raw scores near +1.6e5: softmax is shift invariant", _against_constant_key(1.0), _constant_key
     ),
-    "rising": Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
-    "rising_ones": Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
-    "ones": Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
-    "integers": Regime(
+    Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
+    Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
+    Data.ONES: Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
+    Data.INTEGERS: Regime(
         "sparse small integers, exact in every dtype",
         lambda site: _sparse_integers(site.q),
         _sparse_integers,
         _sparse_integers,
     ),
-    "outliers": Regime(
+    Data.OUTLIERS: Regime(
         "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
     ),
-    "low_rank": Regime(
+    Data.LOW_RANK: Regime(
         "rows that are nearly multiples of one another", lambda site: _low_rank(site.q), _low_rank, _low_rank
     ),
-    "tiny_values": Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
-    "zero_keys": Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
+    Data.TINY_VALUES: Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
+    Data.ZERO_KEYS: Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
 }

@@ -1,5 +1,6 @@
 """A worker: judges what it is told, in a process that may die of it."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -13,6 +14,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.explain import explain
+from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts, find_device
 from mla_conformance.engine.devices import visible_gpus
@@ -72,7 +74,14 @@ class Worker:
     def __init__(self, device: torch.device, memory: int | None, send: Send) -> None:
         self._device, self._memory, self._send = device, memory, send
         self._context = Context()
-        self._subject = cache(lambda reference: Subject.of(reference, device))
+        self._subject = cache(self._loaded)
+
+    def _loaded(self, reference: str) -> Subject:
+        """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
+        subject = Subject.of(reference, self._device)
+        with ProcessState.watched(), contextlib.suppress(Exception):  # whoever asks again is told
+            _ = subject.unavailable
+        return subject
 
     def answer(self, task: Task) -> Answer:
         """Carry out a task."""
