@@ -112,7 +112,7 @@ def _params(config: pytest.Config) -> Iterator[Any]:
         for index, case in enumerate(request.cases_of(name)):
             for subject in subjects:
                 if not subject.unavailable or index == 0:
-                    marks = [pytest.mark.backend(name=subject.name), pytest.mark.capability(name)]
+                    marks = [pytest.mark.backend(name=subject.name), pytest.mark.capability(name=name)]
                     yield pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks)
 
 
