@@ -135,8 +135,9 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         raise InputError(str(error)) from error
     except Stopped as stop:
         run.folder.discard()
-        return f"ended by {stop} before anything was judged", _status_of(stop)
+        return f"ended by {stop} before anything was judged", _status_of(stop) or BROKEN
     except (RunError, OSError) as error:
+        run.folder.discard()
         return str(error), BROKEN
     return None
 

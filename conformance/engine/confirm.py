@@ -58,7 +58,7 @@ class Confirmation:
     def settled(self, attempt: Judge, again: Record) -> Record | None:
         """The record if this attempt decides; None if it does not."""
         self.last = again
-        if not again.failed:
+        if not again.failed or again.case != self.failure.case:  # it may have died of a case before
             return None
         found = replace(again, capability=self.failure.capability)
         if not attempt.before:

@@ -26,7 +26,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        lock: descriptor that holds it.
+        lock: descriptor that holds it; -1 once it is released.
         fresh: it was made for this run.
     """
 
@@ -107,5 +107,6 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other runs have it."""
-        with contextlib.suppress(OSError):
+        if self.lock >= 0:
             os.close(self.lock)
+            self.lock = -1

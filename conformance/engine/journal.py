@@ -48,7 +48,7 @@ class Journal:
     def events(self) -> Iterator[dict[str, Any]]:
         """All whole events so far; a last line that was cut off is left out."""
         for line in self._whole().splitlines() if self.path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
     def records(self) -> dict[Question, Record]:

@@ -4,6 +4,7 @@ A worker that dies, hangs or kills its parent costs one case; the next one is th
 started, in whatever session, is ended with it. The keeper itself never touches a device.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent
-from mla_conformance.engine.messages import Ended, Setup, decode_task, encode
+from mla_conformance.engine.messages import Ended, decode_setup, encode
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -28,20 +29,22 @@ def main(descriptor: int, supervisor: int) -> None:
     sys.path.append(str(Path.cwd()))
     from mla_conformance.engine.worker import serve  # torch, and everything that a case needs
 
-    connection = socket.socket(fileno=descriptor)
-    setup = decode_task(read_line(connection))
-    assert isinstance(setup, Setup)
+    connection, keeper = socket.socket(fileno=descriptor), os.getpid()
+    connection.set_inheritable(False)
+    setup = decode_setup(read_line(connection))
     while not _is_closed(connection):
         worker = os.fork()
         if not worker:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            end_with_parent(os.getppid(), signal.SIGKILL)
+            end_with_parent(keeper, signal.SIGKILL)
             serve(connection, setup)
         _, status = os.waitpid(worker, 0)
         end_children(set())
-        connection.sendall(encode(Ended(os.waitstatus_to_exitcode(status))))
+        with contextlib.suppress(OSError):  # the supervisor has closed its end
+            # A line of its own: the worker may have died in the middle of one.
+            connection.sendall(b"\n" + encode(Ended(os.waitstatus_to_exitcode(status))))
 
 
 def read_line(connection: socket.socket) -> bytes:

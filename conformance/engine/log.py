@@ -49,6 +49,7 @@ class BoundedLog:
                     self._early += kept
                 else:
                     self._append(kept)
+        os.close(self._pipe)
 
     def _append(self, block: bytes) -> None:
         assert self._path is not None

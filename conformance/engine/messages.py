@@ -18,12 +18,10 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
     Attributes:
         device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         memory: bytes that a worker may allocate; None without a limit.
-        threads: threads of a call on a CPU; 0 leaves torch's own number.
     """
 
     device: str
     memory: int | None = None
-    threads: int = 0
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
@@ -131,6 +129,17 @@ def encode(message: Setup | Task | Event) -> bytes:
     return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
 
 
+def address(process: int, task: Task) -> bytes:
+    """A line for one worker; the next one may find it where that one died without having read it."""
+    return b"%d %b" % (process, encode(task))
+
+
+def addressed(line: bytes, process: int) -> Task | None:
+    """The task of a line; None if it, or the half of it that is left, is not this process's."""
+    addressee, _, rest = line.partition(b" ")
+    return msgspec.convert(json.loads(rest), Task) if addressee == b"%d" % process else None
+
+
 def decode_event(line: bytes) -> Event:
     """An event of a line.
 
@@ -141,10 +150,9 @@ def decode_event(line: bytes) -> Event:
     return event
 
 
-def decode_task(line: bytes) -> Setup | Task:
-    """A setup or a task of a line that a supervisor wrote."""
-    task: Setup | Task = msgspec.convert(json.loads(line), Setup | Task)
-    return task
+def decode_setup(line: bytes) -> Setup:
+    """The setup of a line that a supervisor wrote."""
+    return msgspec.convert(json.loads(line), Setup)
 
 
 def question_of(record: Record) -> Question:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mla_conformance.engine.messages import (
     Answer,
+    Describe,
     Ended,
     Event,
     Hello,
@@ -19,6 +20,7 @@ from mla_conformance.engine.messages import (
     Setup,
     Started,
     Task,
+    address,
     decode_event,
     encode,
 )
@@ -35,7 +37,7 @@ DIED = "the process died during this case"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
     """A keeper with the worker that it keeps.
 
@@ -47,7 +49,8 @@ class Place:
         timeout: seconds that a case may take.
         hello: what the worker of the moment said of itself; None while there is none.
         task: what it is doing.
-        history: (backend reference, case id) of everything that the worker of the moment was given to judge.
+        history: (backend reference, case id) of everything that the worker of the moment was given to judge; without a
+            case where it was asked what the backend is.
     """
 
     number: int
@@ -84,9 +87,16 @@ class Place:
             start_new_session=True,
         )
         remote.close()
+        self._ends = _end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
-        self.connection.sendall(encode(self.setup))
+        with contextlib.suppress(OSError):  # it died at once: its end is on the way
+            self.connection.sendall(encode(self.setup))
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when there is something to :meth:`read`."""
+        return [self.connection.fileno(), *self._ends]
 
     @property
     def is_idle(self) -> bool:
@@ -102,21 +112,22 @@ class Place:
         """Have the worker carry out a task."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
         self._wait(self.timeout)
+        if isinstance(task, Describe):
+            self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(encode(task))
+            self.connection.sendall(address(self._process, task))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing."""
         if self.history:
-            self.hello = None
-            self._wait(_END_SECONDS)
-            self._signal(signal.SIGKILL)
+            self._end_worker()
 
     def read(self) -> Iterator[Event]:
         """What came; the end of the keeper itself is an end of its worker, and it starts anew."""
         data = b""
         with contextlib.suppress(OSError):
-            data = self.connection.recv(_READ)
+            # A process that a backend left may hold the other end open: a keeper is lost when it says nothing more.
+            data = self.connection.recv(_READ, socket.MSG_DONTWAIT)
         if not data:
             yield from self._take(Ended(self._lost_keeper()))
             return
@@ -127,11 +138,13 @@ class Place:
             except ValueError:
                 self._stacks.append(line)  # of a worker that was asked where it is
                 continue
-            yield from self._take(event)
+            if not (self._killed and isinstance(event, Started | Judged | Answer)):  # those come too late
+                yield from self._take(event)
 
     def _take(self, event: Event) -> Iterator[Event]:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
+            self._killed = False
         elif isinstance(event, Started):
             self._started = Record.from_json(event.record)
             judged = (self._started.reference, self._started.case)
@@ -146,9 +159,13 @@ class Place:
                 self.hello = None
                 self._wait(_END_SECONDS)
         elif isinstance(event, Ended):
-            self.hello = None
+            self.hello, self._process = None, 0
             self._wait(START_SECONDS)
         yield event
+
+    def why(self, status: int) -> str:
+        """What the worker of the moment ended of."""
+        return f"no answer within {self.timeout:g} s" if self._killed else how(status)
 
     def outcome(self, status: int) -> Record | None:
         """The record of what a worker was judging when it ended; None if that was nothing yet."""
@@ -164,20 +181,24 @@ class Place:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
         if not self._asked and self.task is not None:
             self._asked, self._killed = True, self._judged is None
-            self._signal(signal.SIGCONT)  # it may have stopped itself
             self._signal(signal.SIGUSR1)
+            self._signal(signal.SIGCONT)  # it may have stopped itself
             self._wait(_STACK_SECONDS)
         elif self.hello is not None:
-            self._signal(signal.SIGKILL)
-            self.hello = None
-            self._wait(_END_SECONDS)
+            self._end_worker()
         else:
             self.keeper.kill()
             self._wait(_END_SECONDS)
 
+    def _end_worker(self) -> None:
+        self.hello = None
+        self._wait(_END_SECONDS)
+        self._signal(signal.SIGKILL)
+        self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
+
     def end(self) -> None:
         """End everything, at once."""
-        self.connection.close()
+        self._close()
         self.keeper.send_signal(signal.SIGCONT)
         self.keeper.terminate()
         try:
@@ -187,11 +208,18 @@ class Place:
             self.keeper.wait()
 
     def _lost_keeper(self) -> int:
-        self.connection.close()
+        self._close()
         self.keeper.kill()
         status = self.keeper.wait()
+        self._signal(signal.SIGKILL)
         self.spawn()
         return status
+
+    def _close(self) -> None:
+        self.connection.close()
+        for descriptor in self._ends:
+            os.close(descriptor)
+        self._ends = []
 
     def _signal(self, number: int) -> None:
         if self._process:
@@ -200,6 +228,14 @@ class Place:
 
     def _wait(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
+
+
+def _end_of(process: int) -> list[int]:
+    """A descriptor that becomes readable when a process ends; none on a system without."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
 
 
 def how(status: int) -> str:

@@ -166,7 +166,10 @@ class Run:
         self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
         records = self.folder.journal.records()
         failures = self._judge(records, on_record)
-        self._confirm(self._unconfirmed(records, failures), on_record)
+        while pending := self._unconfirmed(records, failures):
+            for record in self._confirmed(pending):
+                records[question_of(record)] = record
+                self._keep(record, on_record)
         self._append("end")
 
     def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
@@ -196,37 +199,40 @@ class Run:
     def _unconfirmed(
         self, records: Mapping[Question, Record], failures: Mapping[Question, Outcome]
     ) -> list[Confirmation]:
-        """The first failure of each backend and capability that none is confirmed of."""
-        done = {(r.reference, r.capability) for r in records.values() if r.confirmation}
-        found: dict[tuple[str, str], Confirmation] = {}
+        """The first failure of each backend and capability that none is confirmed of; all, if one was another's."""
+        tried = [record for record in records.values() if record.confirmation]
+        done = {(record.reference, record.capability) for record in tried if record.failed}
+        misled = {(record.reference, record.capability) for record in tried if not record.failed}
+        found: list[Confirmation] = []
         for record in sorted(records.values(), key=self._position):
             key = (record.reference, record.capability)
-            if record.failed and key not in found and key not in done:
-                earlier = sum(reference == record.reference for reference, _ in found)
-                found[key] = self._confirmation(record, failures.get(question_of(record)), earlier < MOST_EXPLAINED)
-        return list(found.values())
+            if record.failed and key not in done:
+                earlier = len({capability for reference, capability in done if reference == record.reference})
+                found.append(self._confirmation(record, failures.get(question_of(record)), earlier < MOST_EXPLAINED))
+                done |= {key} - misled
+        return found
 
     def _confirmation(self, record: Record, outcome: Outcome | None, explain: bool) -> Confirmation:
         history = outcome.history if outcome else ()
         before = list(takewhile(lambda judged: judged != (record.reference, record.case), history))
-        own = [case for reference, case in before if reference == record.reference]
+        own = [case for reference, case in before if reference == record.reference and case]
         used = {reference for reference, _ in before} - {record.reference}
         others = [facts.name for facts in self.facts if facts.reference in used]
         return Confirmation(record, own, others, explain)
 
-    def _confirm(self, pending: list[Confirmation], on_record: Callable[[Record], None]) -> None:
+    def _confirmed(self, pending: list[Confirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
         while pending:
-            attempts = {id(attempt): (attempt, each) for each in pending if (attempt := next(each.attempts, None))}
-            for exhausted in [each for each in pending if each not in [c for _, c in attempts.values()]]:
-                self._keep(exhausted.unrepeated(), on_record)
+            attempts = [(next(confirmation.attempts, None), confirmation) for confirmation in pending]
+            yield from (confirmation.unrepeated() for attempt, confirmation in attempts if not attempt)
+            of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
-            for outcome in self.supervisor.run(Tasks.of([[attempt] for attempt, _ in attempts.values()])):
-                assert outcome.record is not None
-                attempt, confirmation = attempts[id(outcome.task)]
-                settled = confirmation.settled(attempt, outcome.record)
+            for outcome in self.supervisor.run(Tasks.of([[attempt] for attempt, _ in attempts if attempt])):
+                assert outcome.record is not None and isinstance(outcome.task, Judge)
+                confirmation = of_task[id(outcome.task)]
+                settled = confirmation.settled(outcome.task, outcome.record)
                 if settled:
-                    self._keep(settled, on_record)
+                    yield settled
                 else:
                     pending.append(confirmation)
 

@@ -6,8 +6,8 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
 from mla_conformance.engine.log import BoundedLog
@@ -113,13 +113,21 @@ class Supervisor:
         self._signal = 0
         self._tasks = Tasks.of(())
         self._told: tuple[int, int] = (-1, -1)
+        self._handlers: dict[signal.Signals, Any] = {}
         self._before: set[int] = set()
 
     def __enter__(self) -> "Supervisor":
         self._before = children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Those that were ignored from the start, as under nohup, stay so.
+        heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._note) for number in heeded}
         adopt_orphans()
         return self
+
+    def _note(self, number: int, _: object) -> None:
+        self._signal = number
+        os.write(self._told[1], b"!")
 
     def __exit__(self, *_: object) -> None:
         for place in self.places:
@@ -127,6 +135,8 @@ class Supervisor:
         end_children(self._before)
         adopt_orphans(False)
         self.log.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         for descriptor in self._told:
             os.close(descriptor)
 
@@ -136,11 +146,10 @@ class Supervisor:
 
     def hello(self) -> Hello:
         """What the first worker says of itself."""
-        with self._heeding_signals():
-            while self.places[0].hello is None:
-                for _ in self._events():
-                    pass
-            return self.places[0].hello
+        while self.places[0].hello is None:
+            for _ in self._events():
+                pass
+        return self.places[0].hello
 
     def run(self, tasks: Tasks) -> Iterator[Outcome]:
         """Have all tasks carried out; an outcome for each.
@@ -150,9 +159,8 @@ class Supervisor:
             RunError: no process can be started.
         """
         self._tasks = tasks
-        with self._heeding_signals():
-            while self._deal():
-                yield from self._events()
+        while self._deal():
+            yield from self._events()
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
@@ -168,17 +176,19 @@ class Supervisor:
 
     def _events(self) -> Iterator[Outcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
-        by_descriptor = {place.connection.fileno(): place for place in self.places}
         until = min((self._ends_at, *(place.deadline for place in self.places)))
         seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
-        ready, _, _ = select.select([*by_descriptor, self._told[0]], [], [], seconds)
+        descriptors = [descriptor for place in self.places for descriptor in place.descriptors]
+        ready, _, _ = select.select([*descriptors, self._told[0]], [], [], seconds)
         self._require_going_on()
-        for place in (by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor):
+        speaking = [place for place in self.places if not set(ready).isdisjoint(place.descriptors)]
+        # What was said in time counts, however late it is read.
+        late = [place for place in self.places if place not in speaking and place.deadline <= time.monotonic()]
+        for place in late:
+            place.expire()
+        for place in speaking:
             for event in place.read():
                 yield from self._outcomes(place, event)
-        for place in self.places:
-            if place.deadline <= time.monotonic():
-                place.expire()
 
     def _outcomes(self, place: Place, event: Event) -> Iterator[Outcome]:
         if isinstance(event, Hello):
@@ -194,7 +204,7 @@ class Supervisor:
             given, place.task = place.task, None
             record = place.outcome(event.status) if given else None
             if given and (record or isinstance(given, Describe)):
-                yield Outcome(given, record, ended=how(event.status), history=tuple(place.history))
+                yield Outcome(given, record, ended=place.why(event.status), history=tuple(place.history))
                 return
             self._count_start(event.status)
             if given:  # it had not begun
@@ -211,22 +221,6 @@ class Supervisor:
             raise Stopped(self._signal)
         if time.monotonic() >= self._ends_at:
             raise Stopped
-
-    @contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Note the signals that end a run, but those that were ignored from the start, as under nohup."""
-
-        def note(number: int, _: object) -> None:
-            self._signal = number
-            os.write(self._told[1], b"!")
-
-        heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, note) for number in heeded}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @dataclass

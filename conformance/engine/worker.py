@@ -30,7 +30,7 @@ from mla_conformance.engine.messages import (
     Setup,
     Started,
     Task,
-    decode_task,
+    addressed,
     encode,
 )
 from mla_conformance.judging.record import EXPLORED, Record
@@ -45,9 +45,8 @@ Send = Callable[[Event], None]
 
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end."""
+    process = os.getpid()
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True)
-    if setup.threads:
-        torch.set_num_threads(setup.threads)
     if setup.memory:
         limit_memory(setup.memory)
 
@@ -56,12 +55,15 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    send(Hello(os.getpid(), name, device_facts(device) if device else {}, gpus))
+    send(Hello(process, name, device_facts(device) if device else {}, gpus))
     worker = Worker(device or torch.device("cpu"), setup.memory, send)
     while line := read_line(connection):
-        task = decode_task(line)
-        assert not isinstance(task, Setup)
+        task = addressed(line, process)
+        if task is None:
+            continue
         answer = worker.answer(task)
+        if os.getpid() != process:
+            leave(0)  # an import forked, and its child came back into a process that is not its own
         send(answer)
         if answer.leaves:
             break

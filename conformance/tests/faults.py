@@ -3,31 +3,30 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
+import subprocess
 import sys
-import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-START_LOC = [0, 7, 11]
-"""Where the requests of the faulty case start."""
-
 
 class Faulty(EagerPrefillBackend):
-    """Misbehaves from the first call with :data:`START_LOC` on."""
+    """Misbehaves from the first call on whose requests start there."""
 
+    start_loc: ClassVar = [0, 7, 11]
     armed = False
 
     def run_prefill_new_tokens(
         self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
     ) -> Any:
-        if self._prefill_metadata.query_start_loc.tolist() == START_LOC:
+        if self._prefill_metadata.query_start_loc.tolist() == self.start_loc:
             self.armed = True
             self.before(q, k, v)
         result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
@@ -69,27 +68,78 @@ class ExitsAtOnce(Faulty):
         os._exit(0)
 
 
-class Loops(Faulty):
+class Hanging(Faulty):
+    """On another case: one worker waits for these while another one judges the rest."""
+
+    start_loc: ClassVar = [0, 2]
+
+
+class Loops(Hanging):
     def before(self, *_: Any) -> None:
         while True:
             pass
 
 
-class Sleeps(Faulty):
-    def before(self, *_: Any) -> None:
-        time.sleep(1e6)
-
-
-class Deadlocks(Faulty):
-    def before(self, *_: Any) -> None:
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
-
-
-class KeepsTheInterpreterLock(Faulty):
+class KeepsTheInterpreterLock(Hanging):
     def before(self, *_: Any) -> None:
         ctypes.PyDLL(None).sleep(10**6)
+
+
+class StopsItself(Hanging):
+    def before(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StopsItsParent(Faulty):
+    def before(self, *_: Any) -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+
+class KillsItsGroup(Faulty):
+    def before(self, *_: Any) -> None:
+        os.killpg(0, signal.SIGKILL)
+
+
+class InterruptsItself(Faulty):
+    def before(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+class RaisesKeyboardInterrupt(Faulty):
+    def before(self, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+
+class ForbidsFiles(Faulty):
+    def before(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def note_child(process: int) -> None:
+    """Tell the test, in a file beside this one, which process must not be left."""
+    with Path(__file__).with_name("children").open("a") as file:
+        file.write(f"{process}\n")
+
+
+class LeavesAChildAndAborts(Faulty):
+    """The child is in a session of its own."""
+
+    def before(self, *_: Any) -> None:
+        note_child(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+        os.abort()
+
+
+class KillsItsParent(Faulty):
+    """And leaves a child in a session of its own, which holds whatever its parent had opened."""
+
+    def before(self, *_: Any) -> None:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            time.sleep(1000)
+        note_child(child)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1e6)
 
 
 class Unspeakable(Exception):
@@ -113,7 +163,7 @@ class RaisesTheUnspeakable(Faulty):
 class Floods(Faulty):
     def before(self, *_: Any) -> None:
         block = b"x" * 2**20
-        for _block in range(512):
+        for _block in range(24):
             for descriptor in (1, 2):
                 os.write(descriptor, block)
 
@@ -122,6 +172,18 @@ class ClosesStdout(Faulty):
     def before(self, *_: Any) -> None:
         sys.stdout.close()
         os.closerange(1, 2)
+
+
+class LeavesAutocastOn(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        return result
+
+
+class ReplacesExp(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        torch.Tensor.exp = lambda tensor: torch.exp(tensor) * 2  # type: ignore[method-assign]
+        return result
 
 
 class ChangesDtype(Faulty):
@@ -268,7 +330,7 @@ class NeverLaunches(Faulty):
     def run_prefill_new_tokens(
         self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
     ) -> Any:
-        if self._prefill_metadata.query_start_loc.tolist() != START_LOC:
+        if self._prefill_metadata.query_start_loc.tolist() != self.start_loc:
             return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
         _, lse = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, None, output_scale)
         with contextlib.suppress(RuntimeError):

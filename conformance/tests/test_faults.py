@@ -4,103 +4,151 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.isolation.bounded_log import KEPT_BYTES
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.log import KEPT_BYTES, LOG_NAME
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.running.certify import LOG_NAME, Run
-from mla_conformance.running.selection import Selection
+from mla_conformance.report.loading import load_report
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
-CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
-FAULTY = CASES[1]
-CRASH, TIMEOUT = (Status.CRASH, ""), (Status.TIMEOUT, "")
-FAULTS: dict[str, tuple[Status, str]] = {
+FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
+PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")
+OF_PROCESSES: dict[str, tuple[Status, str]] = {
     "Segfault": CRASH,
     "Abort": CRASH,
     "DividesByZero": CRASH,
     "Killed": CRASH,
     "ExitsAtOnce": CRASH,
+    "KillsItsGroup": CRASH,
+    "KillsItsParent": CRASH,
+    "InterruptsItself": CRASH,
+    "LeavesAChildAndAborts": CRASH,
     "Loops": TIMEOUT,
-    "Sleeps": TIMEOUT,
-    "Deadlocks": TIMEOUT,
     "KeepsTheInterpreterLock": TIMEOUT,
-    "Exits": (Status.FAIL, Check.CALL),
-    "RaisesTheUnspeakable": (Status.FAIL, Check.CALL),
-    "Floods": (Status.PASS, ""),  # to print is no fault of a kernel; only the log must not grow with it
-    "Forks": (Status.PASS, ""),  # the child is ended where it comes back
+    "StopsItself": TIMEOUT,
     "ClosesStdout": (Status.FAIL, Check.PROCESS_STATE),
-    "ChangesDtype": (Status.FAIL, Check.PROCESS_STATE),
-    "ChangesDevice": (Status.FAIL, Check.PROCESS_STATE),
-    "Seeds": (Status.FAIL, Check.PROCESS_STATE),
-    "ChangesEnvironment": (Status.FAIL, Check.PROCESS_STATE),
-    "ChangesDirectory": (Status.FAIL, Check.PROCESS_STATE),
+    "ForbidsFiles": (Status.FAIL, Check.PROCESS_STATE),
+    "LeavesAutocastOn": (Status.FAIL, Check.PROCESS_STATE),
+    "ReplacesExp": (Status.FAIL, Check.PROCESS_STATE),
+    "EAGER": PASS,
     "Leaks": (Status.UNAVAILABLE, ""),
-    "MutatesInputs": (Status.FAIL, Check.MUTATED_INPUT),
-    "ReturnsViewOfInput": (Status.FAIL, Check.OUT_TENSOR),
-    "WritesPastOutput": (Status.FAIL, Check.OUT_OF_BOUNDS_WRITE),
-    "ReturnsInput": (Status.FAIL, Check.OUTPUT),
-    "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT),
-    "WrongCount": (Status.FAIL, Check.SHAPE),
-    "WrongShape": (Status.FAIL, Check.SHAPE),
-    "WrongDtype": (Status.FAIL, Check.DTYPE),
-    "WrongDevice": (Status.FAIL, Check.DEVICE),
-    "OnlyNaN": (Status.FAIL, Check.MASK),
+    "Floods": PASS,  # to print is no fault of a kernel; only the log must not grow with it
+    "Forks": PASS,  # the child is ended where it comes back
+    "StopsItsParent": PASS,  # whoever ends the worker lets its parent go on
 }
-TIMEOUT_SECONDS = 8.0
-MEMORY = 6 * 2**30
+OF_CALLS: dict[str, tuple[Check, str]] = {
+    "Exits": (Check.CALL, "SystemExit: 0"),
+    "RaisesKeyboardInterrupt": (Check.CALL, "KeyboardInterrupt"),
+    "RaisesTheUnspeakable": (Check.CALL, "Unspeakable"),
+    "ChangesDtype": (Check.PROCESS_STATE, "default dtype from torch.float32 to torch.float64"),
+    "ChangesDevice": (Check.PROCESS_STATE, "default device from cpu to meta"),
+    "Seeds": (Check.PROCESS_STATE, "seed from"),
+    "ChangesEnvironment": (Check.PROCESS_STATE, "environment variable PATH"),
+    "ChangesDirectory": (Check.PROCESS_STATE, "working directory from"),
+    "MutatesInputs": (Check.MUTATED_INPUT, ""),
+    "ReturnsViewOfInput": (Check.OUT_TENSOR, ""),
+    "WritesPastOutput": (Check.OUT_OF_BOUNDS_WRITE, ""),
+    "ReturnsInput": (Check.OUTPUT, ""),
+    "ReturnsItsBuffer": (Check.STALE_RESULT, ""),
+    "WrongCount": (Check.SHAPE, ""),
+    "WrongShape": (Check.SHAPE, ""),
+    "WrongDtype": (Check.DTYPE, ""),
+    "WrongDevice": (Check.DEVICE, ""),
+    "OnlyNaN": (Check.MASK, ""),
+}
+SECONDS = 3.0
+MEMORY = 4 * 2**30
+
+
+@pytest.mark.parametrize("name", OF_CALLS)
+def test_a_fault_that_leaves_the_process_is_told_by_the_judge(name: str) -> None:
+    subject = Subject.of(f"{Path(__file__).with_name('faults.py')}:{name}", torch.device("cpu"))
+    record = judge_one(subject, Case.parse(FAULTY), Context())
+    check, said = OF_CALLS[name]
+    assert (record.status, record.check) == (Status.FAIL, check) and said in record.message
+
+
+def case_of(name: str) -> str:
+    """The case on which a backend misbehaves."""
+    return HANGING if OF_PROCESSES[name] == TIMEOUT else FAULTY
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run over all of them."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run over all that touch processes."""
     folder = tmp_path_factory.mktemp("faults")
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
-    selection = Selection.of([f"{source}:{name}" for name in FAULTS], [], "full", "cpu", CASES)
-    run = Run(selection, folder, workers=2, timeout=TIMEOUT_SECONDS, memory=MEMORY)
+    backends = [name if name == "EAGER" else f"{source}:{name}" for name in OF_PROCESSES]
+    request = Request.of(backends, device="cpu", cases=CASES)
+    run = Run(request, RunFolder.claim(folder / "out"), Limits(2, SECONDS, MEMORY))
     assert run_and_report(run, as_json=True) == 1
-    return run
+    return folder
 
 
 @pytest.fixture(scope="module")
-def records(run: Run) -> dict[tuple[str, str], Record]:
-    found = run.summary().records
+def records(folder: Path) -> dict[tuple[str, str], Record]:
+    found = load_report(folder / "out").records
     by_case = {(record.backend, record.case): record for record in found}
     assert len(by_case) == len(found)
     return by_case
 
 
-def test_the_run_has_exactly_the_expected_verdicts(records: dict[tuple[str, str], Record]) -> None:
-    expected = {(name, case): (Status.PASS, "") for name in FAULTS for case in CASES}
-    expected |= {(name, FAULTY): outcome for name, outcome in FAULTS.items()}
+def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only(records: dict[tuple[str, str], Record]) -> None:
+    expected = {(name, case): PASS for name in OF_PROCESSES for case in CASES}
+    expected |= {(name, case_of(name)): outcome for name, outcome in OF_PROCESSES.items()}
     assert {key: (record.status, record.check) for key, record in records.items()} == expected
+
+
+def test_each_fault_is_confirmed_alone(records: dict[tuple[str, str], Record]) -> None:
+    assert {record.confirmation for record in records.values() if record.failed} == {"alone"}
+
+
+def test_the_journal_holds_every_verdict_of_the_report(folder: Path, records: dict[tuple[str, str], Record]) -> None:
+    journalled = Journal.inside(folder / "out").records().values()
+    assert {(record.backend, record.case): record.status for record in journalled} == {
+        key: record.status for key, record in records.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Exits", "SystemExit: 0"),
-        ("RaisesTheUnspeakable", "Unspeakable"),
         ("Leaks", "you tried to allocate 67108864 bytes"),
-        ("ChangesDtype", "default dtype from torch.float32 to torch.float64"),
-        ("ChangesDevice", "default device from cpu to meta"),
-        ("ChangesEnvironment", "environment variable PATH"),
         ("ClosesStdout", "a standard stream"),
-        ("Segfault", "the process died during this case"),
-        ("Loops", "no verdict within the time"),
+        ("ForbidsFiles", "resource limit RLIMIT_FSIZE"),
+        ("LeavesAutocastOn", "autocast on cpu"),
+        ("ReplacesExp", "torch.Tensor.exp was replaced"),
+        ("Segfault", "the process died during this case: Segmentation fault"),
+        ("ExitsAtOnce", "the process died during this case: exit status 0"),
+        ("KillsItsParent", "the process died during this case: Killed"),
+        ("StopsItself", "no verdict within the time"),
     ],
 )
 def test_the_message_says_what_happened(records: dict[tuple[str, str], Record], name: str, said: str) -> None:
-    assert said in records[name, FAULTY].message
+    assert said in records[name, case_of(name)].message
 
 
-@pytest.mark.parametrize("name", ["Loops", "Sleeps", "Deadlocks", "KeepsTheInterpreterLock"])
+@pytest.mark.parametrize("name", ["Loops", "KeepsTheInterpreterLock", "StopsItself"])
 def test_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record], name: str) -> None:
-    assert "faults.py" in records[name, FAULTY].detail and "in before" in records[name, FAULTY].detail
+    assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail
 
 
-def test_nothing_is_left_but_bounded_files(run: Run) -> None:
-    assert {path.name for path in run.directory.iterdir()} - {"faults.py", "__pycache__"} == {
-        "journal.jsonl", "pytest.log", "report.json", "report.html",
-    }  # fmt: skip
-    assert (run.directory / LOG_NAME).stat().st_size <= KEPT_BYTES
+def test_no_child_in_a_session_of_its_own_outlives_the_run(folder: Path) -> None:
+    children = (folder / "children").read_text().split()
+    assert len(children) == 4  # two, each confirmed
+    assert not [child for child in children if Path("/proc", child).exists()]
+
+
+def test_nothing_is_left_but_bounded_files(folder: Path) -> None:
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
+    assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from mla_conformance.commands.console import run_and_report
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.running.certify import Run
-from mla_conformance.running.selection import Selection
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -33,8 +34,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], R
     """One run over all of them."""
     folder = tmp_path_factory.mktemp("gpu_faults")
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
-    selection = Selection.of([f"{source}:{name}" for name in FAULTS], [], "full", "cuda", CASES)
-    run = Run(selection, folder, workers=1, timeout=300)
+    request = Request.of([f"{source}:{name}" for name in FAULTS], device="cuda", cases=CASES)
+    run = Run(request, RunFolder.claim(folder / "out"), Limits(workers=1, timeout=300))
     assert run_and_report(run, as_json=True) == 1
     found = run.summary().records
     assert len({record.question for record in found}) == len(found)
