@@ -1,6 +1,7 @@
 """The device capabilities' procedures, as far as a CPU shows them; a GPU's own part runs where there is one."""
 
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,12 +14,15 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving.reach import Reach, needed_bytes
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.trials.execute import execute
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.build import build_problem
+from mla_conformance.trials.context import Context
 from mla_conformance.trials.far import far_problem
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.judge_one import judge_one
 
 CPU = torch.device("cpu")
+CONTEXT = Context()
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -49,24 +53,24 @@ class LongestOfTheCapture(Capturable):
         return output, lse
 
 
-def verdict(backend: type, case: str, device: torch.device = CPU) -> Verdict:
+def judged(backend: type, case: str, device: torch.device = CPU) -> Record:
     location = f"{inspect.getfile(backend)}:{backend.__name__}"
-    return execute(Trial(Subject.of(location, device), Case.parse(case)))
+    return judge_one(Subject.of(location, device), Case.parse(case), CONTEXT)
 
 
 def test_a_capturable_backend_passes() -> None:
-    assert verdict(Capturable, GRAPH).status is Status.PASS
+    assert judged(Capturable, GRAPH).status is Status.PASS
 
 
 @pytest.mark.parametrize("backend", [LengthsOfTheCapture, LongestOfTheCapture])
 def test_what_a_capture_froze_is_found(backend: type) -> None:
-    found = verdict(backend, GRAPH)
+    found = judged(backend, GRAPH)
     assert found.status is Status.FAIL
     assert "replayed" in found.message
 
 
 def test_graphs_are_asked_for_only_where_they_are_declared() -> None:
-    found = verdict(EagerPrefillBackend, GRAPH)
+    found = judged(EagerPrefillBackend, GRAPH)
     assert found.status is Status.UNSUPPORTED
     assert "CUDA graphs of such a batch not declared (cudagraph_support NEVER, needed ALWAYS)" in found.message
 
@@ -74,7 +78,7 @@ def test_graphs_are_asked_for_only_where_they_are_declared() -> None:
 @pytest.mark.parametrize("name", ["streams", "large_offsets", "many_rows"])
 def test_a_device_without_cuda_is_told_so(name: str) -> None:
     case = next(case for case in CAPABILITIES[name].cases if case.role is Role.PREFILL)
-    found = verdict(EagerPrefillBackend, case.id)
+    found = judged(EagerPrefillBackend, case.id)
     assert (found.status, found.message) == (Status.UNSUPPORTED, "needs a CUDA device")
 
 
@@ -82,8 +86,8 @@ def test_a_device_without_cuda_is_told_so(name: str) -> None:
 def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[0], 2**14)))
     case = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
-    run, judged = far_problem(case, CPU)
-    spread, near = getattr(run.calls[0], far[0]), getattr(judged.calls[0], far[0])
+    problem = build_problem(replace(case, far="none"), CPU)
+    spread, near = (getattr(found.calls[0], far[0]) for found in (far_problem(case, problem), problem))
     assert torch.equal(spread, near)
     offsets = [spread[row].storage_offset() for row in range(40)]
     assert (offsets[20] > 2**14 - 40 * 64, offsets[-1] > 2**14) == (True, True)
@@ -92,11 +96,10 @@ def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
 
 def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
-    monkeypatch.setattr("mla_conformance.driving.device_needs._NEEDS_CUDA", ())
-    monkeypatch.setattr("mla_conformance.driving.device_needs._memory_reasons", lambda case, device: [])
+    monkeypatch.setattr("mla_conformance.driving.subject.device_reasons", lambda *_: [])
     case = "large_offsets:call=context_chunk;dims=small;heads=2;q=[9];kv=[40];far=rows31"
-    assert verdict(EagerPrefillBackend, case).status is Status.PASS
-    found = verdict(WrapsAround, case)
+    assert judged(EagerPrefillBackend, case).status is Status.PASS
+    found = judged(WrapsAround, case)
     assert (found.status, found.check) == (Status.FAIL, Check.MASK)
 
 
@@ -124,8 +127,8 @@ def test_what_leaves_the_stream_is_found(case: Case) -> None:
     if case.role is not Role.PREFILL:
         pytest.skip("a prefill backend is asked")
     device = torch.device("cuda", 0)
-    assert verdict(EagerPrefillBackend, case.id, device).status is Status.PASS
-    assert verdict(OnTheDefaultStream, case.id, device).status is Status.FAIL
+    assert judged(EagerPrefillBackend, case.id, device).status is Status.PASS
+    assert judged(OnTheDefaultStream, case.id, device).status is Status.FAIL
 
 
 class OnTheDefaultStream(EagerPrefillBackend):

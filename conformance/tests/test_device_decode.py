@@ -12,10 +12,12 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import Reach
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.trials.execute import execute
-from mla_conformance.trials.trial import Trial
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
+CONTEXT = Context()
 _KV = "kv=[200,64,30,129,17,100,40,5];page=16"
 GRAPHS = [
     f"cuda_graph:call=decode;dims=small;heads=2;q=[1x8];{_KV}",
@@ -58,35 +60,34 @@ class WrapsAround(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-def verdict(backend: type, case: str) -> Verdict:
+def judged(backend: type, case: str) -> Record:
     location = f"{inspect.getfile(backend)}:{backend.__name__}"
-    return execute(Trial(Subject.of(location, torch.device("cpu")), Case.parse(case)))
+    return judge_one(Subject.of(location, torch.device("cpu")), Case.parse(case), CONTEXT)
 
 
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_capturable_backend_passes(case: str) -> None:
-    assert verdict(Capturable, case).status is Status.PASS
+    assert judged(Capturable, case).status is Status.PASS
 
 
 @pytest.mark.parametrize("case", GRAPHS)
 @pytest.mark.parametrize("backend", [LengthsOfTheCapture, TableOfTheCapture])
 def test_what_a_capture_froze_is_found(backend: type, case: str) -> None:
-    found = verdict(backend, case)
+    found = judged(backend, case)
     assert found.status is Status.FAIL
     assert "replayed" in found.message
 
 
 def test_a_graph_of_several_tokens_must_be_declared() -> None:
-    assert verdict(SingleTokens, GRAPHS[0]).status is Status.PASS
-    found = verdict(SingleTokens, GRAPHS[1])
+    assert judged(SingleTokens, GRAPHS[0]).status is Status.PASS
+    found = judged(SingleTokens, GRAPHS[1])
     assert (found.status, "needed UNIFORM_BATCH" in found.message) == (Status.UNSUPPORTED, True)
 
 
 def test_far_blocks_are_judged(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("cache", 2**16)))
-    monkeypatch.setattr("mla_conformance.driving.device_needs._NEEDS_CUDA", ())
-    monkeypatch.setattr("mla_conformance.driving.device_needs._memory_reasons", lambda case, device: [])
+    monkeypatch.setattr("mla_conformance.driving.subject.device_reasons", lambda *_: [])
     case = "large_offsets:call=decode;dims=small;heads=2;q=[1,1];kv=[200,70];far=cache31"
-    assert verdict(EagerDecodeBackend, case).status is Status.PASS
-    found = verdict(WrapsAround, case)
+    assert judged(EagerDecodeBackend, case).status is Status.PASS
+    found = judged(WrapsAround, case)
     assert (found.status, found.check in (Check.LSE, Check.MASK)) == (Status.FAIL, True)

@@ -13,28 +13,30 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
-from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.quantization import quantize_e4m3
-from mla_conformance.trials.execute import execute
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 CPU = torch.device("cpu")
+CONTEXT = Context()
 CASES = CAPABILITIES["fp8_operands"].cases
 NEW = Case.parse("fp8_operands:dtype=e4m3;dims=small;q=[5,9]")
 TAIL = CASES[1]
 
 
-def verdict(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Verdict:
+def judged(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Record:
     """Of a backend, with class attributes of its own."""
     subject = Subject.of("EAGER", CPU)
     subject.__dict__["prefill_class"] = type(backend.__name__, (backend,), attributes)
-    return execute(Trial(subject, case))
+    return judge_one(subject, case, CONTEXT)
 
 
 def built(case: Case) -> Problem:
@@ -85,13 +87,13 @@ def test_another_dtype_of_the_output_fails(dtype: torch.dtype) -> None:
     def store(self: Any, accumulated: torch.Tensor, *_: Any) -> torch.Tensor:
         return accumulated.to(dtype)
 
-    found = verdict(EagerPrefillBackend, _store=store)
-    assert found.check is Check.DTYPE and f"expected output of torch.bfloat16, got {dtype}" in found.message
+    found = judged(EagerPrefillBackend, _store=store)
+    assert found.check == Check.DTYPE and f"expected output of torch.bfloat16, got {dtype}" in found.message
 
 
 def test_p_in_e4m3_must_be_declared() -> None:
-    assert verdict(E4M3Operands).status is Status.PASS
-    assert verdict(E4M3Operands, declaration=Declaration(emulated=True)).check is Check.OUTPUT
+    assert judged(E4M3Operands).status is Status.PASS
+    assert judged(E4M3Operands, declaration=Declaration(emulated=True)).check == Check.OUTPUT
 
 
 class Unscaled(E4M3Operands):
@@ -103,9 +105,9 @@ class Unscaled(E4M3Operands):
 
 def test_p_without_its_scale_loses_a_tail_unless_that_is_declared() -> None:
     honest = Declaration(e4m3_rounding=Rounding(p=Precision.E4M3), emulated=True)
-    assert verdict(E4M3Operands, TAIL).status is Status.PASS
-    assert verdict(Unscaled, TAIL).check is Check.OUTPUT
-    assert verdict(Unscaled, TAIL, declaration=honest).status is Status.PASS
+    assert judged(E4M3Operands, TAIL).status is Status.PASS
+    assert judged(Unscaled, TAIL).check == Check.OUTPUT
+    assert judged(Unscaled, TAIL, declaration=honest).status is Status.PASS
 
 
 def test_classes_for_e4m3_hold_for_e4m3_alone() -> None:
@@ -124,7 +126,7 @@ def test_the_report_names_classes_for_e4m3() -> None:
 
 
 def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
-    found = execute(Trial(Subject.of("TORCH_SDPA", CPU), NEW))
+    found = judge_one(Subject.of("TORCH_SDPA", CPU), NEW, CONTEXT)
     assert (found.status, found.message) == (Status.UNSUPPORTED, "dtype torch.float8_e4m3fn not supported")
 
 

@@ -15,9 +15,10 @@ from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging import judge
-from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.trials.execute import execute
-from mla_conformance.trials.trial import Trial
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 LEFT = {
     "LeavesAutocastOn": "autocast on cpu from (False, torch.bfloat16) to (True, torch.bfloat16)",
@@ -61,12 +62,13 @@ OTHERWISE = {
     "Overrides": (Check.OUTPUT, "output is 0 at "),
 }
 NEW_TOKENS = "new_tokens:dims=small;q=[5,3]"
+CONTEXT = Context()
 CHUNKED = "chunked_context:dims=small;q=[5,3];kv=[40,3];workspace=32"
 
 
-def verdict_on(name: str, case: str = NEW_TOKENS) -> Verdict:
+def judged(name: str, case: str = NEW_TOKENS) -> Record:
     subject = Subject.of(f"{Path(__file__).with_name('hostile.py')}:{name}", torch.device("cpu"))
-    return execute(Trial(subject, Case.parse(case)))
+    return judge_one(subject, Case.parse(case), CONTEXT)
 
 
 def children() -> str:
@@ -89,32 +91,32 @@ def process() -> list[Any]:
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_charged_and_undone(name: str) -> None:
     before = process()
-    verdict = verdict_on(name)
+    record = judged(name)
     assert process() == before
-    assert (verdict.status, verdict.check) == (Status.FAIL, Check.PROCESS_STATE), verdict.message
-    assert LEFT[name] in verdict.message
+    assert (record.status, record.check) == (Status.FAIL, Check.PROCESS_STATE), record.message
+    assert LEFT[name] in record.message
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
 @pytest.mark.parametrize("case", [NEW_TOKENS, CHUNKED])
 def test_what_is_raised_or_returned_is_a_failure_of_the_call(name: str, case: str) -> None:
     check, said = OTHERWISE[name]
-    verdict = verdict_on(name, case)
-    assert (verdict.status, verdict.check) == (Status.FAIL, check), verdict.message
-    assert said in verdict.message
+    record = judged(name, case)
+    assert (record.status, record.check) == (Status.FAIL, check), record.message
+    assert said in record.message
 
 
 @pytest.mark.parametrize("name", ["Pair", "List", "Learns"])
 def test_a_right_result_stays_right(name: str) -> None:
-    assert verdict_on(name).status is Status.PASS
+    assert judged(name).status is Status.PASS
 
 
 def test_memory_that_ran_out_in_a_group_is_unavailable() -> None:
-    assert verdict_on("RunsOutInAGroup").status is Status.UNAVAILABLE
+    assert judged("RunsOutInAGroup").status is Status.UNAVAILABLE
 
 
 def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
-    assert verdict_on("LeavesAFunctionMode", CHUNKED).check is Check.PROCESS_STATE
+    assert judged("LeavesAFunctionMode", CHUNKED).check == Check.PROCESS_STATE
 
 
 def test_an_interrupt_from_outside_is_no_failure_of_the_call() -> None:

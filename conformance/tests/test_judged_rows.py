@@ -14,12 +14,12 @@ from mla_conformance.judging.golden import expect
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.judging.locate import Place
 from mla_conformance.judging.needs import operations_of
-from mla_conformance.judging.record import detection
-from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.judging.record import Record, detection
+from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.build import build_problem
 from mla_conformance.reference.attention import attention
-from mla_conformance.trials.execute import execute
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 CPU = torch.device("cpu")
 CASES = [
@@ -37,15 +37,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judged_rows, "DRAWN_ROWS", 60)
 
 
-def trial(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Trial:
-    return Trial(
-        Subject(BackendReference(backend.__name__, f"{backend.__module__}:{backend.__qualname__}"), CPU),
-        Case.parse(case),
-    )
-
-
-def verdict(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Verdict:
-    return execute(trial(case, backend))
+def judged(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Record:
+    subject = Subject(BackendReference(backend.__name__, f"{backend.__module__}:{backend.__qualname__}"), CPU)
+    return judge_one(subject, Case.parse(case), Context())
 
 
 def test_every_row_is_judged_where_it_fits() -> None:
@@ -93,7 +87,7 @@ def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("case", CASES)
 def test_an_honest_kernel_passes_and_the_verdict_says_what_was_judged(case: str) -> None:
-    found = verdict(case)
+    found = judged(case)
     assert found.status is Status.PASS and found.sampled == {"rows": 96, "of": 700, "drawn": 60}
 
 
@@ -118,15 +112,15 @@ class NanRow(WrongRow):
 
 @pytest.mark.usefixtures("few")
 def test_a_wrong_row_is_named_by_its_place_in_the_batch() -> None:
-    found = verdict(CASES[1], WrongRow)
+    found = judged(CASES[1], WrongRow)
     assert found.status is Status.FAIL and "request 1, query 15" in found.message
     assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
 
 
 @pytest.mark.usefixtures("few")
 def test_no_row_may_hold_nan() -> None:
-    assert choose_rows(trial(CASES[1]).problem).numbers
-    found = verdict(CASES[1], NanRow)
+    assert choose_rows(build_problem(Case.parse(CASES[1]), CPU)).numbers
+    found = judged(CASES[1], NanRow)
     assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
 
 

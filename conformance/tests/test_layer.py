@@ -1,6 +1,5 @@
 """Judging a whole layer: the honest one passes, and each kind of wrong byte, weight and configuration is found."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,25 +12,26 @@ from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.cases.shrink import simpler
-from mla_conformance.cli import main
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.trials.execute import execute
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 CPU = torch.device("cpu")
+CONTEXT = Context()
 EAGER = "mla_conformance.defects.eager_layer:EagerLayer"
 WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1"
 
 
-def verdict(case: Case, reference: str = EAGER) -> Verdict:
-    return execute(Trial(Subject.of(reference, CPU), case))
+def judged(case: Case, reference: str = EAGER) -> Record:
+    return judge_one(Subject.of(reference, CPU), case, CONTEXT)
 
 
 def writes() -> LayerCase:
@@ -74,7 +74,7 @@ def batches(draw: st.DrawFn) -> Case:
 @given(batches())
 def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
     assert Case.parse(case.id) == case
-    found = verdict(case)
+    found = judged(case)
     assert found.status is Status.PASS, found.message
 
 
@@ -83,7 +83,7 @@ def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
 def test_both_orders_pass_with_drafted_decodes_and_rows_of_padding(order: Order, cache: str) -> None:
     q, kv = ((2, 3, 9), (30, 16, 40)) if order == Order.DECODES_FIRST else ((9, 2, 3), (40, 30, 16))
     case = replace(writes(), q=q, kv=kv, decodes=2, order=order, cache=cache, pad=4)
-    found = verdict(case)
+    found = judged(case)
     assert found.status is Status.PASS, found.message
 
 
@@ -229,15 +229,12 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path / "layers.py")
 
 
-def test_a_layer_given_by_a_file_is_certified(source: str, tmp_path: Path) -> None:
-    arguments = ["--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "cache_write"]
-    assert main(["certify", *arguments, "--backend", f"{source}:Mine", "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert report["backends"]["Mine"]["capabilities"]["cache_write"]["status"] == "pass"
+def test_a_layer_given_by_a_file_passes(source: str) -> None:
+    assert judged(writes(), f"{source}:Mine").status is Status.PASS
 
 
 def test_a_layer_that_writes_nothing_fails(source: str) -> None:
-    found = verdict(Case.parse("cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12]"), f"{source}:Silent")
+    found = judged(Case.parse("cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12]"), f"{source}:Silent")
     assert found.status is Status.FAIL and found.message.startswith("layer: the entry of slot ")
 
 
@@ -245,22 +242,22 @@ REPLAYS = "graph_replay:call=layer;dims=32-16-32-64;heads=2;q=[1x4];kv=[33,70,1,
 
 
 def test_a_batch_larger_than_captured_must_be_refused_in_whatever_way(source: str) -> None:
-    taken, refused = (verdict(Case.parse(REPLAYS), f"{source}:{name}") for name in ("LooksAway", "Asserts"))
+    taken, refused = (judged(Case.parse(REPLAYS), f"{source}:{name}") for name in ("LooksAway", "Asserts"))
     assert (taken.status, taken.check) == (Status.FAIL, Check.UNSAFE_REFUSAL)
     assert taken.message.startswith("one request more than captured: it was loaded into the graph's buffers")
     assert refused.status is Status.PASS, refused.message
 
 
 def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first(source: str) -> None:
-    first = verdict(Case.parse(WRITES), f"{source}:Present")
+    first = judged(Case.parse(WRITES), f"{source}:Present")
     assert (first.status, first.message) == (Status.UNSUPPORTED, "its builder takes no requests, prefills first")
     other = replace(writes(), q=(1, 5), kv=(15, 12), order=Order.DECODES_FIRST)
-    found = verdict(other, f"{source}:Present")
+    found = judged(other, f"{source}:Present")
     assert found.status is Status.PASS, found.message
 
 
 def test_what_a_layer_declares_unsupported_is_not_asked(source: str) -> None:
-    found = verdict(Case.parse(f"{WRITES};cache=fp8"), f"{source}:Unprepared")
+    found = judged(Case.parse(f"{WRITES};cache=fp8"), f"{source}:Unprepared")
     assert (found.status, found.message) == (Status.UNSUPPORTED, "codes not supported")
 
 
