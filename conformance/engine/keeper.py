@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent
-from mla_conformance.engine.messages import Ended, decode_setup, encode
+from mla_conformance.engine.messages import Ended, decode_setup, encode, read_line
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -45,17 +45,6 @@ def main(descriptor: int, supervisor: int) -> None:
         with contextlib.suppress(OSError):  # the supervisor has closed its end
             # A line of its own: the worker may have died in the middle of one.
             connection.sendall(b"\n" + encode(Ended(os.waitstatus_to_exitcode(status))))
-
-
-def read_line(connection: socket.socket) -> bytes:
-    """One line and not a byte more, which is the next process's; empty at the end."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            return b""
-        line += byte
-    return line
 
 
 def _is_closed(connection: socket.socket) -> bool:

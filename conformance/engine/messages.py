@@ -1,6 +1,7 @@
 """What supervisor and worker say to each other: one JSON line each, a task in, events out."""
 
 import json
+import socket
 from typing import Any
 
 import msgspec
@@ -122,6 +123,17 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
 
 
 Event = Hello | Started | Judged | Answer | Ended
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """One line and not a byte more, which is the next process's; empty at the end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            return b""
+        line += byte
+    return line
 
 
 def encode(message: Setup | Task | Event) -> bytes:

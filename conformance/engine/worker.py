@@ -18,7 +18,6 @@ from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts, find_device
 from mla_conformance.engine.devices import visible_gpus
-from mla_conformance.engine.keeper import read_line
 from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
     Answer,
@@ -32,6 +31,7 @@ from mla_conformance.engine.messages import (
     Task,
     addressed,
     encode,
+    read_line,
 )
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Check, Status
