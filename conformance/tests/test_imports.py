@@ -1,0 +1,100 @@
+"""A backend whose import, or whose constructor, misbehaves costs its own verdicts only, and never the run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.cases.capabilities import Tier, find_capability
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import BackendSummary
+from mla_conformance.report.terminal import backend_lines
+
+COMMAND = Path(sys.executable).with_name("mla-conformance")
+CHOSEN = ("lse", "softmax_scale")
+LISTED = sum(len(find_capability(name).select(Tier.SMOKE)) for name in CHOSEN)
+DIED = "its process ended while it was imported and asked what it is: "
+UNAVAILABLE = {
+    "Segfaults": ("import ctypes; ctypes.string_at(0)", DIED + "Segmentation fault"),
+    "Exits": ("import sys; sys.exit(0)", "does not import: SystemExit: 0"),
+    "ExitsAtOnce": ("import os; os._exit(0)", DIED + "exit status 0"),
+    "Hangs": ("import time; time.sleep(1000)", DIED + "no answer within 3 s"),
+    "Raises": ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
+}
+AVAILABLE = {
+    "Prints": "import os; print('{'); os.write(1, b'['); os.write(2, b'[')",
+    "Forks": "import os; os.fork()",
+    "Replaces": "import torch; exp = torch.exp; torch.Tensor.exp = lambda tensor: 2 * exp(tensor)",
+}
+HANGS_WHEN_MADE = """
+import time
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class HangsWhenMade(EagerPrefillBackend):
+    def __init__(self, *arguments, **options):
+        time.sleep(1000)
+"""
+
+
+def reference(folder: Path, name: str, statement: str) -> str:
+    """A backend that does as EAGER does once it is imported."""
+    source = folder / f"{name.lower()}.py"
+    eager = "from mla_conformance.backends.eager import EagerPrefillBackend"
+    source.write_text(f"{eager}\n{statement}\nclass {name}(EagerPrefillBackend): ...\n")
+    return f"--backend={source}:{name}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    """The folder of one run over all of them and EAGER, and what it printed."""
+    folder = tmp_path_factory.mktemp("imports")
+    statements = {name: statement for name, (statement, _) in UNAVAILABLE.items()} | AVAILABLE
+    backends = [reference(folder, name, statement) for name, statement in statements.items()]
+    (folder / "made.py").write_text(HANGS_WHEN_MADE)
+    backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
+    chosen = [f"--capability={name}" for name in CHOSEN]
+    options = ["--tier=smoke", "--device=cpu", "--timeout=3s", "--give-up-after=2", "--workers=2", "--json"]
+    command = [COMMAND, "certify", *backends, *chosen, *options, f"--out={folder / 'out'}"]
+    return folder / "out", subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def backends(run: tuple[Path, Any]) -> dict[str, BackendSummary]:
+    return {backend.name: backend for backend in load_report(run[0]).backends}
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_a_backend_whose_import_fails_is_unavailable_and_says_why(
+    backends: dict[str, BackendSummary], name: str
+) -> None:
+    (reason,) = backends[name].reasons
+    assert UNAVAILABLE[name][1] in reason
+
+
+@pytest.mark.parametrize("name", ["EAGER", "Prints", "Forks"])
+def test_the_other_backends_of_the_run_are_judged(backends: dict[str, BackendSummary], name: str) -> None:
+    statuses = [record.status for record in backends[name].records]
+    assert statuses == [Status.PASS] * LISTED
+
+
+def test_what_an_import_replaced_is_a_failure_of_its_own(backends: dict[str, BackendSummary]) -> None:
+    assert {record.confirmation for record in backends["Replaces"].records if record.failed} >= {"alone"}
+
+
+def test_stdout_is_exactly_one_document_whatever_backends_print(run: tuple[Path, Any]) -> None:
+    folder, done = run
+    assert json.loads(done.stdout) == json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert done.returncode == 1 and done.stderr == ""
+
+
+def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(backends: dict[str, BackendSummary]) -> None:
+    hangs = backends["HangsWhenMade"]
+    timeouts = [record.status for record in hangs.records]
+    assert set(timeouts) == {Status.TIMEOUT} and 2 <= len(timeouts) <= 3  # two workers may be at it
+    assert hangs.counts.not_run == LISTED - len(timeouts)
+    said = f"{hangs.counts.not_run} NOT RUN: gave up after 2 equal failures of its process: no verdict within the time"
+    assert said in "\n".join(backend_lines(hangs))
