@@ -366,7 +366,7 @@ def drawn(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA", "KeysOfTheModel", "StoredSplits"])
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(case=drawn())
 def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
     kernels = {kernel.__name__: kernel for kernel in HONEST_DECODES}

@@ -1,5 +1,6 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -7,53 +8,101 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.explain import explain, explanations
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import known_defects
 from mla_conformance.defects.suspects import SUSPECTS
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import extent
-from mla_conformance.judging.verdict import Check, Verdict
-from mla_conformance.trials.execute import execute, failing
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.trial import Trial
 
-CPU = torch.device("cpu")
-DEFECTS = known_defects()
+CONTEXT = Context()
 UNKNOWN = "unlike every known defect"
+SUSPECT_CASES = (
+    "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
+    "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]",
+)
+CASES = (
+    *SUSPECT_CASES,
+    "merge_states:call=chunked_context;dims=small;heads=2;q=[5,9,3];kv=[64,0,130];workspace=96;merge=own",
+    "call_order:dims=small;heads=2;q=[5,9]",
+    "shift_invariance:dims=small;heads=2;q=[5,40];data=negative",
+    "token_counts:dims=small;heads=2;q=[3x12];data=needle",
+    "fp8_operands:dims=small;heads=2;dtype=e4m3;q=[1,7,64];data=needle",
+    "quant_output_fp8:dims=small;heads=2;q=[5,33];lse=0;quant=fp8;pad=3",
+    "decode:dims=small;heads=2;q=[1,1];kv=[130,40];page=16;data=extreme_logits;lse=0",
+    "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1,2];kv=[130,40,0];page=16",
+    "kv_cache_fp8:call=decode;dims=small;heads=2;q=[5,1];kv=[130,40];page=64;cache=fp8;kscale=31000",
+    "dcp:call=decode;dims=small;heads=2;q=[4,4];kv=[70,14];page=16;ranks=2;interleave=16;data=needle",
+    "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;cache=fp8;kscale=31000",
+    "mixed_batch:call=layer;dims=32-16-32-64;heads=2;q=[2,1,9,5];kv=[30,4,40,20];data=needle;decodes=2;"
+    "order=decodes_first",
+    "weight_absorption:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[0,33];decodes=1",
+)
+"""Small cases on which most known defects fail, and no two of different families alike."""
 
 
-def tried(kernel: type[KernelBackend], case: Case) -> tuple[Trial, Verdict]:
-    """A kernel's trial of a case and the verdict over it."""
-    subject = Subject(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__qualname__}"), CPU)
-    trial = Trial(subject, case)
-    return trial, execute(trial)
+def located(kernel: type) -> str:
+    return f"{kernel.__module__}:{kernel.__qualname__}"
 
 
-def first_failure(kernel: Any, capability: str) -> tuple[Trial, Verdict]:
-    trials = (tried(kernel, case) for case in CAPABILITIES[capability].select(Tier.FULL))
-    return next((trial, verdict) for trial, verdict in trials if failing(verdict))
+def families(role: Role) -> dict[str, str]:
+    """The family of each suspect and known defect of a role, by what loads it."""
+    suspects = {located(kernel): family for kernel, family in SUSPECTS.items() if role is Role.PREFILL}
+    return suspects | {entry.reference: entry.family for entry in known_defects().values() if role in entry.roles}
 
 
-@pytest.mark.parametrize("entry", DEFECTS.values(), ids=DEFECTS)
-def test_a_known_defect_is_explained_by_itself_or_its_family(entry: KnownDefect) -> None:
-    best = explanations(*first_failure(entry.kernel, entry.killed_by))[0]
-    assert best.family == entry.family and best.fit > 0.99
-    assert str(best).startswith(f"looks like {best.name} (")
+@cache
+def tried(reference: str, case: str) -> tuple[Trial, Record]:
+    """A kernel's trial of a case and its record."""
+    backend = BackendReference(reference.rpartition(":")[2], reference)
+    return judged_trial(Subject(backend, torch.device("cpu")), Case.parse(case), CONTEXT)
+
+
+@pytest.fixture
+def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate is judged once on a case, however many failures it is compared with."""
+
+    def shared(subject: Subject, case: Case, _: Context) -> tuple[Trial, Record]:
+        return tried(subject.backend.reference, case.id)
+
+    monkeypatch.setattr("mla_conformance.defects.explain.judged_trial", shared)
+
+
+@pytest.mark.usefixtures("judged_once")
+@pytest.mark.parametrize("text", CASES)
+def test_what_fails_is_explained_by_itself_or_its_family(text: str) -> None:
+    case = Case.parse(text)
+    trials = {reference: tried(reference, case.id) for reference in families(case.role)}
+    failures = {reference: found for reference, found in trials.items() if found[1].failed}
+    assert failures
+    for reference, found in failures.items():
+        best = explanations(*found)[0]
+        assert best.family == families(case.role)[reference] and best.fit > 0.99, f"{reference} {best}"
+        assert str(best).startswith(f"looks like {best.name} (")
 
 
 @pytest.mark.parametrize("suspect", SUSPECTS, ids=[suspect.__name__ for suspect in SUSPECTS])
 def test_every_suspect_is_wrong_somewhere_and_says_how(suspect: type[EagerPrefillBackend]) -> None:
     assert suspect.__doc__ and SUSPECTS[suspect]
-    cases = [
-        "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
-        "context_chunk:dims=small;heads=3;q=[5,3,2];kv=[129,40,0]",
+    assert any(tried(located(suspect), text)[1].failed for text in SUSPECT_CASES)
+
+
+def test_most_known_defects_fail_on_the_cases_that_they_are_told_apart_by() -> None:
+    cases = [Case.parse(text) for text in CASES]
+    defects = known_defects().values()
+    failing = [
+        any(e.reference in families(c.role) and tried(e.reference, c.id)[1].failed for c in cases) for e in defects
     ]
-    assert any(failing(tried(suspect, Case.parse(text))[1]) for text in cases)
+    assert sum(failing) > len(failing) / 2
 
 
 class OddColumnsNegated(EagerPrefillBackend):
@@ -86,33 +135,37 @@ class ValuesBackwards(EagerPrefillBackend):
         return super()._attend(q, k, v.flip(0), causal)
 
 
+@pytest.mark.usefixtures("judged_once")
 @pytest.mark.parametrize("kernel", [OddColumnsNegated, LseOfOddHeads, SquaredWeights, ValuesBackwards])
 def test_a_new_defect_is_killed_and_said_to_be_new(kernel: type[EagerPrefillBackend]) -> None:
-    trial, verdict = tried(kernel, Case.parse("new_tokens:dims=small;heads=3;q=[9,40]"))
-    assert failing(verdict)
-    assert explain(trial, verdict) == UNKNOWN
+    trial, record = tried(located(kernel), SUSPECT_CASES[0])
+    assert record.failed
+    assert explain(trial, record) == UNKNOWN
 
 
-HALF_WRONG = """
+WRONG = """
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-class HalfWrong(EagerPrefillBackend):
+class Known(EagerPrefillBackend):
+    divisor = 0.6931472
+
     def _finish(self, state):
         output, lse = super()._finish(state)
-        return output, lse / {divisor}
+        return output, lse / self.divisor
+
+class New(Known):
+    divisor = 1.02
 """
 
 
-@pytest.mark.parametrize(("divisor", "said"), [("0.6931472", "looks like Base2Lse ("), ("1.02", UNKNOWN)])
-def test_a_failing_run_prints_what_it_looks_like(
-    divisor: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "half.py").write_text(HALF_WRONG.format(divisor=divisor))
-    options = ["--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse", "--out", str(tmp_path)]
-    assert main(["certify", *options, "--backend", f"{tmp_path / 'half.py'}:HalfWrong"]) == 1
-    failure, explanation, replay, *_ = capsys.readouterr().out.partition("FAIL HalfWrong lse")[2].splitlines()
-    assert failure.startswith(" · case lse:") and replay.startswith("     replay: mla-conformance replay")
-    assert explanation.startswith(f"     {said}")
+def test_a_failing_run_prints_what_it_looks_like(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    backends = [word for name in ("Known", "New") for word in ("--backend", f"{tmp_path / 'wrong.py'}:{name}")]
+    options = ["--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse", "--out", str(tmp_path / "out")]
+    assert main(["certify", *options, *backends]) == 1
+    printed = capsys.readouterr().out
+    assert "about Known lse: looks like Base2Lse (" in printed
+    assert f"about New lse: {UNKNOWN}" in printed
 
 
 def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
@@ -148,5 +201,5 @@ class HalvesItsQueries(EagerPrefillBackend):
     ],
 )
 def test_changed_inputs_do_not_change_what_is_expected(text: str) -> None:
-    _, verdict = tried(HalvesItsQueries, Case.parse(text))
-    assert verdict.check is Check.MUTATED_INPUT and "the call changed q of" in verdict.message
+    _, record = tried(located(HalvesItsQueries), text)
+    assert record.check == Check.MUTATED_INPUT and "the call changed q of" in record.message
