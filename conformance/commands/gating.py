@@ -7,7 +7,7 @@ from pathlib import Path
 from mla_conformance.certificate.certificate import read_certificate
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
-from mla_conformance.commands.gating_cli import SHIPPED
+from mla_conformance.commands.options import SHIPPED
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.update import plan_update
 from mla_conformance.gating.gate import Gate

@@ -4,11 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.commands.options import DEVICE, REFERENCE
+from mla_conformance.commands.options import DEVICE, REFERENCE, SHIPPED
 from mla_conformance.report.commands import drift
-
-SHIPPED = "shipped"
-"""What ``--must-pass`` means without a file: the suite's own list."""
 
 
 def add_commands(commands: Any) -> None:
