@@ -1,0 +1,161 @@
+"""Whose a failure is: it is judged again in a process that has judged nothing, or only what its backend had before."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cli import main
+from mla_conformance.engine.confirm import Confirmation
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+
+FIRST, SECOND, THIRD = CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5)]
+
+BACKENDS = """
+import mla_conformance_test_shared as shared
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+
+class Wrong(EagerPrefillBackend):
+    def is_wrong(self, tokens): ...
+
+    def run_prefill_new_tokens(self, q, *arguments, **options):
+        output, lse = super().run_prefill_new_tokens(q, *arguments, **options)
+        return output, lse + bool(self.is_wrong(len(q)))
+
+
+class Always(Wrong):
+    def is_wrong(self, tokens):
+        return tokens == 4
+
+
+class Remembers(Wrong):
+    seen = set()
+
+    def is_wrong(self, tokens):
+        self.seen.add(tokens)
+        return tokens == 5 and 3 in self.seen
+
+
+class Once(Wrong):
+    def is_wrong(self, tokens):
+        if tokens == 4 and not shared.once.exists():
+            shared.once.touch()
+            return True
+
+
+class Spoils(Wrong):
+    def is_wrong(self, tokens):
+        shared.spoiled = True
+
+
+class Spoiled(Wrong):
+    def is_wrong(self, tokens):
+        return shared.spoiled
+"""
+SHARED = """
+import pathlib
+spoiled = False
+once = pathlib.Path(__file__).with_name("once")
+"""
+
+
+def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wrong") -> Record:
+    return Record("Mine", "mine.py:Mine", "lse", case, status, message)
+
+
+def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tuple[str, ...]], Record]:
+    """The cases before each attempt, and the record in the end, if the attempts give these answers."""
+    befores = []
+    for attempt, status in zip(confirmation.attempts, answers, strict=False):
+        befores.append(attempt.before)
+        if settled := confirmation.settled(attempt, record(status)):
+            return befores, settled
+    return befores, confirmation.unrepeated()
+
+
+def test_a_failure_is_tried_alone_then_after_more_and_more_of_its_own_cases() -> None:
+    own = [f"lse:q=[{tokens}]" for tokens in range(1, 8)]
+    befores, found = attempts(Confirmation(record(), own, [], False), [Status.PASS] * 3 + [Status.CRASH])
+    assert befores == [(), (own[-1],), tuple(own[-4:]), tuple(own)]
+    assert (found.confirmation, found.after, found.status) == ("after", tuple(own), Status.CRASH)
+
+
+@pytest.mark.parametrize(
+    ("shared", "again", "status"),
+    [
+        ([], Status.PASS, Status.FAIL),
+        (["Other"], Status.PASS, Status.PASS),
+        (["Other"], Status.UNAVAILABLE, Status.FAIL),
+    ],
+)
+def test_what_is_not_repeated_is_forgiven_only_if_others_had_used_the_process_and_every_other_attempt_passed(
+    shared: list[str], again: Status, status: Status
+) -> None:
+    befores, found = attempts(Confirmation(record(), [FIRST], shared, False), [again] * 9)
+    assert befores == [(), (FIRST,)] + [()] * 2 * bool(shared)
+    assert (found.status, found.confirmation) == (status, "unrepeated")
+
+
+def test_a_case_before_that_kills_the_process_confirms_nothing() -> None:
+    confirmation = Confirmation(record(), [FIRST], [], False)
+    (attempt,) = [attempt for attempt in confirmation.attempts if attempt.before]
+    assert confirmation.settled(attempt, record(Status.CRASH, FIRST)) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run of all these backends in one worker; a module that they share stands in it."""
+    folder = tmp_path_factory.mktemp("confirm")
+    (folder / "mla_conformance_test_shared.py").write_text(SHARED)
+    (folder / "mine.py").write_text(BACKENDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> dict[tuple[str, str], Record]:
+    capture = pytest.MonkeyPatch()
+    capture.chdir(folder)
+    (folder / "cases").mkdir()
+    for number, case in enumerate(CASES):
+        write_case(folder / "cases" / f"{number}.json", Case.parse(case))
+    names = ("Always", "Remembers", "Once", "Spoils", "Spoiled")
+    backends = [f"--backend={folder / 'mine.py'}:{name}" for name in names]
+    assert main(["certify", *backends, "--cases=cases", "--device=cpu", "-n1", "--out=out"]) == 1
+    capture.undo()
+    return {(record.backend, record.case): record for record in load_report(folder / "out").records}
+
+
+def test_a_failure_that_repeats_is_confirmed_alone(records: dict[tuple[str, str], Record]) -> None:
+    found = records["Always", SECOND]
+    assert (found.status, found.confirmation, found.after) == (Status.FAIL, "alone", ())
+
+
+def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reproduces_it(
+    records: dict[tuple[str, str], Record], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = records["Remembers", THIRD]
+    assert (found.status, found.confirmation) == (Status.FAIL, "after")
+    assert FIRST in found.after and THIRD not in found.after
+    monkeypatch.chdir(folder)
+    command, *arguments = shlex.split(found.replay)
+    assert command == "mla-conformance" and "--after" in arguments
+    assert main(arguments) == 1
+    assert main(["replay", found.case, "--backend", found.reference]) == 0
+
+
+def test_a_backend_whose_process_another_one_spoiled_is_not_failed(records: dict[tuple[str, str], Record]) -> None:
+    found = [records["Spoiled", case] for case in CASES]
+    assert {record.status for record in found} == {Status.PASS}
+    assert all("Spoils" in record.message for record in found)
+
+
+def test_a_failure_that_never_repeats_beside_others_says_that_it_was_seen(
+    records: dict[tuple[str, str], Record],
+) -> None:
+    found = records["Once", SECOND]
+    assert (found.status, found.confirmation) == (Status.PASS, "unrepeated") and "failed once" in found.message

@@ -1,0 +1,175 @@
+"""A run that is told to end, or whose supervisor is killed: nothing judged is lost, and no process is left."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cli import main
+from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.messages import Describe, Judge, address, addressed
+from mla_conformance.engine.supervisor import Patience
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+
+COMMAND = Path(sys.executable).with_name("mla-conformance")
+CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 6)]
+WAITS = """
+import os, pathlib, time
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+
+class Waits(EagerPrefillBackend):
+    '''Wrong for two tokens; for as many as the file names it tells its process, and waits.'''
+
+    def run_prefill_new_tokens(self, q, *arguments, **options):
+        here = pathlib.Path(__file__).with_name("waits")
+        if here.exists() and len(q) == int(here.read_text()):
+            pathlib.Path(__file__).with_name("told").write_text(str(os.getpid()))
+            time.sleep(1000)
+        output, lse = super().run_prefill_new_tokens(q, *arguments, **options)
+        return output, lse + (len(q) == 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the backend, its cases, a fifo, and a whole undisturbed run."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "waits.py").write_text(WAITS)
+    os.mkfifo(home / "told")
+    (home / "cases").mkdir()
+    for number, case in enumerate(CASES):
+        write_case(home / "cases" / f"{number}.json", Case.parse(case))
+    assert main(begin(home, home / "whole")) == 1
+    return home
+
+
+def begin(home: Path, out: Path) -> list[str]:
+    backend = f"--backend={home / 'waits.py'}:Waits"
+    return ["certify", backend, f"--cases={home / 'cases'}", "--device=cpu", "-n1", f"--out={out}"]
+
+
+def heed_signals() -> None:
+    """Those that a shell ignores for what it starts in the background, or under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def waiting(home: Path, tokens: int, arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A run whose kernel waits in the case of so many tokens; afterwards its worker must have ended."""
+    (home / "waits").write_text(str(tokens))
+    told = os.open(home / "told", os.O_RDONLY | os.O_NONBLOCK)
+    process = subprocess.Popen(
+        [COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    )
+    assert select.select([told], [], [], 120)[0], "no worker came to that case"
+    worker = os.pidfd_open(int(os.read(told, 100)))
+    (home / "waits").unlink()
+    yield process
+    assert select.select([worker], [], [], 60)[0], "the worker outlives its run"
+    for descriptor in (told, worker):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_ends_a_run_with_summary_report_and_resume_line(
+    home: Path, tmp_path: Path, number: str, status: int
+) -> None:
+    out = tmp_path / "out"
+    with waiting(home, 3, begin(home, out)) as process:
+        process.send_signal(signal.Signals[number])
+        printed, said = process.communicate()
+    assert process.returncode == status
+    assert f"ended by {number}; to go on: mla-conformance certify --resume {out}" in said
+    assert "1 failed" in printed and "3 NOT RUN" in printed
+    (waits,) = load_report(out).backends
+    assert [(record.case, record.status) for record in waits.records] == [
+        (CASES[0], Status.PASS),
+        (CASES[1], Status.FAIL),
+    ]
+
+
+def test_a_deadline_ends_a_run_with_report_and_resume_line(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, append = time.monotonic, Journal.append
+
+    def append_and_wait(journal: Journal, event: str, **fields: Any) -> None:
+        append(journal, event, **fields)
+        if event == "verdict":
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+
+    monkeypatch.setattr(Journal, "append", append_and_wait)
+    assert main([*begin(home, tmp_path), "--deadline=1h"]) == 3
+    printed = capsys.readouterr()
+    assert f"ended by the deadline; to go on: mla-conformance certify --resume {tmp_path}" in printed.err
+    assert [record.case for record in load_report(tmp_path).records] == [CASES[0]] and "4 NOT RUN" in printed.out
+    monkeypatch.undo()
+    assert main(["certify", "--resume", str(tmp_path)]) == 1
+    assert len(load_report(tmp_path).records) == len(CASES)
+
+
+def test_a_deadline_before_anything_is_judged_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["certify", "--backend=EAGER", "--device=cpu", f"--out={out}", "--deadline=.001s"]) == 3
+    assert "ended by the deadline before anything was judged" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def killed_and_resumed(home: Path, out: Path, moments: list[tuple[int, int]]) -> None:
+    """Send a signal when the kernel waits in the case of so many tokens, and resume; and so on."""
+    arguments = begin(home, out)
+    for tokens, number in moments:
+        with waiting(home, tokens, arguments) as process:
+            process.send_signal(number)
+            process.communicate()
+        arguments = ["certify", "--resume", str(out)]
+    assert main(arguments) == 1
+
+
+def test_a_run_that_was_killed_interrupted_and_resumed_gives_the_undisturbed_report(
+    home: Path, tmp_path: Path, settled: Callable[[Path], Any]
+) -> None:
+    killed_and_resumed(home, tmp_path / "out", [(3, signal.SIGKILL), (5, signal.SIGINT)])
+    assert settled(tmp_path / "out" / "report.json") == settled(home / "whole" / "report.json")
+
+
+@settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(tokens=st.integers(1, len(CASES)), number=st.sampled_from([signal.SIGKILL, signal.SIGTERM]))
+def test_a_run_that_ended_anywhere_and_was_resumed_gives_the_undisturbed_report(
+    home: Path, settled: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory, tokens: int, number: int
+) -> None:
+    out = tmp_path_factory.mktemp("killed")
+    killed_and_resumed(home, out, [(tokens, number)])
+    assert settled(out / "report.json") == settled(home / "whole" / "report.json")
+
+
+def test_a_task_is_carried_out_by_the_worker_that_it_was_meant_for() -> None:
+    task = Judge("EAGER", CASES[0], before=(CASES[1],))
+    line = address(123, task)
+    assert addressed(line, 123) == task and addressed(line, 124) is None
+    assert addressed(address(123, Describe("EAGER")), 123) == Describe("EAGER")
+    assert not any(addressed(line[read:], 124) for read in range(len(line)))
+
+
+def test_only_equal_failures_of_a_process_use_up_patience() -> None:
+    patience = Patience(2)
+    kinds = [("a", Status.CRASH, "x"), ("a", Status.CRASH, "y"), ("b", Status.CRASH, "x"), ("a", Status.FAIL, "x")]
+    records = [Record(name, name, "lse", CASES[0], status, message) for name, status, message in kinds]
+    assert [patience.exhausted(record) for record in records] == [""] * 4
+    assert patience.exhausted(records[1]) == "gave up after 2 equal failures of its process: y"
