@@ -21,7 +21,7 @@ UNAVAILABLE = {
     "Segfaults": ("import ctypes; ctypes.string_at(0)", DIED + "Segmentation fault"),
     "Exits": ("import sys; sys.exit(0)", "does not import: SystemExit: 0"),
     "ExitsAtOnce": ("import os; os._exit(0)", DIED + "exit status 0"),
-    "Hangs": ("import time; time.sleep(1000)", DIED + "no answer within 2 s"),
+    "Hangs": ("import time; time.sleep(1000)", DIED + "no answer within 4 s"),
     "Raises": ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
 }
 AVAILABLE = {
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.Com
     backends = [reference(folder, name, statement) for name, statement in statements.items()]
     (folder / "made.py").write_text(HANGS_WHEN_MADE)
     backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
-    options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=2s", "--give-up-after=1", "--workers=2"]
+    options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=4s", "--give-up-after=1", "--workers=2"]
     command = [COMMAND, "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
     return folder / "out", subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -73,14 +73,11 @@ def test_a_backend_whose_import_fails_is_unavailable_and_says_why(
     assert UNAVAILABLE[name][1] in reason
 
 
-@pytest.mark.parametrize("name", ["EAGER", "Prints", "Forks"])
-def test_the_other_backends_of_the_run_are_judged(backends: dict[str, BackendSummary], name: str) -> None:
+@pytest.mark.parametrize("name", ["EAGER", *AVAILABLE])
+def test_the_other_backends_of_the_run_are_judged_as_if_alone(backends: dict[str, BackendSummary], name: str) -> None:
+    """What an import replaced is put back, for all of them."""
     statuses = [record.status for record in backends[name].records]
     assert statuses == [Status.PASS] * LISTED
-
-
-def test_what_an_import_replaced_is_a_failure_of_its_own(backends: dict[str, BackendSummary]) -> None:
-    assert {record.confirmation for record in backends["Replaces"].records if record.failed} >= {"alone"}
 
 
 def test_stdout_is_exactly_one_document_whatever_backends_print(run: tuple[Path, Any]) -> None:
