@@ -22,6 +22,16 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A number for the bytes behind each tensor."""
+    return [_sum(storage_bytes(tensor)) for tensor in tensors]
+
+
+def _sum(data: torch.Tensor) -> int:
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    return int(words.sum()) ^ int(data[words.numel() * 8 :].sum())
+
+
 def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> torch.Tensor:
     """A tensor full of what a kernel must never read: ``nan``, ``inf``, or ``large`` finite values."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
