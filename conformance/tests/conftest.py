@@ -1,5 +1,6 @@
 """Threads of the tests that run side by side, a run whose report several tests read, and reports without a run."""
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -61,6 +62,25 @@ def settled() -> Callable[[Path], dict[str, Any]]:
     return read
 
 
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Fills a folder for all processes of a test run: whoever comes first fills it, the others wait for it."""
+    own = tmp_path_factory.getbasetemp()
+    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def filled(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = base / f"once-{name}", base / f"once-{name}" / "done"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                fill(folder)
+                done.touch()
+        return folder
+
+    return filled
+
+
 BROKEN = """
 import math
 from mla_conformance.backends.eager import EagerPrefillBackend
@@ -73,14 +93,21 @@ class Broken(EagerPrefillBackend):
         output, lse = super()._finish(state)
         return output, lse / (math.nan if output.shape[0] == 7 else math.log(2))
 """
+JUDGED = ["--capability=lse", "--capability=new_tokens", "--capability=quant_output_fp8"]
+JUDGED += ["--device=cpu", "--tier=smoke", "-n1"]
 
 
 @pytest.fixture(scope="session")
-def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with failures, passes, refusals and an unavailable backend."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "broken.py").write_text(BROKEN)
-    backends = [f"--backend={name}" for name in ("EAGER", f"{folder}/broken.py:Broken", "FLASH_ATTN", "TORCH_SDPA")]
-    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
-    assert main(["certify", *backends, *chosen, "--device=cpu", "--tier=smoke", "-n1", f"--out={folder / 'out'}"]) == 1
-    return folder / "out"
+def real_run(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of a run with failures, passes, refusals and an unavailable backend, in a job of GitHub's."""
+
+    def fill(folder: Path) -> None:
+        (folder / "broken.py").write_text(BROKEN)
+        (folder / "summary.md").write_text("before\n")
+        names = ("EAGER", f"{folder}/broken.py:Broken", "FLASH_ATTN", "TORCH_SDPA")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GITHUB_STEP_SUMMARY", str(folder / "summary.md"))
+            backends = [f"--backend={name}" for name in names]
+            assert main(["certify", *backends, *JUDGED, f"--out={folder / 'out'}"]) == 1
+
+    return once("real-run", fill) / "out"

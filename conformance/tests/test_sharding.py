@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from mla_conformance.cases.sharding import Shard, split
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.loading import load_report
 
@@ -47,20 +49,19 @@ def test_a_shard_that_does_not_exist(text: str) -> None:
         Shard.of(text, CASES)
 
 
-def certify(real_run: Path, out: Path, *more: str) -> int:
-    """The run of ``real_run`` once more, in part."""
-    broken = real_run.parent / "broken.py"
-    backends = [f"--backend={name}" for name in ("EAGER", f"{broken}:Broken", "FLASH_ATTN", "TORCH_SDPA")]
-    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
-    return main(["certify", *backends, *chosen, "--device=cpu", "--tier=smoke", "-n1", f"--out={out}", *more])
-
-
 def test_the_merge_of_all_shards_is_the_unsharded_report(
     real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settled: Callable[[Path], Json]
 ) -> None:
-    whole = real_run / "report.json"
+    whole = tmp_path / "whole.json"
+    whole.write_bytes((real_run / "report.json").read_bytes())
+    edit(whole, lambda r: [r["backends"].pop(name) for name in ("Broken", "TORCH_SDPA")])
+    chosen = [f"--capability={name}" for name in ("lse", "new_tokens", "quant_output_fp8")]
+    chosen += ["--backend=EAGER", "--backend=FLASH_ATTN", "--device=cpu", "--tier=smoke", "-n1"]
     for index in (1, 2):
-        certify(real_run, tmp_path / str(index), f"--shard={index}/2", f"--durations={whole}")
+        assert (
+            main(["certify", *chosen, f"--shard={index}/2", f"--durations={whole}", f"--out={tmp_path / str(index)}"])
+            == 0
+        )
         assert f"shard {index}/2 of 9" in capsys.readouterr().out
     paths = [str(tmp_path / index / "report.json") for index in ("2", "1")]
     assert main(["report", "merge", *paths, "--out", str(tmp_path / "all.json")]) == 0
@@ -69,22 +70,15 @@ def test_the_merge_of_all_shards_is_the_unsharded_report(
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> list[Path]:
-    """Three shards of a run in which everything passed."""
-    out = tmp_path / "whole"
-    chosen = ["--backend=EAGER", "--capability=lse", "--device=cpu", "--tier=smoke", "-n1", f"--out={out}"]
-    assert main(["certify", *chosen]) == 0
-    data = json.loads((out / "report.json").read_text())
-    paths = []
-    for index, case in enumerate(data["cases"], 1):
-        part = json.loads(json.dumps(data))
-        part["shard"] = {"index": index, "count": 3, "cases": [case]}
-        eager = part["backends"]["EAGER"]
-        eager["records"] = [record for record in eager["records"] if record["case"] == case]
-        used = max(eager["records"][0]["used"].values())
-        eager["capabilities"]["lse"] |= {"listed": 1, "passed": 1, "error_budget_used": used}
-        paths.append(tmp_path / f"{index}.json")
-        write_json(paths[-1], part)
+def shards(tmp_path: Path, write_report: Callable[..., Path]) -> list[Path]:
+    """Three shards of a run in which everything passed; the run stands beside them."""
+    cases = CASES[:3]
+    records = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in cases]
+    write_report("whole.json", records)
+    paths = [write_report(f"{index}.json", [record], [record.case]) for index, record in enumerate(records, 1)]
+    for index, path in enumerate(paths, 1):
+        shard = {"index": index, "count": len(paths), "cases": cases[index - 1 : index]}
+        edit(path, lambda r, shard=shard: r.update(cases=cases, shard=shard))
     return paths
 
 
@@ -107,15 +101,15 @@ def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, capsys: pytes
     first, second, third = shards
     assert "missing shard 3/3" in merge(capsys, [first, second])
     assert "shard 2/3 a second time" in merge(capsys, [first, second, second, third])
-    assert "not a shard" in merge(capsys, [first, second, tmp_path / "whole" / "report.json"])
+    assert "not a shard" in merge(capsys, [first, second, tmp_path / "whole.json"])
     edits: list[tuple[Callable[[Json], object], str]] = [
         (lambda r: r.update(suite="1999.1"), "another suite than in"),
         (lambda r: r["environment"].update(device="other"), f"another device than in {first}: other instead of cpu"),
         (lambda r: r["shard"].update(count=4), "there is no shard 3/4"),
         (lambda r: r["shard"].update(index=2, count=2), "shards of different divisions: 1/3, 2/3, 2/2"),
         (lambda r: r["cases"].insert(0, "lse:q=[77]"), "another list of cases"),
-        (lambda r: r["backends"].update(E=r["backends"].pop("EAGER")), "another choice of backends"),
-        (lambda r: r["backends"]["EAGER"]["versions"].update(torch="0"), "another versions of EAGER"),
+        (lambda r: r["backends"].update(E=r["backends"].pop("MINE")), "another choice of backends"),
+        (lambda r: r["backends"]["MINE"]["versions"].update(torch="0"), "another versions of MINE"),
     ]
     kept = third.read_text()
     for change, said in edits:
@@ -131,13 +125,13 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
     edit(third, lambda r: r["shard"].update(index=3))
     assert f"overlaps with {second}: both hold lse:" in merge(capsys, [first, second, third])
     third.write_text(kept)
-    edit(third, lambda r: r["backends"]["EAGER"].update(status="not_run", records=[]))
+    edit(third, lambda r: r["backends"]["MINE"].update(status="not_run", records=[]))
     left = {"status": "not_run", "passed": 0, "not_run": 1, "error_budget_used": 0.0}
-    edit(third, lambda r: r["backends"]["EAGER"]["capabilities"]["lse"].update(left))
+    edit(third, lambda r: r["backends"]["MINE"]["capabilities"]["lse"].update(left))
     out = first.parent / "all.json"
     assert main(["report", "merge", *map(str, shards), "--out", str(out)]) == 3
-    (eager,) = load_report(out).backends
-    assert (eager.outcome, eager.counts.not_run) == ("not_run", 1)
+    (mine,) = load_report(out).backends
+    assert (mine.outcome, mine.counts.not_run) == ("not_run", 1)
 
 
 @pytest.mark.parametrize(
