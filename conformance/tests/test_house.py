@@ -1,8 +1,10 @@
 """The laws of the house: floors import downwards only, and nothing outside a backend's file names the backend."""
 
 import ast
+import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,10 +23,36 @@ def sources(folder: str) -> list[Path]:
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if "tests" not in path.parts]
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("mla_conformance", *(parts[1:] if parts[0] == "conformance" else parts))
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for floor in ("reference", "backends", "conformance") for path in sources(floor)}
+NAMED = re.compile(r"mla_conformance(?:\.\w+)+")
+
+
+@cache
 def imported(path: Path) -> set[str]:
+    """What a file imports: by statement, wherever it stands, or by a text that names a module or something in one."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return modules | {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or "."
+            named = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= named or {module}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {module for text in NAMED.findall(node.value) if (module := meant(text))}
+    return found - {module_of(path)}
+
+
+def meant(text: str) -> str:
+    """The module that a dotted name stands in; empty for a package, whose data it may be."""
+    parts = text.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
+    return next((name for name in names if name in MODULES and MODULES[name].stem != "__init__"), "")
 
 
 ROOMS = {
@@ -54,6 +82,16 @@ def test_a_room_imports_from_the_rooms_that_it_names(room: str) -> None:
 
 def test_the_rooms_stand_in_an_order() -> None:
     assert set(TopologicalSorter({room: stated(room) for room in ROOMS}).static_order()) == ROOMS.keys()
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    imports = {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
+    assert len(list(TopologicalSorter(imports).static_order())) == len(MODULES)
+
+
+def test_an_import_by_text_is_seen() -> None:
+    assert "mla_conformance.backends.eager" in imported(ROOT / "backends" / "registry.py")
+    assert "mla_conformance.engine.keeper" in imported(ROOT / "conformance" / "engine" / "place.py")
 
 
 def test_no_room_imports_the_commands_or_the_plugin() -> None:
