@@ -1,126 +1,178 @@
-"""The pytest plugin from the outside: selection by backend, usage errors, and no weight in anybody else's run."""
+"""The pytest plugin: selection by backend, ids, usage errors, and no weight in anybody else's run."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from mla_conformance.cases.capabilities import Tier, find_capability
+from mla_conformance.trials.trial import Trial
+
+pytest_plugins = ["pytester"]
+
+CASES = [case.id for case in find_capability("lse").select(Tier.SMOKE)]
 SUITE = ["--pyargs", "mla_conformance.suite", "--mla-tier", "smoke", "--mla-device", "cpu", "--mla-capability", "lse"]
-LIST = [*SUITE, "--collect-only", "-q"]
+WITHOUT = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]
+WRONG = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class WRONG(EagerPrefillBackend):
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, 2 * lse
+
+class EAGER_2(EagerPrefillBackend): ...
+"""
+Listing = Callable[..., tuple[int, list[str]]]
 
 
-def run(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit status and output of pytest in a folder of its own, with no settings from outside."""
+def pytest_in(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of pytest in a process and folder of its own, with no settings from outside."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the second takes a second to import
-    command = [sys.executable, "-m", "pytest", *without, *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-def backends_in(listing: str) -> set[str]:
-    return set(re.findall(r"backend=([\w\[\]-]+?)\]$", listing, re.MULTILINE))
+@pytest.fixture(scope="module")
+def judged(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of one run of four backends in two processes: what it printed, its status, its JUnit file."""
+
+    def fill(folder: Path) -> None:
+        (folder / "wrong.py").write_text(WRONG)
+        names = ["EAGER", "TORCH_SDPA", "FLASH_ATTN", "wrong.py:WRONG"]
+        backends = [argument for name in names for argument in ("--backend", name)]
+        status, printed = pytest_in(folder, *SUITE, *backends, "-n2", "-v", "--junitxml=junit.xml", "-rs")
+        (folder / "status").write_text(str(status))
+        (folder / "printed").write_text(printed)
+
+    return once("plugin", fill)
 
 
-def test_a_keyword_selects_one_backend_and_runs_it_on_several_workers(tmp_path: Path) -> None:
-    status, printed = run(tmp_path, *SUITE, "-k", "backend=TORCH_SDPA", "-n", "2", "-v")
-    assert status == 0, printed
-    assert set(re.findall(r"backend=(\w+)", printed)) == {"TORCH_SDPA"}
-    assert re.search(r"TORCH_SDPA +lse ✔ 3/3", printed) and "3 passed" in printed
+def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged: Path) -> None:
+    printed = (judged / "printed").read_text()
+    found = set(re.findall(r"\] (PASSED|FAILED|SKIPPED) test_conformance.py::test_conformance\[(.*)\] ", printed))
+    expected = {("PASSED", f"{case}-backend={name}") for case in CASES for name in ("EAGER", "TORCH_SDPA")}
+    expected |= {("FAILED", f"{case}-backend=WRONG") for case in CASES}
+    assert found == expected | {("SKIPPED", f"{CASES[0]}-backend=FLASH_ATTN")}
+    assert (judged / "status").read_text() == "1"
+    assert "FLASH_ATTN unavailable: " in printed and "package flash-attn not installed" in printed
+    for line in (r"EAGER +lse ✔ 3/3", r"TORCH_SDPA +lse ✔ 3/3", r"WRONG +lse ✘ 0/3"):
+        assert re.search(line, printed.partition("= mla-conformance =")[2])
+
+
+def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged: Path) -> None:
+    printed = (judged / "printed").read_text()
+    for case in CASES:
+        assert re.search(
+            rf"^FAIL WRONG lse · case {re.escape(case)} · .*: LSE is .* \(SPEC 4\.2\)$", printed, re.MULTILINE
+        )
+        assert f"replay: mla-conformance replay '{case}' --backend {judged}/wrong.py:WRONG" in printed
+    assert "Traceback" not in printed and "AssertionError" not in printed
+
+
+def test_the_junit_file_holds_the_same_sentence(judged: Path) -> None:
+    suite = ElementTree.parse(judged / "junit.xml").getroot()[0]
+    assert [suite.get(name) for name in ("tests", "failures", "skipped", "errors")] == ["10", "3", "1", "0"]
+    told = [failure.text or "" for failure in suite.iter("failure")]
+    assert [text.partition(" · case ")[0] for text in told] == ["FAIL WRONG lse"] * 3
+    assert all("replay: mla-conformance replay" in text for text in told)
+
+
+@pytest.fixture
+def listed(pytester: pytest.Pytester) -> Listing:
+    """Exit status and ids of what a selection collects, in this process and a folder of its own."""
+    pytester.makepyfile(wrong=WRONG)
+
+    def listed(*arguments: str) -> tuple[int, list[str]]:
+        result = pytester.runpytest_inprocess(*WITHOUT, *arguments, "--collect-only", "-q")
+        return int(result.ret), [found[1] for line in result.outlines if (found := re.search(r"\[(.*)\]$", line))]
+
+    return listed
+
+
+def ids(*names: str) -> list[str]:
+    return [f"{case}-backend={name}" for case in CASES for name in names]
 
 
 @pytest.mark.parametrize(
-    ("keyword", "names"),
+    ("selection", "names"),
     [
-        ("lse and backend=EAGER or context_chunk and backend='TORCH_SDPA'", {"EAGER", "TORCH_SDPA"}),
-        ("context_chunk and not backend=EAGER and (backend=EAGER or backend=TORCH_SDPA)", {"TORCH_SDPA"}),
+        (["-k", "backend=TORCH_SDPA"], ["TORCH_SDPA"]),
+        (["-k", "lse and backend=EAGER or no_such_word and backend='TORCH_SDPA'"], ["EAGER"]),
+        (["-k", "lse and not backend=EAGER and (backend=EAGER or backend=TORCH_SDPA)"], ["TORCH_SDPA"]),
+        (["-k", "backend=EAGER", "--backend", "EAGER", "--backend", "wrong.py:EAGER_2"], ["EAGER"]),
+        (["--backend", "EAGER", "--backend", "wrong.py:EAGER_2"], ["EAGER", "EAGER_2"]),
+        (["-m", "backend(name='EAGER')"], ["EAGER"]),
     ],
 )
-def test_keywords_combine(tmp_path: Path, keyword: str, names: set[str]) -> None:
-    status, listing = run(tmp_path, *LIST, "-k", keyword)
-    assert (status, backends_in(listing)) == (0, names), listing
+def test_a_selection_is_exact_and_combines(listed: Listing, selection: list[str], names: list[str]) -> None:
+    assert listed(*SUITE, *selection) == (0, ids(*names))
 
 
-def test_a_keyword_is_exact(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from mla_conformance.backends.eager import EagerPrefillBackend\nclass EAGER_2(EagerPrefillBackend): ...\n"
-    )
-    both = ["--backend", "EAGER", "--backend", "mine.py:EAGER_2"]
-    status, listing = run(tmp_path, *LIST, *both, "-k", "backend=EAGER")
-    assert (status, backends_in(listing)) == (0, {"EAGER"}), listing
+def test_a_capability_is_selected_by_its_marker(listed: Listing) -> None:
+    both = [*SUITE, "--mla-capability", "new_tokens", "--backend", "EAGER"]
+    assert listed(*both, "-m", "capability(name='lse')") == (0, ids("EAGER"))
 
 
-_WATCHES = """
-import gc, weakref
-
-trials, alive = [], []
-
-
-def pytest_runtest_logfinish(nodeid):
-    gc.collect()
-    alive.append(sum(trial() is not None for trial in trials))
-
-
-def pytest_runtest_call(item):
-    trials.append(weakref.ref(item.funcargs["trial"]))
-
-
-def pytest_sessionfinish():
-    print(f"of {len(trials)} trials at most {max(alive)} alive")
-"""
-
-
-def test_a_trial_and_its_tensors_end_with_its_test(tmp_path: Path) -> None:
-    (tmp_path / "watches.py").write_text(_WATCHES)
-    status, printed = run(tmp_path, *SUITE, "--backend", "TORCH_SDPA", "-p", "watches", "-s")
-    assert status == 0 and "of 3 trials at most 1 alive" in printed, printed
-
-
-def test_a_marker_selects_a_backend(tmp_path: Path) -> None:
-    status, listing = run(tmp_path, *LIST, "-m", "backend(name='EAGER')")
-    assert (status, backends_in(listing)) == (0, {"EAGER"}), listing
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-k", "backend=NOPE"],
-        ["-k", "backend=EAGER and backend=NOPE", "-n", "2"],
-        ["--backend", "NOPE"],
-        ["--backend", "NOPE", "-k", "backend=EAGER"],
-    ],
-)
-def test_an_unknown_backend_is_a_usage_error_that_lists_the_known_ones(tmp_path: Path, arguments: list[str]) -> None:
-    status, printed = run(tmp_path, *SUITE, *arguments)
-    assert status == 4, printed
-    assert re.search(r"unknown backend 'NOPE'.*EAGER, TORCH_SDPA.*FLASH_ATTN", printed)
-    assert "Traceback" not in printed and "INTERNALERROR" not in printed
+def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(listed: Listing, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmla_tier = smoke\n")
+    suite = ["--pyargs", "mla_conformance.suite"]
+    assert listed(*suite, "-m", "backend(name='EAGER') and capability(name='lse')") == (0, ids("EAGER"))
+    _, named = listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")
+    assert named == [f"{case.id}-backend=EAGER" for case in find_capability("lse").cases]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["-k", "backend=NOPE"], "unknown backend 'NOPE'; known backends: EAGER, TORCH_SDPA"),
+        (["-k", "backend=EAGER and backend=NOPE"], "unknown backend 'NOPE'; known backends: EAGER, TORCH_SDPA"),
+        (["--backend", "NOPE", "-k", "backend=EAGER"], "unknown backend 'NOPE'; expected one of EAGER, TORCH_SDPA"),
         (["--mla-tier", "huge"], "unknown tier 'huge'"),
         (["--mla-case", "lse:q=x"], "field q: expected a list"),
     ],
 )
-def test_other_mistakes_are_usage_errors_too(tmp_path: Path, arguments: list[str], said: str) -> None:
-    status, printed = run(tmp_path, "--pyargs", "mla_conformance.suite", *arguments)
-    assert status == 4 and said in printed, printed
+def test_a_mistake_is_a_usage_error(pytester: pytest.Pytester, arguments: list[str], said: str) -> None:
+    result = pytester.runpytest_inprocess(*WITHOUT, "--pyargs", "mla_conformance.suite", *arguments)
+    printed = "\n".join([*result.outlines, *result.errlines])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR and said in printed
+    assert "Traceback" not in printed and "INTERNALERROR" not in printed
 
 
-def test_a_named_backend_that_cannot_run_here_is_no_success(tmp_path: Path) -> None:
-    status, printed = run(tmp_path, *SUITE, "--backend", "FLASH_ATTN", "-rs")
-    assert status == 5 and "FLASH_ATTN unavailable: " in printed, printed
+def test_a_named_backend_that_cannot_run_here_is_no_success(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess(*WITHOUT, *SUITE, "--backend", "FLASH_ATTN")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.assert_outcomes(skipped=1)
+
+
+class Watch:
+    """Counts the trials that are alive whenever a test is over."""
+
+    def __init__(self) -> None:
+        self.alive: list[int] = []
+
+    def pytest_runtest_logfinish(self) -> None:
+        gc.collect()
+        self.alive.append(sum(type(thing) is Trial for thing in gc.get_objects()))
+
+
+def test_a_trial_and_its_tensors_end_with_its_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(wrong=WRONG)
+    pytester.inline_run(*WITHOUT, *SUITE, "--backend", "wrong.py:WRONG", plugins=[watch := Watch()])
+    assert watch.alive == [watch.alive[0]] * len(CASES)
 
 
 def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
         "import sys\n\ndef test_modules():\n    assert 'mla_conformance.plugin' in sys.modules\n"
-        "    assert not {'torch', 'numpy', 'mla_conformance.running.selection'} & set(sys.modules)\n"
+        "    assert not {'torch', 'numpy', 'mla_conformance.engine.request'} & set(sys.modules)\n"
     )
-    status, printed = run(tmp_path, "-k", "modules and not backend")
+    status, printed = pytest_in(tmp_path, "-k", "modules and not backend")
     assert status == 0 and "1 passed" in printed and "= mla-conformance =" not in printed, printed
