@@ -15,6 +15,7 @@ from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 
@@ -306,9 +307,10 @@ def test_a_constructor_may_refuse() -> None:
     assert (record.status, record.message) == (Status.PASS, "refused: ValueError: no fp16")
 
 
-def test_inputs_that_cannot_be_built_are_no_refusal() -> None:
-    record = judged(RefusesAtOnce, f"{REFUSED};data=nope")
-    assert record.status is Status.HARNESS_ERROR and "unknown data regime" in record.message
+def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TORCH_DTYPES, Case.parse(REFUSED).dtype, None)
+    record = judged(RefusesAtOnce, REFUSED)
+    assert record.status is Status.HARNESS_ERROR and "needs a torch with float8" in record.message
 
 
 @pytest.mark.parametrize(
