@@ -307,8 +307,8 @@ def test_a_constructor_may_refuse() -> None:
 
 
 def test_inputs_that_cannot_be_built_are_no_refusal() -> None:
-    record = judged(RefusesAtOnce, f"{REFUSED};data=nope")
-    assert record.status is Status.HARNESS_ERROR and "unknown data regime" in record.message
+    record = judged(RefusesAtOnce, "refusals:call=chunked_context;q=[9];kv=[5];dtype=fp16;workspace=1")
+    assert record.status is Status.HARNESS_ERROR and "workspace_tokens must be at least" in record.message
 
 
 @pytest.mark.parametrize(
