@@ -27,6 +27,7 @@ CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
+_THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Run:
 
     def _add_place(self, workers: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
-        variables = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name not in os.environ}
+        variables = {} if _THREADS in os.environ else {_THREADS: str(threads)}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
         self.supervisor.add_place(Setup(self.request.device, memory), variables if self._surely_cpu else {})
 
