@@ -22,27 +22,22 @@ class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(
-    backends: Sequence[BackendFacts], cases: Collection[str], drawn: int = 0, arguments: Sequence[str] = ()
-) -> None:
+def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int = 0) -> None:
     """Check a run before anything of it is launched.
 
     Args:
         backends: what it is to judge, those that cannot run here included.
         cases: ids of the listed cases that it is to judge, those of its shard only.
         drawn: how many cases it is to draw beside them.
-        arguments: further arguments, which may leave cases out.
 
     Raises:
         Refused: it could not be certified whatever it found.
     """
-    for reason in _obstacles(backends, cases, drawn, arguments):
+    for reason in _obstacles(backends, cases, drawn):
         raise Refused(reason)
 
 
-def _obstacles(
-    backends: Sequence[BackendFacts], cases: Collection[str], drawn: int, arguments: Sequence[str]
-) -> Iterator[str]:
+def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int) -> Iterator[str]:
     if len(backends) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
     listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
@@ -51,9 +46,6 @@ def _obstacles(
             yield f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
     if drawn:
         yield "drawn cases stand in no list; certify without --explore"
-    filters = [argument for argument in arguments if not argument.startswith("--junitxml")]
-    if filters:
-        yield f"arguments for pytest may leave cases out: {' '.join(filters)}"
     (backend,) = backends
     if backend.reasons:
         yield f"{backend.name} is unavailable: {'; '.join(backend.reasons)}"

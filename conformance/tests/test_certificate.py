@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,20 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.issue import Refused, issue
+from mla_conformance.certificate.issue import Refused, issue, require_certifiable
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import describe, device_facts
+from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
@@ -213,46 +220,71 @@ def test_what_is_no_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert str(file) in capsys.readouterr().err
 
 
+LISTS = {"all": [case.id for case in CASES], "fewer": [case.id for case in CASES[1:]]}
+REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("backends", "cases", "drawn", "reason"),
     [
-        (["--backend", "TORCH_SDPA", "--tier", "smoke"], "cases are left out, for example"),
-        (["--backend", "TORCH_SDPA", "-k", "lse"], "arguments for pytest may leave cases out: -k lse"),
-        (["--backend", "TORCH_SDPA", "--capability", "lse"], "expected the full tier, no selection and no shard"),
-        (["--backend", "TORCH_SDPA", "--shard", "1/2"], "expected the full tier, no selection and no shard"),
-        (["--backend", "TORCH_SDPA", "--explore", "2"], "drawn cases stand in no list; certify without --explore"),
-        (["--backend", "TORCH_SDPA", "--backend", "EAGER"], "expected one --backend, got 2"),
-        (["--backend", "EAGER"], "EAGER is an emulated kernel, which is judged but never certified"),
-        (["--backend", "FLASH_ATTN"], "FLASH_ATTN is unavailable: "),
+        ([REAL], LISTS["fewer"], 0, "1 cases are left out, for example"),
+        ([REAL], [*LISTS["all"], "lse:q=[77]"], 0, "1 cases are not of the full tier, for example lse:q=[77]"),
+        ([REAL], LISTS["all"], 2, "drawn cases stand in no list; certify without --explore"),
+        ([REAL, REAL], LISTS["all"], 0, "expected one --backend, got 2"),
+        ([replace(REAL, emulated=True)], LISTS["all"], 0, "is an emulated kernel, which is judged but never certified"),
+        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], 0, "TORCH_SDPA is unavailable: no GPU"),
     ],
 )
+def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: int, reason: str) -> None:
+    require_certifiable([REAL], LISTS["all"])
+    with pytest.raises(Refused) as refused:
+        require_certifiable(backends, cases, drawn)
+    assert reason in str(refused.value)
+
+
 def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["--device", "cpu", "--out", str(tmp_path / "out"), "--certificate", str(tmp_path / "file")]
-    assert main(["certify", *arguments, *out]) == 3
-    assert reason in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    chosen = ["--backend=TORCH_SDPA", "--tier=smoke", "--device=cpu", "-n1"]
+    out = [f"--out={tmp_path / 'out'}", f"--certificate={tmp_path / 'file'}"]
+    assert main(["certify", *chosen, *out]) == 3
+    assert "no certificate: " in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "name", ["hazards.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "test_attention.py"]
+    "name", ["hazards.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"]
 )
 def test_the_digests_cover_what_a_verdict_depends_on(name: str) -> None:
     assert name in {path.name for path in judging_sources()}
 
 
 def test_running_again_tells_what_differs(certificate: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.certificate.rerun._run", lambda selection: run(changed(CORE, Status.FAIL)))
+    monkeypatch.setattr("mla_conformance.certificate.rerun._records", lambda *asked: changed(CORE, Status.FAIL))
     (difference,) = rerun(read(certificate), len(CASES), None, "cpu")
     assert difference.startswith(f"case {CORE}: the certificate says pass, run again it gives fail")
 
 
-def test_a_real_run_is_certified_verified_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def all_but_two(folder: Path) -> None:
+    """What a full run leaves behind that was killed before its last two verdicts."""
+    device = torch.device("cpu")
+    request = Request.of(["TORCH_SDPA"], device="cpu")
+    facts = [describe(Subject.of("TORCH_SDPA", device))]
+    journal = Journal.inside(folder)
+    journal.append("plan", plan=Plan.of(request, "cpu", device_facts(device), facts).to_json())
+    for entry in RECORDS[2:]:
+        verdict = record(entry.case) if entry.case == WAIVED else entry
+        journal.append("verdict", record=verdict.to_json())
+
+
+def test_a_run_is_certified_verified_and_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "deep" / "c.json"
-    arguments = ["--backend", "TORCH_SDPA", "--device", "cpu", "--out", str(tmp_path), "-n", "2"]
-    assert main(["certify", *arguments, "--certificate", str(file)]) == 0
+    all_but_two(tmp_path)
+    assert main(["certify", "--resume", str(tmp_path), "-n1", "--certificate", str(file)]) == 0
     assert main(["gate", str(tmp_path), "--must-pass"]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
     assert main(["verify", str(file), "--rerun", "2", "--device", "cpu"]) == 0
     assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again" in said
     assert main(["verify", str(file), "--rerun", "1", "--backend", "EAGER", "--device", "cpu"]) == 2
