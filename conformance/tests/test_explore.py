@@ -22,7 +22,6 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
-from mla_conformance.trials.judge_one import judge_one
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--device", "cpu", "-n", "1", "--tier", "smoke", "--capability", "new_tokens", "--explore"]
@@ -34,7 +33,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 class ThreeHeads(EagerPrefillBackend):
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        return output * (0.9 if self.num_heads >= 3 and len(query_start_loc) > 2 else 1.0), lse
+        return output * (0.9 if self.num_heads % 2 and self.num_heads > 1 and len(query_start_loc) > 2 else 1.0), lse
 
 class Dies(EagerPrefillBackend):
     def _batch(self, *args, **more):
@@ -44,17 +43,9 @@ class Dies(EagerPrefillBackend):
 """
 
 
-@pytest.mark.parametrize("name", ["EAGER", "TORCH_SDPA"])
-def test_honest_backends_hold_on_drawn_cases(name: str) -> None:
-    subject, context = Subject(parse_reference(name), CPU), Context()
-
-    @profile(50)
-    @given(case=cases(DRAWN, CONFIGURATIONS))
-    def holds(case: Case) -> None:
-        record = judge_one(subject, case, context)
-        assert not record.failed, f"{case.id}: {record.message}"
-
-    holds()
+def test_an_honest_library_holds_on_drawn_cases() -> None:
+    record = explore(Subject(parse_reference("TORCH_SDPA"), CPU), 20, DRAWN, Context())
+    assert record.status is Status.PASS and record.cases > 15, record.message
 
 
 @profile(100)
@@ -86,7 +77,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     backends = ["--backend=EAGER", *(f"--backend={folder / 'mine.py'}:{name}" for name in ("ThreeHeads", "Dies"))]
     with pytest.MonkeyPatch.context() as patch, (folder / "printed").open("w") as printed:
         patch.setattr(sys, "stdout", printed)
-        assert main([*CERTIFY, "60", *backends, "--out", str(folder / "out")]) == 1
+        assert main([*CERTIFY, "40", *backends, "--out", str(folder / "out")]) == 1
     return folder / "out", (folder / "printed").read_text()
 
 
@@ -100,9 +91,9 @@ def explored_of(folder: Path, name: str) -> dict[str, Any]:
 def test_an_honest_backend_survives(report: tuple[Path, str]) -> None:
     folder, printed = report
     explored = explored_of(folder, "EAGER")
-    assert explored["status"] == "pass" and explored["listed"] == explored["passed"] and 50 <= explored["passed"] <= 60
+    assert explored["status"] == "pass" and explored["listed"] == explored["passed"] and 35 <= explored["passed"] <= 40
     assert 0.3 < explored["error_budget_used"] <= 1
-    assert "3 cases and 60 drawn ones" in printed and f"explored ✔ {explored['passed']}/{explored['passed']}" in printed
+    assert "3 cases and 40 drawn ones" in printed and f"explored ✔ {explored['passed']}/{explored['passed']}" in printed
     events = [event for event in Journal.inside(folder).events() if event.get("backend") == "EAGER"]
     assert [event["event"] for event in events].count("started") == explored["passed"] + 3
 
@@ -117,8 +108,8 @@ def test_a_wrong_backend_is_found_and_its_case_made_small(
     case = Case.parse(failure["case"])
     assert (case.capability, case.heads, len(case.q), case.dims) == ("new_tokens", 3, 2, "small")
     assert sum(case.q) <= 4 and (case.data, case.layout) == ("normal", "kv_b_proj")
-    assert "FAIL ThreeHeads explored" in printed and "drawn case " in printed and ", made small: " in printed
-    assert f"case {case.id}" in printed and "explored ✘ 0/1" in printed
+    assert failure["message"].startswith("drawn case ") and ", made small: " in failure["message"]
+    assert f"FAIL ThreeHeads explored · case {case.id}" in printed and "explored ✘ 0/1" in printed
     command, *arguments = shlex.split(failure["replay"])
     assert command == "mla-conformance" and main(arguments) == 1
     assert f"FAIL ThreeHeads new_tokens · case {case.id}" in capsys.readouterr().out
