@@ -93,21 +93,28 @@ class Broken(EagerPrefillBackend):
         output, lse = super()._finish(state)
         return output, lse / (math.nan if output.shape[0] == 7 else math.log(2))
 """
+KNOWN = """[[expectation]]
+backend = "Broken"
+case = "lse:call=context_chunk"
+check = "lse"
+reason = "base 2"
+"""
 JUDGED = ["--capability=lse", "--capability=new_tokens", "--capability=quant_output_fp8"]
 JUDGED += ["--device=cpu", "--tier=smoke", "-n1"]
 
 
 @pytest.fixture(scope="session")
 def real_run(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """The folder of a run with failures, passes, refusals and an unavailable backend, in a job of GitHub's."""
+    """The folder of a run with failures, an expected one, passes, refusals and an absent backend, in a GitHub job."""
 
     def fill(folder: Path) -> None:
         (folder / "broken.py").write_text(BROKEN)
+        (folder / "known.toml").write_text(KNOWN)
         (folder / "summary.md").write_text("before\n")
         names = ("EAGER", f"{folder}/broken.py:Broken", "FLASH_ATTN", "TORCH_SDPA")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GITHUB_STEP_SUMMARY", str(folder / "summary.md"))
             backends = [f"--backend={name}" for name in names]
-            assert main(["certify", *backends, *JUDGED, f"--out={folder / 'out'}"]) == 1
+            assert main(["certify", *backends, *JUDGED, f"--expectations={folder}", f"--out={folder / 'out'}"]) == 1
 
     return once("real-run", fill) / "out"

@@ -11,14 +11,17 @@ import pytest
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import CaseError
 from mla_conformance.cli import main
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.condition import Condition, ConditionError
 from mla_conformance.expectations.entry import Expectation, read_expectations
 from mla_conformance.expectations.query import CaseQuery
 from mla_conformance.expectations.update import to_toml
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
 
 CASES = CAPABILITIES["lse"].cases
 FAILURE = Record("MINE", "MINE", "lse", CASES[0].id, Status.FAIL, "wrong", check="lse")
@@ -180,16 +183,12 @@ def test_an_update_follows_the_report_and_keeps_reasons(
     assert main(["gate", str(report), "--expectations", str(folder)]) == 0
 
 
-def test_a_run_applies_expectations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = "from mla_conformance.backends.eager import EagerPrefillBackend as E\nclass Wrong(E):\n"
-    source += "    def run_prefill_context_chunk(self, *a, **k):\n        raise RuntimeError('no context')\n"
-    (tmp_path / "wrong.py").write_text(source)
-    entry = Expectation(backend="Wrong", case="context_chunk", check="call", reason="not written yet")
-    (tmp_path / "wrong.toml").write_text(to_toml(entry))
-    arguments = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--tier", "smoke", "--device", "cpu", "-n", "1"]
-    arguments += ["--capability", "context_chunk", "--expectations", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["certify", *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "FAIL" not in printed and "(3 expected to fail)" in printed
-    records = load_report(tmp_path / "out").backends[0].records
-    assert {record.status for record in records} == {Status.EXPECTED_FAILURE}
+def test_a_run_applies_expectations(tmp_path: Path) -> None:
+    facts = BackendFacts("MINE", "MINE", versions={"flash-attn": "2.8.0b1"})
+    known = Expectations((replace(KNOWN, when="flash-attn < 2.8"),))
+    request = Request.of(["EAGER"], ["lse"], "smoke", "cpu")
+    with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
+        run.folder.journal.append("verdict", record=FAILURE.to_json())
+        (record,) = run.summary().records
+        assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE
+        assert run.folder.journal.records() == {("MINE", FAILURE.case): FAILURE}

@@ -83,6 +83,7 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
     assert "Broken · lse" in words and "✔ 3/3" in words and "✘ 0/3" in words and "– unsupported" in words
     assert "FLASH_ATTN" in words and "package flash-attn not installed" in words and "<b>tile & co</b>" in words
     assert "emulated" in words and "torch 2" in words
+    assert "Expected failures" in words and ": bug: base 2" in words
 
 
 def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
