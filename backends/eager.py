@@ -6,7 +6,6 @@ suite's null driver and the base of the known defects, which override one of its
 counts as a certified kernel.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelB
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
-from mla_conformance.backends.registry import ClassesByPath
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -136,13 +134,6 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
 
 class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
     """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
-
-    variants: ClassVar[Mapping[str, type]] = ClassesByPath(
-        {
-            "earlier": "mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
-            "present": "mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
-        }
-    )
 
     def run_prefill_context_chunk(
         self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

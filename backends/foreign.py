@@ -38,24 +38,33 @@ def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ..
             raise ForeignError(one_line(error)) from error
 
 
+class _Interrupts(list[int]):
+    """A handler of interrupts that notes them, in the blocks around its own as well, and has them raised as ever."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.append(number)
+        self._before(number, frame)
+
+
 @contextmanager
 def user_interrupts() -> Iterator[list[int]]:
     """The interrupts that come from outside during the block, raised as ever; code of others may raise its own."""
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
+    before = signal.getsignal(signal.SIGINT)
+    came = _Interrupts(before)
+    raised = before is signal.default_int_handler or isinstance(before, _Interrupts)
     # Only the main thread receives signals and may say what becomes of them.
-    noted = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    noted = raised and current_thread() is main_thread()
     if noted:
-        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGINT, came)
     try:
         yield came
     finally:
         if noted:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, before)
 
 
 def one_line(error: BaseException) -> str:

@@ -45,8 +45,8 @@ def load_role(backend: BackendReference, role: Role) -> Any:
         return None if loaded is None else _checked(loaded, backend.reference)
     for member in members:
         if member.role() is role:
-            found = member.get_class()
-            return as_prefill_backend(found.variants[backend.variant] if backend.variant else found)
+            found = member.get_variant(backend.variant) if backend.variant else member.get_class()
+            return as_prefill_backend(found)
     return None
 
 

@@ -3,7 +3,7 @@
 Nothing here imports torch: a process that only names backends need not wait for it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from enum import Enum, EnumMeta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
@@ -29,16 +29,18 @@ class _ListsValidNames(EnumMeta):
 class BackendEnum(Enum, metaclass=_ListsValidNames):
     """What the enumerations of all roles share; the value of a member is the path of its class.
 
-    Behind the path stand the names of the class's variants, if it has any: they are known without importing it.
+    Behind the path stand the names of the class's variants, if it has any, which are known without importing it; one
+    that is not among the ``variants`` of the class stands there as NAME=PATH.
     """
 
-    _variants: tuple[str, ...]
+    _variants: dict[str, str]
     _override: str | None
 
     def __new__(cls, path: str | None, *variants: str) -> Self:
         """A member for the class at ``path``; None for one that must be registered first."""
         member = object.__new__(cls)
-        member._value_, member._variants, member._override = path, variants, None
+        named = dict(variant.partition("=")[::2] for variant in variants)
+        member._value_, member._variants, member._override = path, named, None
         return member
 
     @staticmethod
@@ -72,7 +74,16 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 
     def variants(self) -> tuple[str, ...]:
         """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
-        return () if self.is_overridden() else self._variants
+        return () if self.is_overridden() else tuple(self._variants)
+
+    def get_variant(self, name: str) -> Any:
+        """The class of one of the :meth:`variants`.
+
+        Raises:
+            ImportError: the class cannot be imported.
+        """
+        path = self._variants[name]
+        return resolve_obj_by_qualname(path) if path else self.get_class().variants[name]
 
     def is_overridden(self) -> bool:
         """Whether another class was registered for this backend."""
@@ -90,7 +101,11 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 class MLAPrefillBackendEnum(BackendEnum):
     """Every MLA prefill backend."""
 
-    EAGER = "mla_conformance.backends.eager.EagerPrefillBackend", "earlier", "present"
+    EAGER = (
+        "mla_conformance.backends.eager.EagerPrefillBackend",
+        "earlier=mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
+        "present=mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
+    )
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
@@ -148,22 +163,6 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     if not hasattr(loaded, name):
         raise ImportError(f"module {module} has no '{name}'", name=module)
     return getattr(loaded, name)
-
-
-class ClassesByPath(Mapping[str, type]):
-    """Classes by name, each imported when it is asked for."""
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._paths = paths
-
-    def __getitem__(self, name: str) -> Any:
-        return resolve_obj_by_qualname(self._paths[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 def register_mla_prefill_backend(

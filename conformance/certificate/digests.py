@@ -19,7 +19,7 @@ def installed_digests() -> dict[str, str]:
 
 
 def suite_digest() -> str:
-    """SHA-256 of the case list, the tolerance table and the sources of judge and suite."""
+    """SHA-256 of the case list, the tolerance table and the sources of judge and procedures."""
     cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
     return _sha256([cases.encode(), *_contents(judging_sources())])
 

@@ -135,7 +135,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         raise InputError(str(error)) from error
     except Stopped as stop:
         run.folder.discard()
-        return f"ended by {stop} before anything was judged", _status_of(stop) or BROKEN
+        return f"ended by {stop} before anything was judged", status_of(stop) or BROKEN
     except (RunError, OSError) as error:
         run.folder.discard()
         return str(error), BROKEN
@@ -149,11 +149,12 @@ def _judge(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}; to go on: {run.resume_line}", _status_of(stop)
+        return f"ended by {stop}; to go on: {run.resume_line}", status_of(stop)
     return "", 0
 
 
-def _status_of(stop: Stopped) -> int:
+def status_of(stop: Stopped) -> int:
+    """The exit status of a run that was ended by a signal, as of a shell; 0, which decides nothing, by a deadline."""
     return _SIGNALLED + stop.signal if stop.signal else 0
 
 

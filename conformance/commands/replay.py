@@ -8,13 +8,13 @@ from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.case_files import read_case, write_case
-from mla_conformance.commands.console import BROKEN, run_and_report
+from mla_conformance.commands.console import BROKEN, run_and_report, status_of
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import RunError, Tasks
+from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.report.loading import load_report
@@ -84,6 +84,9 @@ def minimize_case(options: argparse.Namespace) -> int:
         except RunError as error:
             say(f"mla-conformance: {error}", error=True)
             return BROKEN
+        except Stopped as stop:
+            say(f"mla-conformance: ended by {stop}", error=True)
+            return status_of(stop)
     _tell(minimum, options.out)
     return 0
 

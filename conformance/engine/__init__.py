@@ -1,4 +1,4 @@
 """How a run is carried out: its folder and journal, the supervisor, and the workers that it watches from outside.
 
-Imports from: files, cases, judging, driving, problems, trials, defects, expectations, report.
+Imports from: files, cases, problems, driving, judging, trials, defects, report, expectations.
 """

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final
 
 from mla_conformance.engine.messages import Judge
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 
 ALONE: Final = "alone"
@@ -61,6 +61,8 @@ class Confirmation:
         if not again.failed or again.case != self.failure.case:  # it may have died of a case before
             return None
         found = replace(again, capability=self.failure.capability)
+        if self.failure.key == EXPLORED:
+            found = replace(found, message=self.failure.message)  # which tells what the case was made of
         if not attempt.before:
             return replace(found, confirmation=ALONE)
         return replace(found, confirmation=AFTER, after=attempt.before)

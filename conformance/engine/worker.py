@@ -97,7 +97,7 @@ class Worker:
         trial, record = judged_trial(
             subject, Case.parse(task.case), self._context, lambda case: self._starts(subject, case)
         )
-        if task.explain and record.failed and not device_lost(self._device):
+        if task.explain and record.status is Status.FAIL and not device_lost(self._device):
             self._send(Judged(record.to_json()))
             record = replace(record, explanation=explain(trial, record))
         disturbed = trial.disturbed

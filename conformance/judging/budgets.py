@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.operands import segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import (
@@ -43,7 +44,7 @@ class Budgets:
     """The budgets of an expectation's golden results."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, Roundoffs, float], Budget] = {}
+        self._found: dict[tuple[int, Roundoffs, float], tuple[Budget, list[int]]] = {}
 
     def of(self, golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
         """The budget of a golden result for a kernel that rounds as ``allowed`` says.
@@ -58,8 +59,13 @@ class Budgets:
         if key not in self._found:
             if len(self._found) >= _MOST_KEPT:
                 self._found.clear()
-            self._found[key] = _budget(golden, rows, allowed, row_deviations)
-        return self._found[key]
+            budget = _budget(golden, rows, allowed, row_deviations)
+            self._found[key] = (budget, checksum(vars(budget).values()))
+        return self._found[key][0]
+
+    def intact(self) -> bool:
+        """Whether every byte of them is as it was computed."""
+        return all(checksum(vars(budget).values()) == sums for budget, sums in self._found.values())
 
 
 def _budget(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:

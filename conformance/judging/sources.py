@@ -3,18 +3,19 @@
 from importlib.resources import files
 from pathlib import Path
 
+_OF_CASES = ("cached", "capabilities", "case", "decode", "hazards", "layer", "prefill")
+"""What a case asks for, its procedure and its data; the lists of cases and how ids are read are not among them."""
 _PATTERNS = (
-    "cases/hazards.py",
+    *(f"cases/{name}.py" for name in _OF_CASES),
     "problems/*.py",
     "driving/*.py",
     "judging/*.py",
     "judging/*.toml",
     "trials/*.py",
-    "suite/test_*.py",
 )
 
 
 def judging_sources() -> list[Path]:
-    """The files that decide a verdict, beside the cases and the reference."""
+    """The files that decide a verdict, beside the lists of cases and the reference."""
     root = Path(str(files("mla_conformance")))
     return [path for pattern in _PATTERNS for path in sorted(root.glob(pattern))]

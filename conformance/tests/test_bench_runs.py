@@ -1,6 +1,5 @@
 """The benchmark of runs: which runs it makes, which it counts, and what it says of their verdicts."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,51 +9,50 @@ from mla_conformance.bench import runs
 from mla_conformance.bench.runs import Measured, compare_runs
 from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
+from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
-from mla_conformance.running.selection import Selection
 
 LONG, JUDGING = "as long in all", "as long from the first verdict to the last"
 LISTED = len(find_capability("lse").select(Tier.SMOKE))
 
 
-def played(monkeypatch: pytest.MonkeyPatch, workers: int, *measured: Measured) -> list[tuple[list[str], int]]:
+def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measured) -> list[tuple[list[str], int]]:
     """Have runs take and judge what is given; returns the backends and workers of each, as they are made."""
     made: list[tuple[list[str], int]] = []
     left = iter(measured)
 
-    def run(selection: Selection, workers: int) -> Measured:
-        made.append(([subject.name for subject in selection.subjects], workers))
+    def run(request: Request, workers: int) -> Measured:
+        made.append(([backend.name for backend in request.backends], workers))
         return next(left)
 
     monkeypatch.setattr(runs, "_run", run)
-    monkeypatch.setattr(runs, "default_workers", lambda selection: workers)
+    monkeypatch.setattr(runs.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(runs, "visible_gpus", lambda: ("0",))
     return made
 
 
-def selected(*backends: str) -> Selection:
-    return Selection.of(backends, ["lse"], "smoke", "cpu", [])
+def compared(*backends: str, device: str = "cpu") -> list[str]:
+    return list(compare_runs(Request.of(backends, ["lse"], "smoke", "cpu"), torch.device(device)))
 
 
 def measured(seconds: float, judging: float, **statuses: str) -> Measured:
-    return Measured({("EAGER", "lse", case): Status(status) for case, status in statuses.items()}, seconds, judging)
+    return Measured({("EAGER", case): Status(status) for case, status in statuses.items()}, seconds, judging)
 
 
-def test_the_command_judges_on_all_workers_and_on_one(
+def test_the_command_judges_what_it_measures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "default_workers", lambda selection: 2)
+    monkeypatch.setattr(runs.os, "cpu_count", lambda: 1)
     assert main(["bench", "--runs", "EAGER", "--capability", "lse", "--device", "cpu"]) == 0
-    _, _, every, single, ratio, verdicts = capsys.readouterr().out.splitlines()
-    assert every.startswith(f"EAGER on 2 workers: {LISTED} verdicts in ")
-    assert single.startswith(f"EAGER on 1 worker: {LISTED} verdicts in ")
-    assert ratio.startswith("1 worker took, beside 2 workers, ")
-    assert verdicts == f"the same {LISTED} verdicts on one as on all"
+    _, _, every, last = capsys.readouterr().out.splitlines()
+    assert every.startswith(f"EAGER on 1 worker: {LISTED} verdicts in ")
+    assert last == "1 worker only: there are no more to compare it with"
 
 
 def test_ratios_are_of_each_backend_alone_and_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, every = measured(10, 4, a="pass"), measured(6, 2, a="pass"), measured(12, 8, a="pass")
     made = played(monkeypatch, 4, first, second, every, measured(36, 32, a="pass"))
-    _, *lines = compare_runs(selected("EAGER", "TORCH_SDPA"))
+    _, *lines = compared("EAGER", "TORCH_SDPA")
     both = ["EAGER", "TORCH_SDPA"]
     assert made == [(["EAGER"], 4), (["TORCH_SDPA"], 4), (both, 4), (both, 1)]
     assert lines[4:] == [
@@ -67,7 +65,7 @@ def test_ratios_are_of_each_backend_alone_and_of_all_gpus(monkeypatch: pytest.Mo
 def test_a_run_on_a_gpu_is_counted_when_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     cold, warm = measured(100, 90, a="pass"), measured(10, 5, a="pass")
     made = played(monkeypatch, 1, cold, warm)
-    _, first, second, last = compare_runs(replace(selected("EAGER"), device=torch.device("cuda")))
+    _, first, second, last = compared("EAGER", device="cuda")
     assert made == [(["EAGER"], 1)] * 2
     assert first.startswith("EAGER on 1 GPU: 1 verdicts in 100.0 s, ") and first.endswith(": a warm-up, not counted")
     assert second.startswith("EAGER on 1 GPU: 1 verdicts in 10.0 s, of which 5.0 s ")
@@ -77,10 +75,10 @@ def test_a_run_on_a_gpu_is_counted_when_its_kernels_are_compiled(monkeypatch: py
 def test_verdicts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     every, single = measured(3, 1, a="pass", b="fail"), measured(5, 0, a="pass", b="pass", c="pass")
     played(monkeypatch, 2, every, single)
-    *_, ratio, first, second = compare_runs(selected("EAGER"))
+    *_, ratio, first, second = compared("EAGER")
     assert ratio == f"1 worker took, beside 2 workers, 1.67 times {LONG}, 0.00 times {JUDGING}"
-    assert first == "DIFFERENT VERDICTS of EAGER, lse, case b: on one pass, on all fail"
-    assert second == "DIFFERENT VERDICTS of EAGER, lse, case c: on one pass, on all none"
+    assert first == "DIFFERENT VERDICTS of EAGER, case b: on one pass, on all fail"
+    assert second == "DIFFERENT VERDICTS of EAGER, case c: on one pass, on all none"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from mla_conformance.backends.declaration import Rounding
 from mla_conformance.cases.case import Case
 from mla_conformance.judging import budgets
-from mla_conformance.judging.budgets import Budget, budget_of, forget_budgets
-from mla_conformance.judging.golden import Expectation, expect, forget
+from mla_conformance.judging.budgets import Budget
+from mla_conformance.judging.golden import Expectation, expect
 from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.problems.build import build_problem
@@ -22,33 +22,35 @@ def expectation(text: str = "lse:dims=small;heads=2;q=[5,0,2]") -> Expectation:
     return expect(build_problem(Case.parse(text), torch.device("cpu")))
 
 
-def budget(found: Expectation, allowed: Roundoffs = ROUNDING, deviations: float = 4.75) -> Budget:
-    return budget_of(found.calls[0], found.rows, allowed, deviations)
+def budget(found: Expectation, allowed: Roundoffs = ROUNDING, deviations: float = 4.75, call: int = 0) -> Budget:
+    return found.budgets.of(found.calls[call], found.rows, allowed, deviations)
 
 
 def test_a_budget_is_computed_once_for_equal_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = budget(expectation())
+    found = expectation()
+    first = budget(found)
     monkeypatch.delattr(budgets, "element_budget")
-    assert budget(expectation(), replace(ROUNDING)) is first
+    assert budget(found, replace(ROUNDING)) is first
     assert first.samples.tolist() == [5, 0, 2] and first.limits.shape == (3,)
 
 
-def test_other_roundings_deviations_and_results_have_budgets_of_their_own() -> None:
-    first, coarse = budget(expectation()), replace(ROUNDING, p=2 * ROUNDING.p)
-    assert torch.equal(budget(expectation(), coarse).element, element_budget(first.golden, coarse))
-    assert bool((budget(expectation(), deviations=3.0).limits < first.limits).all())
-    assert budget(expectation("lse:dims=small;heads=2;q=[5,0,2];seed=1")).golden is not first.golden
+def test_other_roundings_and_deviations_have_budgets_of_their_own() -> None:
+    found, coarse = expectation(), replace(ROUNDING, p=2 * ROUNDING.p)
+    first = budget(found)
+    assert torch.equal(budget(found, coarse).element, element_budget(found.calls[0], coarse))
+    assert bool((budget(found, deviations=3.0).limits < first.limits).all())
 
 
-@pytest.mark.parametrize("anew", [forget, forget_budgets])
-def test_a_budget_that_may_have_been_written_over_is_computed_anew(anew: object) -> None:
-    first = budget(expectation())
-    assert callable(anew)
-    anew()
-    again = budget(expectation())
+def test_every_result_of_an_expectation_has_a_budget_of_its_own() -> None:
+    found = expectation("chunked_context:dims=small;heads=2;q=[5,2];kv=[40,9];workspace=32")
+    for number, golden in enumerate(found.calls):
+        assert torch.equal(budget(found, call=number).element, element_budget(golden, ROUNDING))
+
+
+def test_only_the_last_budgets_are_kept() -> None:
+    found = expectation()
+    first = budget(found)
+    for deviations in range(10, 30):
+        budget(found, deviations=float(deviations))
+    again = budget(found)
     assert again is not first and torch.equal(again.element, first.element)
-
-
-def test_a_budget_counts_its_golden_result_too() -> None:
-    found = budget(expectation())
-    assert found.memory > found.element.nbytes + found.golden.output.nbytes

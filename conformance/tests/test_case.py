@@ -119,6 +119,7 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("lse:q=[1];lse=yes", "field lse: expected 0 or 1, got 'yes'"),
         ("lse:q=[1];dtype=int8", "field dtype: expected one of bf16, fp16, fp32, fp64, e4m3, got 'int8'"),
         ("lse:q=[1];call=verify", "field call: expected one of new_tokens, context_chunk, chunked_context"),
+        ("lse:q=[1];data=nope", "field data: expected one of normal, needle"),
         ("lse:q=[1];layout=x", "field layout: expected one of kv_b_proj"),
         ("lse:q=[1];quant=int4", "field quant: expected one of none, fp8"),
         ("lse:q=[1];dims=gpt", "unknown dims 'gpt'; expected one of v2, v3, r1, glm, small, or P-R-V-L"),

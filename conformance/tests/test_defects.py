@@ -32,12 +32,15 @@ from mla_conformance.defects.report import (
     terminal_lines,
 )
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.trials.execute import execute, failing
-from mla_conformance.trials.trial import Trial
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.sources import judging_sources
+from mla_conformance.judging.verdict import Status
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
+CONTEXT = Context()
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --readme README.md`"
 ENTRIES_OF_THESE_LAYERS = 144
 """Reported bugs of new tokens, chunks, e4m3 operands, merging, quantised output, selection, decode, cache and ranks."""
@@ -49,16 +52,17 @@ def honest_base(kernel: type) -> type:
 
 
 @cache
-def judged(kernel: type, case: str) -> Verdict:
-    """A kernel's verdict on a case; many defects share their base and their case."""
-    return execute(Trial(Subject.of(f"{kernel.__module__}:{kernel.__name__}", torch.device("cpu")), Case.parse(case)))
+def judged(kernel: type, case: str) -> Record:
+    """A kernel's record of a case; many defects share their base and their case."""
+    subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", torch.device("cpu"))
+    return judge_one(subject, Case.parse(case), CONTEXT)
 
 
 @pytest.mark.parametrize("entry", DEFECTS.values(), ids=DEFECTS)
 def test_a_known_defect_is_killed_by_its_case_which_its_honest_base_passes(entry: KnownDefect) -> None:
     case = stored().killing_cases[entry.id]
     assert Case.parse(case).capability == entry.killed_by
-    assert failing(judged(entry.kernel, case)), f"{case} does not kill it; {REGENERATE}"
+    assert judged(entry.kernel, case).failed, f"{case} does not kill it; {REGENERATE}"
     assert judged(honest_base(entry.kernel), case).status is Status.PASS
 
 
@@ -143,7 +147,7 @@ def test_a_readme_without_a_place_for_the_section(
 def test_the_command_rewrites_the_section_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.defects.matrix.run_matrix", lambda tier: outcomes({}))
+    monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier: outcomes({}))
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- defects:begin -->old<!-- defects:end -->\nafter\n")
     assert main(["defects", "--tier", "smoke", "--readme", str(path)]) == 1
@@ -181,6 +185,12 @@ def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() ->
     )
     assert entry.id in report.survivors and len(report.false_alarms) == 2
     assert any(line.startswith("FALSE ALARM EagerPrefillBackend on new_tokens") for line in terminal_lines(report))
+
+
+def test_what_decides_a_verdict_is_digested() -> None:
+    decide = {f"{path.parent.name}/{path.name}" for path in judging_sources()}
+    assert {path.partition("/")[0] for path in decide} == {"cases", "problems", "driving", "judging", "trials"}
+    assert {"cases/capabilities.py", "trials/procedures.py", "judging/judge.py", "judging/tolerance.toml"} <= decide
 
 
 CODE = 'def f(x):\n    """It adds."""\n    return x + 1  # one\n'

@@ -13,11 +13,12 @@ from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.report import stored
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.execute import execute, failing
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 KILLING_CASES = stored().killing_cases
 CPU = torch.device("cpu")
+CONTEXT = Context()
 INEXPRESSIBLE = {"earlier": ("out_tensor", "merge_states", "quant_output_fp8"), "present": ("empty_rows",)}
 """Faults that a generation's interface has no room for: the earlier one has no output tensor, no output scale and no
 merge of its own; the present one is never given a row without keys."""
@@ -37,7 +38,7 @@ DEFECT = {
 def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None:
     case = CAPABILITIES[capability].select(Tier.SMOKE)[0]
     names = ("EAGER", "EAGER[present]", "EAGER[earlier]")
-    plain, present, earlier = (execute(Trial(Subject.of(name, CPU), case)).status for name in names)
+    plain, present, earlier = (judge_one(Subject.of(name, CPU), case, CONTEXT).status for name in names)
     assert present is plain
     lacking = capability in ("merge_states", "quant_output_fp8")
     assert earlier is (Status.UNSUPPORTED if lacking else plain)
@@ -71,4 +72,4 @@ def test_a_known_defect_dies_in_every_generation(generation: str, entry: KnownDe
     path = tmp_path / f"{generation}_{kernel.__name__}.py"
     path.write_text(source, encoding="utf-8")
     subject = Subject.of(f"{path}:Wrong", CPU)
-    assert failing(execute(Trial(subject, Case.parse(KILLING_CASES[entry.id]))))
+    assert judge_one(subject, Case.parse(KILLING_CASES[entry.id]), CONTEXT).failed

@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.Com
     (folder / "made.py").write_text(HANGS_WHEN_MADE)
     backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
     options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=4s", "--give-up-after=1", "--workers=2"]
-    command = [COMMAND, "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
+    command = [str(COMMAND), "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
     return folder / "out", subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.isolation.journal import Journal
+from mla_conformance.engine.journal import Journal, JournalError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 
 AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \udc80\n"
 
@@ -19,25 +21,36 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
     assert {event["message"] for event in journal.events()} == {AWKWARD}
 
 
-@pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> None:
+def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
-    journal.append("verdict", message=AWKWARD)
-    journal.append("verdict", message=AWKWARD)
-    journal.path.write_bytes(journal.path.read_bytes()[: -1 - cut])
-    assert [event["message"] for event in journal.events()] == [AWKWARD]
-
-
-def test_a_reader_goes_on_where_whole_lines_ended(tmp_path: Path) -> None:
-    journal = Journal.inside(tmp_path)
-    journal.append("start")
-    events, position = journal.events_from(0)
-    journal.append("verdict", message=AWKWARD)
+    record = Record("EAGER", "EAGER", "lse", "lse:q=[4]", Status.PASS, AWKWARD)
+    journal.append("verdict", record=record.to_json())
     whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole[:-9])
-    assert ([event["event"] for event in events], journal.events_from(position)) == (["start"], ([], position))
-    journal.path.write_bytes(whole)
-    assert journal.events_from(position) == ([{"event": "verdict", "message": AWKWARD}], len(whole))
+    for cut in range(len(whole)):
+        journal.path.write_bytes(whole + whole[:cut])
+        assert len(list(journal.events())) == 1
+        journal.repair()
+        journal.append("end")
+        assert [event["event"] for event in journal.events()] == ["verdict", "end"] and journal.is_finished()
+        assert journal.records() == {("EAGER", "lse:q=[4]"): record}
+
+
+def test_the_last_verdict_on_a_question_counts(tmp_path: Path) -> None:
+    journal = Journal.inside(tmp_path)
+    for status in (Status.FAIL, Status.PASS):
+        journal.append("verdict", record=Record("EAGER", "EAGER", "lse", "lse:q=[4]", status).to_json())
+    assert [record.status for record in journal.records().values()] == [Status.PASS]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}'])
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
+    journal = Journal.inside(tmp_path)
+    journal.append("plan")
+    journal.check()
+    with journal.path.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(JournalError, match=r"journal.jsonl, line 2: expected an event of a run as JSON, got "):
+        journal.check()
 
 
 def test_bytes_that_are_no_text_cost_their_line_only(tmp_path: Path) -> None:

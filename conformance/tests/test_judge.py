@@ -306,9 +306,10 @@ def test_a_constructor_may_refuse() -> None:
     assert (record.status, record.message) == (Status.PASS, "refused: ValueError: no fp16")
 
 
-def test_inputs_that_cannot_be_built_are_no_refusal() -> None:
-    record = judged(RefusesAtOnce, f"{REFUSED};data=nope")
-    assert record.status is Status.HARNESS_ERROR and "unknown data regime" in record.message
+def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mla_conformance.trials.context.build_problem")
+    record = judged(RefusesAtOnce, f"{REFUSED};seed=9")
+    assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
 
 
 @pytest.mark.parametrize(

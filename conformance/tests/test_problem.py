@@ -8,7 +8,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.hazards import REGIMES
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.operands import ProblemError
+from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 
@@ -121,6 +121,7 @@ def test_the_needle_dominates_its_row() -> None:
     assert logits[0].argmax() == 59
 
 
-def test_an_unknown_regime_lists_the_known_ones() -> None:
-    with pytest.raises(ProblemError, match="unknown data regime 'nope'; expected one of normal, needle"):
-        built("lse:q=[1];data=nope")
+def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TORCH_DTYPES, "e4m3", None)
+    with pytest.raises(ProblemError, match="dtype e4m3 needs a torch with float8, this is "):
+        built("fp8_operands:dtype=e4m3;q=[1]")

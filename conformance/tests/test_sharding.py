@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def shards(tmp_path: Path, write_report: Callable[..., Path]) -> list[Path]:
     paths = [write_report(f"{index}.json", [record], [record.case]) for index, record in enumerate(records, 1)]
     for index, path in enumerate(paths, 1):
         shard = {"index": index, "count": len(paths), "cases": cases[index - 1 : index]}
-        edit(path, lambda r, shard=shard: r.update(cases=cases, shard=shard))
+        edit(path, partial(dict.update, cases=cases, shard=shard))
     return paths
 
 

@@ -17,7 +17,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
 from mla_conformance.judging.golden import Expectation, expect
 from mla_conformance.problems.build import build_problem
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
 
 Value = TypeVar("Value")
@@ -26,19 +26,6 @@ PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """Memory that inputs may keep, by type of device; larger ones are built each time."""
 GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A number for the bytes behind each tensor; a GPU is asked once for all of its own."""
-    sums = [_sum(storage_bytes(tensor)) for tensor in tensors]
-    on_gpu = [each for each in sums if each.is_cuda]
-    told = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(told) if each.is_cuda else int(each) for each in sums]
-
-
-def _sum(data: torch.Tensor) -> torch.Tensor:
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    return words.sum() ^ data[words.numel() * 8 :].sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,10 @@ class Kept(Generic[Value]):
         while len(self._entries) > 1 and self._bytes > limit:
             _, oldest = self._entries.popitem(last=False)
             self._bytes -= oldest.size
+
+    def values(self) -> list[Value]:
+        """Everything that is kept."""
+        return [entry.value for entry in self._entries.values()]
 
     def intact(self) -> bool:
         """Whether every byte is as it was kept."""
@@ -122,7 +113,8 @@ class Context:
 
     def is_intact(self) -> bool:
         """Whether nothing that is kept was written over."""
-        return self._problems.intact() and self._golden.intact()
+        budgets = (expectation.budgets for expectation in self._golden.values())
+        return self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in budgets)
 
     def forget(self) -> None:
         """Make everything anew from here on."""

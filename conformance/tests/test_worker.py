@@ -1,0 +1,145 @@
+"""A worker goes on while it has its GPU and its memory, and does not trust what a wrong kernel may have changed."""
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine import worker as room
+from mla_conformance.engine.messages import Judge, Judged, Started
+from mla_conformance.engine.worker import Worker
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.problems import memory
+from mla_conformance.trials import judge_one as judging
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.trial import Trial
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+SMALL = "lse:dims=small;heads=2;q=[5,9]"
+TOO_LARGE = "new_tokens:heads=128;q=[1000000];lse=0"
+
+
+class Wrong(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        output, lse = super().run_prefill_new_tokens(*arguments, **options)
+        return output, lse + 1
+
+
+class ChangesDtype(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().run_prefill_new_tokens(*arguments, **options)
+
+
+class LosesTheGPU(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error: misaligned address")
+
+
+class WritesOverWhatIsKept(EagerPrefillBackend):
+    """As a kernel that writes out of bounds may, once; its result is right."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        while self.kept:
+            self.kept.pop().fill_(7.0)
+        return super().run_prefill_new_tokens(*arguments, **options)
+
+
+class SpoilsItsOwn(EagerPrefillBackend):
+    """Writes over its inputs from the second call on."""
+
+    calls = 0
+
+    def run_prefill_new_tokens(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls > 1:
+            q.fill_(1.0)
+        return super().run_prefill_new_tokens(q, *arguments, **options)
+
+
+def reference(kernel: type[EagerPrefillBackend]) -> str:
+    return f"{kernel.__module__}:{kernel.__name__}"
+
+
+def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | None = None, **task: Any) -> list[Any]:
+    """What a new worker says on a case, its answer last."""
+    said: list[Any] = []
+    answer = Worker(CPU, limit, said.append).answer(Judge(reference(kernel), case, **task))
+    return [*said, answer]
+
+
+def test_a_case_is_announced_before_it_is_judged_and_a_pass_keeps_the_process() -> None:
+    started, answer = asked(EagerPrefillBackend)
+    assert isinstance(started, Started) and Record.from_json(started.record).case == SMALL
+    assert Record.from_json(answer.record).status is Status.PASS and not answer.leaves
+
+
+def test_cases_before_are_run_first_in_the_same_process() -> None:
+    first = "lse:dims=small;heads=2;q=[3]"
+    *started, answer = asked(EagerPrefillBackend, before=(first,))
+    assert [Record.from_json(event.record).case for event in started] == [first, SMALL]
+    assert Record.from_json(answer.record).case == SMALL
+
+
+def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "explain", lambda trial, record: "as one that is off by one")
+    _, judged, answer = asked(Wrong, explain=True)
+    assert isinstance(judged, Judged) and not judged.record["explanation"]
+    assert answer.record["explanation"] == "as one that is off by one" and not answer.leaves
+
+
+def test_a_process_that_a_backend_changed_judges_no_other_case() -> None:
+    assert asked(ChangesDtype)[-1].leaves
+
+
+def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "allocated_memory", lambda: 51)
+    assert asked(EagerPrefillBackend, limit=100)[-1].leaves
+    assert not asked(EagerPrefillBackend, limit=102)[-1].leaves
+
+
+def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (room, judging):
+        monkeypatch.setattr(module, "device_lost", lambda device: True)
+    _, answer = asked(LosesTheGPU, explain=True)
+    record = Record.from_json(answer.record)
+    assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message
+
+
+@pytest.mark.parametrize(("share", "leaves"), [(0.95, False), (0.8, True)])
+def test_after_running_out_of_memory_a_process_goes_on_if_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, share: float, leaves: bool
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: share * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
+    monkeypatch.setattr(room, "is_free_again", lambda device: memory.is_free_again(CUDA))
+    answer = asked(EagerPrefillBackend, TOO_LARGE)[-1]
+    assert Record.from_json(answer.record).status is Status.UNAVAILABLE and answer.leaves == leaves
+
+
+def test_a_backend_is_not_failed_for_what_was_written_over_in_its_process() -> None:
+    context, of = Context(), Subject.of(reference(WritesOverWhatIsKept), CPU)
+    trial = Trial(of, Case.parse(SMALL), context)
+    WritesOverWhatIsKept.kept[:] = trial.expect(trial.problem).tensors
+    assert judge_one(of, trial.case, context).status is Status.PASS and WritesOverWhatIsKept.kept == []
+
+
+@pytest.mark.parametrize(("kernel", "case"), [(Wrong, SMALL), (SpoilsItsOwn, "determinism:dims=small;heads=2;q=[5,9]")])
+def test_a_backend_that_is_wrong_by_itself_fails_beside_one_that_is_right(
+    kernel: type[EagerPrefillBackend], case: str
+) -> None:
+    context = Context()
+    statuses = [
+        judge_one(Subject.of(reference(each), CPU), Case.parse(case), context).status
+        for each in (EagerPrefillBackend, kernel, EagerPrefillBackend)
+    ]
+    assert statuses == [Status.PASS, Status.FAIL, Status.PASS]
