@@ -18,10 +18,11 @@ from mla_conformance.report.summary import BackendSummary, RunSummary, by_backen
 from mla_conformance.version import SUITE_VERSION
 
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
-# is for the processes that tests start.
-_THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-os.environ.setdefault("OMP_NUM_THREADS", str(_THREADS))
-torch.set_num_threads(_THREADS)
+# is for the processes that tests start. The process that starts the workers leaves it alone: they would inherit it.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    threads = max(1, (os.cpu_count() or 1) // int(workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
