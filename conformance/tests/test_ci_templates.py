@@ -109,7 +109,7 @@ def test_the_gate_script_leaves_failures_to_the_gate_and_stops_at_a_mistake(
         (tmp_path / f"status-{name}").write_text(str(number))
     (tmp_path / "ci" / "expectations").mkdir(parents=True)
     done = shell(ROOT / "ci" / "gate.sh", tmp_path, command.parent, "out", "EAGER TORCH_SDPA", "--tier", "smoke")
-    certified = [f"certify --backend {name} --out out/{name} --tier smoke" for name in ("EAGER", "TORCH_SDPA")]
+    certified = [f"certify --backend {name} --out out/{name} --fresh --tier smoke" for name in ("EAGER", "TORCH_SDPA")]
     gate = "gate out/EAGER/report.json out/TORCH_SDPA/report.json --expectations ci/expectations"
     assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().splitlines() == ([*certified, gate] if gated else certified[:1])

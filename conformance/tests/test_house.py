@@ -31,11 +31,15 @@ def module_of(path: Path) -> str:
 
 MODULES = {module_of(path): path for floor in ("reference", "backends", "conformance") for path in sources(floor)}
 NAMED = re.compile(r"mla_conformance(?:\.\w+)+")
+BEGUN = re.compile(r"(mla_conformance(?:\.\w+)+)\.")
 
 
 @cache
 def imported(path: Path) -> set[str]:
-    """What a file imports: by statement, wherever it stands, or by a text that names a module or something in one."""
+    """What a file imports: by statement, wherever it stands, or by a text that names a module or something in one.
+
+    A text that ends behind a package's full stop is the beginning of the name of any module in it.
+    """
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
@@ -45,6 +49,7 @@ def imported(path: Path) -> set[str]:
             found |= named or {module}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {module for text in NAMED.findall(node.value) if (module := meant(text))}
+            found |= {begun[1] for begun in [BEGUN.fullmatch(node.value)] if begun} & MODULES.keys()
     return found - {module_of(path)}
 
 
@@ -84,6 +89,13 @@ def test_the_rooms_stand_in_an_order() -> None:
     assert set(TopologicalSorter({room: stated(room) for room in ROOMS}).static_order()) == ROOMS.keys()
 
 
+def test_the_readme_lists_the_rooms_in_their_order() -> None:
+    house = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The house")[2].partition("\n## ")[0]
+    listed = [f"conformance/{name}" for name in re.findall(r"^\| `(\w+)` \|", house, flags=re.MULTILINE)]
+    assert sorted(listed) == sorted(room for room in ROOMS if room.startswith("conformance"))
+    assert all(stated(room) <= set(listed[:place]) for place, room in enumerate(listed))
+
+
 def test_no_module_leads_back_to_itself() -> None:
     imports = {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
     assert len(list(TopologicalSorter(imports).static_order())) == len(MODULES)
@@ -92,6 +104,7 @@ def test_no_module_leads_back_to_itself() -> None:
 def test_an_import_by_text_is_seen() -> None:
     assert "mla_conformance.backends.eager" in imported(ROOT / "backends" / "registry.py")
     assert "mla_conformance.engine.keeper" in imported(ROOT / "conformance" / "engine" / "place.py")
+    assert "mla_conformance.defects" in imported(ROOT / "conformance" / "defects" / "known.py")
 
 
 def test_no_room_imports_the_commands_or_the_plugin() -> None:
