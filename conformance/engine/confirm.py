@@ -1,7 +1,8 @@
 """Blame: whether a failure is its backend's own, seen by judging the case again in processes that have judged nothing.
 
 The first failure of each capability of a backend is judged again alone. If it holds then, it is judged after what the
-process that it failed in had judged of the same backend before: the last case, the last few, all.
+process that it failed in had judged of the same backend before: the last case, the last few, all. If it holds again, it
+is judged after everything that the process had done: what fails only then is of what another backend left behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.messages import Judge, Question
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import Status
 
 ALONE: Final = "alone"
 AFTER: Final = "after"
@@ -19,7 +19,6 @@ UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3
 """Capabilities of a backend whose first failure is explained."""
 _FEW = 4
-_REPEATS = 3
 
 
 @dataclass
@@ -28,55 +27,52 @@ class Confirmation:
 
     Attributes:
         failure: the record.
-        own: cases of the same backend that the same process had judged before.
-        shared: names of other backends that the process had judged before.
+        history: what the same process had done before: (backend reference, case id), without a case an import.
         explain: whether it is to be explained, too.
-        last: what the last attempt gave.
+        alone: what the case gave in a process of its own.
     """
 
     failure: Record
-    own: Sequence[str]
-    shared: Sequence[str]
+    history: Sequence[Question]
     explain: bool
-    last: Record | None = None
+    alone: Record | None = None
 
     @cached_property
     def attempts(self) -> Iterator[Judge]:
         """What to run, one after the other, until :meth:`settled` has an answer."""
-        return self._attempts()
+        own = [done for done in self.history if self._is_own(done) and done[1]]
+        befores = ((), *(tuple(own[-count:]) for count in (1, _FEW, len(own)) if own), tuple(self.history))
+        for before in dict.fromkeys(befores):
+            yield Judge(self.failure.reference, self.failure.case, before, fresh=True, explain=self.explain)
 
-    def _attempts(self) -> Iterator[Judge]:
-        befores: list[Sequence[str]] = [(), *(self.own[-count:] for count in (1, _FEW, len(self.own)) if self.own)]
-        if self.shared:
-            befores += [()] * (_REPEATS - 1)
-        seen: list[Sequence[str]] = []
-        for before in befores:
-            if not before or before not in seen:
-                seen.append(before)
-                yield Judge(self.failure.reference, self.failure.case, tuple(before), fresh=True, explain=self.explain)
+    def _is_own(self, done: Question) -> bool:
+        return done[0] == self.failure.reference
 
     def settled(self, attempt: Judge, again: Record) -> Record | None:
         """The record if this attempt decides; None if it does not."""
-        self.last = again
+        if not attempt.before:
+            self.alone = again
         if not again.failed or again.case != self.failure.case:  # it may have died of a case before
             return None
+        if not all(map(self._is_own, attempt.before)):
+            return self._of_another()
         found = replace(again, capability=self.failure.capability)
         if self.failure.key == EXPLORED:
             found = replace(found, message=self.failure.message)  # which tells what the case was made of
         if not attempt.before:
             return replace(found, confirmation=ALONE)
-        return replace(found, confirmation=AFTER, after=attempt.before)
+        return replace(found, confirmation=AFTER, after=tuple(case for _, case in attempt.before))
+
+    def _of_another(self) -> Record:
+        """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
+        others = dict.fromkeys(reference for reference, _ in self.history if reference != self.failure.reference)
+        what = (
+            f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more after "
+            "the same; passed in a process of its own"
+        )
+        assert self.alone is not None
+        return replace(self.alone, capability=self.failure.capability, message=what, confirmation=UNREPEATED)
 
     def unrepeated(self) -> Record:
-        """The record if no attempt failed.
-
-        Where the process had been used by other backends, the failure may be of what they left behind; a backend
-        answers for itself, so the verdict of the fresh processes stands, and says what had happened.
-        """
-        if not self.shared or self.last is None or self.last.status is not Status.PASS:
-            return replace(self.failure, confirmation=UNREPEATED)
-        what = (
-            f"failed once ({self.failure.message}) in a process that {', '.join(self.shared)} had used before; "
-            "passed whenever it was run in a process of its own"
-        )
-        return replace(self.last, capability=self.failure.capability, message=what, confirmation=UNREPEATED)
+        """The record if no attempt failed."""
+        return replace(self.failure, confirmation=UNREPEATED)

@@ -37,14 +37,15 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
     Attributes:
         reference: the backend.
         case: id of the case.
-        before: cases that are run before it, in the same process.
+        before: (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
+            imported only.
         fresh: in a process that has judged nothing.
         explain: tell, too, what a failure looks like.
     """
 
     reference: str
     case: str
-    before: tuple[str, ...] = ()
+    before: tuple[Question, ...] = ()
     fresh: bool = False
     explain: bool = False
 

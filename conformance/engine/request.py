@@ -119,7 +119,9 @@ class Request:
             references: of the backends that can run here.
             before: cases that are run before each, in the same process.
         """
-        groups: list[list[Judge | Explore]] = [[Judge(r, case, before) for r in references] for case in self.judged_ids]
+        groups: list[list[Judge | Explore]] = [
+            [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references] for case in self.judged_ids
+        ]
         if self.explore:
             groups += [[Explore(r, self.explore, self.drawn)] for r in references]
         return groups

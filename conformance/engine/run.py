@@ -215,11 +215,8 @@ class Run:
 
     def _confirmation(self, record: Record, outcome: Outcome | None, explain: bool) -> Confirmation:
         history = outcome.history if outcome else ()
-        before = list(takewhile(lambda judged: judged != (record.reference, record.case), history))
-        own = [case for reference, case in before if reference == record.reference and case]
-        used = {reference for reference, _ in before} - {record.reference}
-        others = [facts.name for facts in self.facts if facts.reference in used]
-        return Confirmation(record, own, others, explain)
+        before = takewhile(lambda judged: judged != (record.reference, record.case), history)
+        return Confirmation(record, tuple(before), explain)
 
     def _confirmed(self, pending: list[Confirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""

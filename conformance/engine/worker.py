@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 import torch
@@ -39,6 +39,7 @@ from mla_conformance.problems.memory import device_lost, is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.trial import Trial
 
 Send = Callable[[Event], None]
 
@@ -92,17 +93,20 @@ class Worker:
         if isinstance(task, Explore):
             return self._explored(task)
         subject = self._subject(task.reference)
-        for case in task.before:
-            judged_trial(subject, Case.parse(case), self._context, lambda case: self._starts(subject, case))
-        trial, record = judged_trial(
-            subject, Case.parse(task.case), self._context, lambda case: self._starts(subject, case)
-        )
+        for reference, case in task.before:
+            earlier = self._subject(reference)
+            if case:  # without one it is imported, which is all
+                self._judge(earlier, case)
+        trial, record = self._judge(subject, task.case)
         if task.explain and record.status is Status.FAIL and not device_lost(self._device):
             self._send(Judged(record.to_json()))
             record = replace(record, explanation=explain(trial, record))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed))
+
+    def _judge(self, subject: Subject, case: str) -> tuple[Trial, Record]:
+        return judged_trial(subject, Case.parse(case), self._context, partial(self._starts, subject))
 
     def _explored(self, task: Explore) -> Answer:
         subject = self._subject(task.reference)

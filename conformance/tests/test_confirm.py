@@ -9,6 +9,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import Confirmation
+from mla_conformance.engine.messages import Question
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -68,8 +69,8 @@ def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wron
     return Record("Mine", "mine.py:Mine", "lse", case, status, message)
 
 
-def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tuple[str, ...]], Record]:
-    """The cases before each attempt, and the record in the end, if the attempts give these answers."""
+def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tuple[Question, ...]], Record]:
+    """What is done before each attempt, and the record in the end, if the attempts give these answers."""
     befores = []
     for attempt, status in zip(confirmation.attempts, answers, strict=False):
         befores.append(attempt.before)
@@ -78,31 +79,33 @@ def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tu
     return befores, confirmation.unrepeated()
 
 
+OWN = [("mine.py:Mine", f"lse:q=[{tokens}]") for tokens in range(1, 8)]
+OTHERS = [("OTHER", ""), ("OTHER", FIRST)]
+
+
 def test_a_failure_is_tried_alone_then_after_more_and_more_of_its_own_cases() -> None:
-    own = [f"lse:q=[{tokens}]" for tokens in range(1, 8)]
-    befores, found = attempts(Confirmation(record(), own, [], False), [Status.PASS] * 3 + [Status.CRASH])
-    assert befores == [(), (own[-1],), tuple(own[-4:]), tuple(own)]
-    assert (found.confirmation, found.after, found.status) == ("after", tuple(own), Status.CRASH)
+    befores, found = attempts(Confirmation(record(), OWN, False), [Status.PASS] * 3 + [Status.CRASH])
+    assert befores == [(), tuple(OWN[-1:]), tuple(OWN[-4:]), tuple(OWN)]
+    assert (found.confirmation, found.status) == ("after", Status.CRASH)
+    assert found.after == tuple(case for _, case in OWN)
 
 
-@pytest.mark.parametrize(
-    ("shared", "again", "status"),
-    [
-        ([], Status.PASS, Status.FAIL),
-        (["Other"], Status.PASS, Status.PASS),
-        (["Other"], Status.UNAVAILABLE, Status.FAIL),
-    ],
-)
-def test_what_is_not_repeated_is_forgiven_only_if_others_had_used_the_process_and_every_other_attempt_passed(
-    shared: list[str], again: Status, status: Status
-) -> None:
-    befores, found = attempts(Confirmation(record(), [FIRST], shared, False), [again] * 9)
-    assert befores == [(), (FIRST,)] + [()] * 2 * bool(shared)
-    assert (found.status, found.confirmation) == (status, "unrepeated")
+def test_a_failure_that_repeats_only_after_what_others_did_is_theirs() -> None:
+    history = [*OTHERS, OWN[0]]
+    befores, found = attempts(Confirmation(record(), history, False), [Status.PASS, Status.PASS, Status.FAIL])
+    assert befores == [(), (OWN[0],), tuple(history)]
+    assert (found.status, found.confirmation) == (Status.PASS, "unrepeated")
+    assert "where OTHER had used the process before" in found.message
+
+
+@pytest.mark.parametrize("history", [OWN, OTHERS, []])
+def test_a_failure_that_never_repeats_stays_one(history: list[Question]) -> None:
+    _, found = attempts(Confirmation(record(), history, False), [Status.PASS] * 9)
+    assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")
 
 
 def test_a_case_before_that_kills_the_process_confirms_nothing() -> None:
-    confirmation = Confirmation(record(), [FIRST], [], False)
+    confirmation = Confirmation(record(), [("mine.py:Mine", FIRST)], False)
     (attempt,) = [attempt for attempt in confirmation.attempts if attempt.before]
     assert confirmation.settled(attempt, record(Status.CRASH, FIRST)) is None
 
@@ -154,8 +157,6 @@ def test_a_backend_whose_process_another_one_spoiled_is_not_failed(records: dict
     assert all("Spoils" in record.message for record in found)
 
 
-def test_a_failure_that_never_repeats_beside_others_says_that_it_was_seen(
-    records: dict[tuple[str, str], Record],
-) -> None:
+def test_a_failure_that_never_repeats_is_one_all_the_same(records: dict[tuple[str, str], Record]) -> None:
     found = records["Once", SECOND]
-    assert (found.status, found.confirmation) == (Status.PASS, "unrepeated") and "failed once" in found.message
+    assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")

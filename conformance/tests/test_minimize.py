@@ -111,7 +111,7 @@ def test_minimising_can_be_ended(
 def test_a_failure_of_a_report_runs_again(
     wrong: str, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases = ("lse:q=[3];data=nope", "lse:q=[7]")
+    cases = ("lse:q=[3]", "lse:q=[7]")
     path = write_report("report.json", [Record("Wrong", wrong, "lse", case, Status.FAIL) for case in cases])
     assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
     assert "FAIL Wrong lse · case lse:q=[7] · new tokens: LSE is" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def test_a_case_is_announced_before_it_is_judged_and_a_pass_keeps_the_process() 
 
 def test_cases_before_are_run_first_in_the_same_process() -> None:
     first = "lse:dims=small;heads=2;q=[3]"
-    *started, answer = asked(EagerPrefillBackend, before=(first,))
+    *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
     assert [Record.from_json(event.record).case for event in started] == [first, SMALL]
     assert Record.from_json(answer.record).case == SMALL
 
