@@ -1,12 +1,8 @@
-"""The commands that decide by a run's outcome."""
+"""The commands that decide by a run's report, which takes no torch."""
 
 import argparse
-import datetime
 from pathlib import Path
 
-from mla_conformance.certificate.certificate import read_certificate
-from mla_conformance.certificate.rerun import rerun
-from mla_conformance.certificate.verify import problems
 from mla_conformance.commands.options import SHIPPED
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.update import plan_update
@@ -47,23 +43,6 @@ def update_expectations(options: argparse.Namespace) -> int:
     without = sum(not entry.reason.strip() for entry in (*update.kept, *update.added))
     if without:
         say(f"{without} entries need a reason; the gate refuses them until they have one")
-    return 0
-
-
-def verify(options: argparse.Namespace) -> int:
-    """Check a certificate; the exit status."""
-    certificate = read_certificate(options.certificate)
-    found = problems(certificate, datetime.date.today())
-    if not found and options.rerun > 0:
-        found = list(rerun(certificate, options.rerun, options.backend, options.device))
-    for problem in found:
-        say(f"{options.certificate}: {problem}", error=True)
-    if found:
-        return 1
-    counts, again = certificate.counts, f" · {options.rerun} run again" if options.rerun > 0 else ""
-    dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
-    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
-    say(f"{options.certificate}: {subject}: {counts.passed} of {counts.listed} passed · holds{again}{dirty}")
     return 0
 
 

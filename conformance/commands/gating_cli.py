@@ -49,7 +49,7 @@ def _update(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mla_conformance.commands.gating import verify
+    from mla_conformance.commands.verify import verify
 
     return verify(options)
 
