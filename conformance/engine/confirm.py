@@ -67,8 +67,8 @@ class Confirmation:
         """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
         others = dict.fromkeys(reference for reference, _ in self.history if reference != self.failure.reference)
         what = (
-            f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more after "
-            "the same; passed in a process of its own"
+            f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more "
+            "after the same; passed in a process of its own"
         )
         assert self.alone is not None
         return replace(self.alone, capability=self.failure.capability, message=what, confirmation=UNREPEATED)
