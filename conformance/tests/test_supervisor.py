@@ -160,7 +160,7 @@ def test_a_run_that_ended_anywhere_and_was_resumed_gives_the_undisturbed_report(
 
 
 def test_a_task_is_carried_out_by_the_worker_that_it_was_meant_for() -> None:
-    task = Judge("EAGER", CASES[0], before=(CASES[1],))
+    task = Judge("EAGER", CASES[0], before=(("EAGER", CASES[1]),))
     line = address(123, task)
     assert addressed(line, 123) == task and addressed(line, 124) is None
     assert addressed(address(123, Describe("EAGER")), 123) == Describe("EAGER")
