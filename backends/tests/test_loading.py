@@ -1,6 +1,7 @@
 """Loading: what a user may write for a backend, and the sentence for everything that is not one."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,15 @@ def test_whatever_a_module_raises_is_one_line(
     assert reason.startswith(raised) and "\n" not in reason
 
 
-def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(tmp_path: Path) -> None:
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(heeded: None, tmp_path: Path) -> None:
     path = written(tmp_path, "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n")
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

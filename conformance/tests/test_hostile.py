@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,15 @@ def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert judged("LeavesAFunctionMode", CHUNKED).check == Check.PROCESS_STATE
 
 
-def test_an_interrupt_from_outside_is_no_failure_of_the_call() -> None:
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_from_outside_is_no_failure_of_the_call(heeded: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         attempt(lambda: signal.raise_signal(signal.SIGINT))
 
