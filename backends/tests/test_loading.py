@@ -214,7 +214,7 @@ def test_whatever_a_module_raises_is_one_line(
 
 @pytest.fixture
 def heeded() -> Iterator[None]:
-    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as in the background of a script."""
+    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as a script's background is."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -124,7 +124,7 @@ def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
 
 @pytest.fixture
 def heeded() -> Iterator[None]:
-    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as in the background of a script."""
+    """Interrupts are heeded, also where the tests were started with SIGINT ignored, as a script's background is."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
