@@ -108,9 +108,8 @@ def run_and_report(
             say(header(run.environment, len(run.request.judged_ids), run.request.explore) + shard)
         progress = Progress(run)
         broken, status = _judge(run, _ignore if as_json else progress)
-    summary = run.summary()
-    report = run.folder.path / REPORT_NAME
-    unwritten = _write(report, summary, views=keep_report)
+        summary, report = run.summary(), run.folder.path / REPORT_NAME
+        unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
     else:
