@@ -107,7 +107,7 @@ def run_and_report(
             shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
             say(header(run.environment, len(run.request.judged_ids), run.request.explore) + shard)
         progress = Progress(run)
-        broken, status = _judge(run, _ignore if as_json else progress)
+        broken, status = _judge(run, _ignore if as_json else progress, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:
@@ -141,14 +141,14 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
     return None
 
 
-def _judge(run: Run, on_record: Callable[[Record], None]) -> tuple[str, int]:
-    """What kept the run from its end, and the exit status if that decides it."""
+def _judge(run: Run, on_record: Callable[[Record], None], resume: str) -> tuple[str, int]:
+    """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     try:
         run.judge(on_record)
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}; to go on: {run.resume_line}", status_of(stop)
+        return f"ended by {stop}" + (f"; to go on: {resume}" if resume else ""), status_of(stop)
     return "", 0
 
 
