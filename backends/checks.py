@@ -96,7 +96,7 @@ def check_decode_operands(
         kv_lora_rank=backend.kv_lora_rank,
         qk_rope_head_dim=backend.qk_rope_head_dim,
         max_query_len=max(query_lens),
-        uniform=len(set(query_lens)) == 1,
+        uniform=len(set(query_lens) - {0}) <= 1,  # requests without a query pad a graph's batch
         dcp_world_size=metadata.dcp_world_size,
     )
     reasons = backend.validate_configuration(get_device_capability(ql_nope.device), config)

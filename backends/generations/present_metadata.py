@@ -115,6 +115,7 @@ class _Rows:
             seq_lens=_int32(keys, torch.device("cpu")),
             token_to_seq=_int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
             all_rows_active=min(queries) > 0,
+            num_local_context_tokens=sum(keys),
         )
 
 

@@ -65,31 +65,22 @@ def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sha
 
 
 def count_decodes(query_lens: torch.Tensor, threshold: int | None, uniform: bool) -> int:
-    """Decodes at the front of a batch.
+    """Decodes at the front of a batch, as vLLM's builder splits it.
+
+    A short query behind a prefill prefills as well. Requests without a query pad a batch of decodes of one length for a
+    graph, and decode.
 
     Args:
         query_lens: [B] integers, on the host.
         threshold: longest query that decodes; None if none does.
         uniform: whether decodes must have one length; a short query of another length then prefills.
-
-    Raises:
-        ValueError: a decode behind a prefill.
     """
-    if threshold is None:
+    if threshold is None or int(query_lens[0]) > threshold:
         return 0
-    short = query_lens <= threshold
-    if uniform:
-        short &= query_lens == query_lens[0]
-    decodes = int(short.int().cumprod(dim=0).sum())
-    late = short[decodes:]
-    if not uniform and bool(late.any()):
-        request = decodes + int(late.int().argmax())
-        raise ValueError(
-            f"expected the decodes, queries of up to {threshold} tokens, before the prefills, got a query of "
-            f"{int(query_lens[request])} as request {request} behind one of {int(query_lens[decodes])}; "
-            "reorder the batch"
-        )
-    return decodes
+    decodes = query_lens <= threshold
+    if uniform and not (threshold == 1 and bool(decodes.all())):
+        decodes = (query_lens == query_lens[0]) | (query_lens == 0)
+    return int(decodes.int().cumprod(dim=0).sum())
 
 
 class Batch(NamedTuple):
@@ -107,7 +98,8 @@ class Batch(NamedTuple):
             "num_prefills": self.prefills,
             "num_decodes": self.common.num_reqs - self.prefills,
             "num_prefill_tokens": int(prefill_queries.sum()),
-            "num_decode_tokens": int(decode_queries.sum()),
+            # The rows that pad a graph's batch belong to it, though no request has them.
+            "num_decode_tokens": int(decode_queries.sum()) if self.prefills else self.common.num_actual_tokens,
             "prefills_first": self.prefills_first,
             "seq_lens": self._seq_lens().tolist(),
             "max_query_len": _longest(self._query_lens()),

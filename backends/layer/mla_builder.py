@@ -84,7 +84,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             fast_build: without influence, nothing here trades one speed for another.
 
         Raises:
-            ValueError: a batch that contradicts itself, or decodes behind prefills.
+            ValueError: a batch that contradicts itself.
             UnsupportedConfiguration: attention that is not causal.
         """
         common = common_attn_metadata

@@ -23,7 +23,7 @@ class MLACommonMetadata(AttentionMetadata):
         num_prefills: requests that prefill.
         num_decodes: requests that decode, padding included.
         num_prefill_tokens: new tokens of the prefills.
-        num_decode_tokens: new tokens of the decodes.
+        num_decode_tokens: new tokens of the decodes; without prefills also the rows that pad a graph's batch.
         prefills_first: whether the prefills come before the decodes or after them.
         slot_mapping: [T] int64; -1 for a token that is not stored.
         seq_lens: B lengths, on the host.

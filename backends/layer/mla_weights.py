@@ -13,7 +13,7 @@ def split_kv_b_proj(
     """(W_UK_T [N, P, L], W_UV [N, L, V]) of ``dtype``, of a projection from L to N·(P + V).
 
     Args:
-        kv_b_proj: a linear layer; one with quantised weights is asked for the image of the identity.
+        kv_b_proj: a linear layer; one with quantised weights is asked for the image of the identity, without its bias.
         num_heads: N.
         kv_lora_rank: L.
         qk_nope_head_dim: P.
@@ -39,7 +39,7 @@ def dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Ten
     """[out, in] weight of a linear layer, dequantised if it is stored in codes.
 
     Raises:
-        ValueError: a layer without a weight.
+        ValueError: a layer without a weight, or one that adds a bias.
     """
     stored = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
     if stored is None:
@@ -49,5 +49,10 @@ def dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Ten
         )
     if stored.dtype.is_floating_point and stored.dtype.itemsize > 1:
         return stored
-    image = linear(torch.eye(in_features, dtype=dtype, device=stored.device))
+    identity = torch.eye(in_features, dtype=dtype, device=stored.device)
+    if hasattr(linear, "quant_method"):
+        return linear.quant_method.apply(linear, identity, bias=None).mT
+    if getattr(linear, "bias", None) is not None:
+        raise ValueError("expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias")
+    image = linear(identity)
     return (image[0] if isinstance(image, tuple) else image).mT
