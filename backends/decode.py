@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
@@ -54,7 +55,7 @@ class MLADecodeSelectorConfig(NamedTuple):
 
     Attributes:
         dtype: of the absorbed query, the rotated query and the output.
-        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``.
+        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these.
         block_size: tokens of a page.
         kv_lora_rank: L.
         qk_rope_head_dim: R.
@@ -106,8 +107,9 @@ class MLADecodeBackend(KernelBackend):
         """Reasons why the backend cannot be used; an empty list means that it can."""
         reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
         dims = (selector_config.kv_lora_rank, selector_config.qk_rope_head_dim)
-        if selector_config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
+        if layout_of(selector_config.kv_cache_dtype) not in cls.supported_kv_cache_dtypes:
             reasons.append(f"kv_cache_dtype {selector_config.kv_cache_dtype} not supported")
+        reasons.extend(filter(None, [contradiction(selector_config.kv_cache_dtype, selector_config.dtype)]))
         if not accepts_block_size(cls.get_supported_kernel_block_sizes(), selector_config.block_size):
             reasons.append(f"block_size {selector_config.block_size} not supported")
         if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
@@ -142,7 +144,7 @@ class MLADecodeBackend(KernelBackend):
         self.qk_nope_head_dim = qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype = layout_of(kv_cache_dtype)
         self.vllm_config = vllm_config
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, MLAAttentionImpl
@@ -129,7 +130,7 @@ class AttentionBackend(ABC):
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Whether the cache may have this dtype; None stands for whatever the backend prefers."""
         supported = cls.supported_kv_cache_dtypes
-        return kv_cache_dtype is None or not supported or kv_cache_dtype in supported
+        return kv_cache_dtype is None or not supported or layout_of(kv_cache_dtype) in supported
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -228,6 +229,8 @@ class AttentionBackend(ABC):
         yield cls.supports_dtype(dtype), _refusal("dtype", dtype, cls.supported_dtypes)
         layouts = cls.supported_kv_cache_dtypes
         yield cls.supports_kv_cache_dtype(kv_cache_dtype), _refusal("kv_cache_dtype", kv_cache_dtype, layouts)
+        wrong = contradiction(kv_cache_dtype, dtype)
+        yield not wrong, wrong
         blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
         yield cls.supports_block_size(block_size), _refusal("block_size", block_size, [blocks])
 

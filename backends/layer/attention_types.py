@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from mla_conformance.backends.cache_dtypes import layout_of
+
 
 class AttentionType(StrEnum):
     """Which tokens attend to which; a string, so that it can be compared with one."""
@@ -51,4 +53,4 @@ class AttentionLayer(Protocol):
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Whether the cache holds codes rather than values of the model's dtype."""
-    return kv_cache_dtype != "auto"
+    return layout_of(kv_cache_dtype) != "auto"

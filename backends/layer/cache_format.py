@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LATENT, _ROPE, _TILE = 512, 64, 128
@@ -147,6 +148,7 @@ def cache_format(kv_cache_dtype: str) -> CacheFormat:
     Raises:
         ValueError: there is none.
     """
-    if kv_cache_dtype not in CACHE_FORMATS:
+    layout = layout_of(kv_cache_dtype)
+    if layout not in CACHE_FORMATS:
         raise ValueError(f"expected a cache dtype of {', '.join(CACHE_FORMATS)}, got {kv_cache_dtype!r}")
-    return CACHE_FORMATS[kv_cache_dtype]
+    return CACHE_FORMATS[layout]

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
@@ -62,7 +63,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
         self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.qk_head_dim = qk_nope_head_dim, qk_rope_head_dim, qk_head_dim
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype = layout_of(kv_cache_dtype)
         self.kv_b_proj = kv_b_proj
         self._prepared: tuple[object, object] = (None, None)
         self._check_sizes()

@@ -146,6 +146,12 @@ CONFIG = MLADecodeSelectorConfig(torch.bfloat16, "auto", 64, 512, 64)
         ({}, []),
         ({"block_size": 16}, ["block_size 16 not supported"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype fp8 not supported"]),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ["kv_cache_dtype fp8_e4m3 not supported"]),
+        ({"kv_cache_dtype": "bfloat16"}, []),
+        (
+            {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
+            ["kv_cache_dtype bfloat16 expects a model of bfloat16, got torch.float16; use auto"],
+        ),
         ({"kv_lora_rank": 256}, ["latent dims (L, R) = (256, 64) not supported (supported: [(512, 64)])"]),
         ({"max_query_len": 2}, ["2 query tokens a request not supported"]),
         ({"uniform": False}, ["requests with different numbers of query tokens not supported"]),

@@ -60,6 +60,8 @@ def test_validation_asks_both_kernels(world: Any) -> None:
         "an fp8_ds_mla entry holds L = 512"
     )
     assert "16 bits, got torch.float32" in validate(backend, dtype=torch.float32, kv_cache_dtype="fp8_ds_mla")[-1]
+    assert validate(backend, kv_cache_dtype="fp8_e4m3") == validate(backend, kv_cache_dtype="bfloat16") == []
+    assert "expects a model of bfloat16" in validate(backend, dtype=torch.float16, kv_cache_dtype="bfloat16")[0]
     cpu_only = mla_backend(TorchSDPAPrefillBackend, None)
     assert validate(cpu_only, device_capability=(9, 0)) == ["compute capability not supported: got (9, 0)"]
     missing = type("Missing", (world().decode,), {"missing_dependencies": classmethod(lambda cls: ["pip install x"])})
@@ -129,6 +131,24 @@ def test_quantised_weights_are_asked_for_their_image_of_the_identity(world: Any)
 
     impl = w.impl(kv_b_proj=Quantised())
     torch.testing.assert_close(impl.W_UV, w.weight[..., 16:].transpose(0, 1))
+
+
+def test_a_quantised_projection_is_asked_without_its_bias(world: Any) -> None:
+    w = world()
+    dense = w.weight.flatten(1).mT.contiguous()
+
+    class Method:
+        def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return x @ dense.mT if bias is None else x @ dense.mT + bias
+
+    class Quantised:
+        qweight = torch.zeros(84, 32, dtype=torch.int8)
+        bias = torch.ones(84)
+
+    with pytest.raises(ValueError, match="without a bias, or a quant_method that can leave it out"):
+        w.impl(kv_b_proj=Quantised())
+    Quantised.quant_method = Method()
+    torch.testing.assert_close(w.impl(kv_b_proj=Quantised()).W_UV, w.weight[..., 16:].transpose(0, 1))
 
 
 def test_a_projection_of_another_shape_is_refused(world: Any) -> None:
