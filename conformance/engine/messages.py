@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import EXPLORED, Record
 
 Question = tuple[str, str]
@@ -68,7 +69,19 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
         return self.reference, EXPLORED
 
 
-Task = Describe | Judge | Explore
+class Measure(msgspec.Struct, frozen=True, tag_field="kind", tag="measure"):
+    """Tell which kernels a backend runs and which libraries it loads, in a process that has judged nothing.
+
+    Attributes:
+        reference: the backend.
+        cases: id of a case that it passed, by capability.
+    """
+
+    reference: str
+    cases: dict[str, str]
+
+
+Task = Describe | Judge | Explore | Measure
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -105,11 +118,13 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     Attributes:
         record: of what was judged.
         facts: of what was described.
+        measured: what was seen to run.
         leaves: this process ends now; the next task is another's.
     """
 
     record: dict[str, Any] | None = None
     facts: BackendFacts | None = None
+    measured: Measured | None = None
     leaves: bool = False
 
 

@@ -6,13 +6,14 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Confirmation, Share, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts, Number
 from mla_conformance.report.summary import Outcome
 
 SCHEMA_NAME = "mla-conformance-report"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 ENVIRONMENT = ("tier", "device", "torch")
 """What of the environment every view shows."""
@@ -93,6 +94,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     stopped: Annotated[str, Meta(description="Why the rest of its cases was not run, or empty.")]
     versions: _Texts
     evidence: Annotated[tuple[_Texts, ...], Meta(description="What the library says of the kernels that ran.")]
+    measured: Annotated[Measured, Meta(description="Kernels and libraries that were seen to run, on a GPU.")]
     emulated: bool
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record, describe_failure, detection
 from mla_conformance.report.summary import (
     BackendSummary,
@@ -25,6 +26,7 @@ SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Ou
 _NAME_WIDTH = 14
 _LINE_WIDTH = 118
 _TOUCHED = 0.01
+_SHOWN_KERNELS, _NAME_LENGTH = 2, 60
 
 
 def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
@@ -71,6 +73,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled(backend)
+    yield from ran(backend.measured)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
 
@@ -79,6 +82,17 @@ def declared(facts: BackendFacts) -> str:
     """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
     classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.rounding.items())
     return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
+
+
+def ran(measured: Measured) -> Iterator[str]:
+    """The kernels that were seen to run, the first few by name; that all of them are torch's, if so."""
+    names = measured.distinct
+    if names:
+        more = f" and {len(names) - _SHOWN_KERNELS} more" if len(names) > _SHOWN_KERNELS else ""
+        shown = ", ".join(name[:_NAME_LENGTH] for name in names[:_SHOWN_KERNELS])
+        yield f"kernels seen: {shown}{more}"
+    elif measured.kernels:
+        yield "no kernel of a library was seen to run, only those that torch launches for anybody"
 
 
 def sampled(backend: BackendSummary) -> Iterator[str]:

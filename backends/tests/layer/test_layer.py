@@ -147,7 +147,7 @@ def test_a_quantised_projection_is_asked_without_its_bias(world: Any) -> None:
 
     with pytest.raises(ValueError, match="without a bias, or a quant_method that can leave it out"):
         w.impl(kv_b_proj=Quantised())
-    Quantised.quant_method = Method()
+    Quantised.quant_method = Method()  # type: ignore[attr-defined]
     torch.testing.assert_close(w.impl(kv_b_proj=Quantised()).W_UV, w.weight[..., 16:].transpose(0, 1))
 
 

@@ -1,0 +1,32 @@
+"""What the harness saw run, beside what a backend tells of itself, as plain data. No torch: it travels."""
+
+import msgspec
+
+_OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "Memcpy", "Memset")
+"""Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing."""
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ran when a backend was called under a profiler.
+
+    Attributes:
+        kernels: names of the kernels of one call, by capability.
+        libraries: shared libraries that the backend brought into the process: name and SHA-256.
+    """
+
+    kernels: dict[str, tuple[str, ...]] = {}
+    libraries: dict[str, str] = {}
+
+    @property
+    def distinct(self) -> tuple[str, ...]:
+        """The kernels of all capabilities, without those that torch launches for anybody."""
+        found = dict.fromkeys(name for names in self.kernels.values() for name in names)
+        return tuple(name for name in found if not any(part in name for part in _OF_TORCH))
+
+    def joined(self, other: "Measured") -> "Measured":
+        """What either saw."""
+        return Measured({**other.kernels, **self.kernels}, {**other.libraries, **self.libraries})
+
+
+NOTHING_MEASURED = Measured()
+"""Of a run without a GPU, or of a backend that passed nothing."""

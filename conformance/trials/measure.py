@@ -1,0 +1,30 @@
+"""What a backend's calls run: the kernels of one case of each capability, and the libraries that it loaded."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import run_calls
+from mla_conformance.driving.measure import kernels_of, library_digests, loaded_libraries
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.measured import Measured
+from mla_conformance.problems.build import build_problem
+
+
+def measured(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Measured:
+    """Call a backend on a GPU once more, on cases that it passed.
+
+    Args:
+        subject: the backend on its device.
+        cases: the id of a case for each capability.
+        before: the libraries of the process before the backend was imported.
+    """
+    kernels = {capability: _kernels(subject, Case.parse(case)) for capability, case in cases.items()}
+    return Measured(kernels, library_digests(loaded_libraries() - before))
+
+
+def _kernels(subject: Subject, case: Case) -> tuple[str, ...]:
+    """The kernels of a case's calls, after a first time that plans and compiles."""
+    problem, backend = build_problem(case, subject.device), subject.create(case)
+    run_calls(backend, problem)
+    return kernels_of(partial(run_calls, backend, problem), subject.device)
