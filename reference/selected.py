@@ -1,0 +1,126 @@
+"""The golden definition of sparse attention: every row attends to the keys that its own list names.
+
+A list names keys by number; -1 names none, wherever it stands, and a key that is named twice counts twice. A sink is
+a logit without a value: it takes its share of the weights, so the output shrinks, and the LSE stays that of the keys.
+Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mla_conformance.reference import attention as definition
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend
+
+NO_KEY = -1
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    *,
+    scale: float,
+    sink: Tensor | None = None,
+    with_terms: bool = False,
+    with_key_terms: bool = False,
+    rows: Sequence[int] | None = None,
+) -> AttentionState:
+    """Attention of each query to the keys of its list.
+
+    q: [T, N, D]. k: [S, 1, D]. v: [S, 1, V]; any float dtype. selected: [T, K] integers, rows of k and v, or -1.
+    scale: factor of the logits. sink: [N], the logit of each head's sink, natural; None without. rows: ascending query
+    numbers; None for all. Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a
+    row's list does not name have no influence on it, NaN included. Raises ValueError for shapes that do not fit
+    together, or a list that names a key which is not there.
+    """
+    _check(q, k, v, selected, sink)
+    chosen = torch.arange(len(q), device=q.device) if rows is None else torch.tensor(rows, device=q.device)
+    parts, order = [], []
+    for part in _alike(selected[chosen], q.shape[1]):
+        numbers = chosen[part]
+        parts.append(_rows(q[numbers], k, v, selected[numbers], scale, with_terms, with_key_terms))
+        order.append(part)
+    state = _reordered(definition.concatenate(parts), torch.cat(order).argsort())
+    return state if sink is None else with_sink(state, sink)
+
+
+def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
+    """A state whose output shares its weights with a sink [N]: output · e^lse / (e^lse + e^sink), the LSE as it was.
+
+    A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE does to the share joins the term of the
+    scores' accumulation.
+    """
+    share = torch.sigmoid(state.lse - sink.to(state.lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
+    terms = state.terms
+    if terms is not None:
+        shift = share * (1 - share) * state.output.abs()
+        finite = state.lse.masked_fill(state.lse == -torch.inf, 0.0)
+        shaken = shift * (terms.lse_score + finite.abs() + 1).mT.unsqueeze(-1)
+        scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
+        terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
+    return AttentionState(state.output * share, state.lse, terms)
+
+
+def _powers(name: str, share: Tensor) -> Tensor:
+    """What a share of the output, [T, N, 1], makes of an error term: variances go with its square."""
+    if name == "lse_score":
+        return torch.ones_like(share[..., 0]).mT
+    if name == "key_shared":
+        return share[..., 0].square()
+    return share.square() if name in ("squares", "key_spread") else share
+
+
+def _alike(selected: Tensor, heads: int) -> Iterator[Tensor]:
+    """Numbers of rows [n] that name equally many keys, so many at a time that their scores fit the workspace."""
+    counts = (selected != NO_KEY).sum(dim=1)
+    for count in counts.unique().tolist():
+        alike = (counts == count).nonzero()[:, 0]
+        yield from alike.split(max(1, definition.WORKSPACE_ELEMENTS // max(1, heads * count)))
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float, with_terms: bool, with_key_terms: bool
+) -> AttentionState:
+    """The definition for rows that name equally many keys: a row's heads are its queries, and rows are the heads."""
+    named = selected[selected != NO_KEY].view(len(q), -1)
+    keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
+    queries = q.transpose(0, 1).to(torch.float64)
+    visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
+    return _swapped(_attend(queries, keys, values, visible, scale, with_terms, with_key_terms))
+
+
+def _swapped(state: AttentionState) -> AttentionState:
+    """A state with tokens and heads exchanged."""
+    terms = state.terms
+    if terms is not None:
+        terms = ErrorTerms(**{name: term.transpose(0, 1) for name, term in terms.by_name().items()})
+    return AttentionState(state.output.transpose(0, 1), state.lse.mT, terms)
+
+
+def _reordered(state: AttentionState, order: Tensor) -> AttentionState:
+    """The rows of a state in another order."""
+    terms = state.terms
+    if terms is not None:
+        moved = {name: term[:, order] if name == "lse_score" else term[order] for name, term in terms.by_name().items()}
+        terms = ErrorTerms(**moved)
+    return replace(state, output=state.output[order], lse=state.lse[:, order], terms=terms)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | None) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, selected {tuple(selected.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape[1] == v.shape[1] == 1 and k.shape[0] == v.shape[0]):
+        raise ValueError(f"expected q [T, N, D], k [S, 1, D] and v [S, 1, V], got {shapes}")
+    if q.shape[2] != k.shape[2] or selected.dim() != 2 or len(selected) != len(q):
+        raise ValueError(f"expected queries as wide as the keys and a list [T, K] for each, got {shapes}")
+    if selected.is_floating_point() or selected.dtype == torch.bool:
+        raise ValueError(f"expected lists of integers, got {selected.dtype}")
+    if selected.numel() and not (int(selected.min()) >= NO_KEY and int(selected.max()) < len(k)):
+        raise ValueError(
+            f"expected lists of keys 0 to {len(k) - 1}, or -1, got {int(selected.min())} to {int(selected.max())}"
+        )
+    if sink is not None and sink.shape != (q.shape[1],):
+        raise ValueError(f"expected a sink for each of {q.shape[1]} heads, got shape {tuple(sink.shape)}")

@@ -1,0 +1,145 @@
+"""Sparse attention: the laws that its definition gives, and what its lists and sinks may be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_conformance.reference.attention as definition
+from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.merge import merge_states
+from mla_conformance.reference.selected import selected_attention, with_sink
+
+Normal = Callable[..., Tensor]
+T, N, S, D, V = 7, 3, 20, 6, 4
+
+
+@pytest.fixture
+def qkv(normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(1, T, N, D), normal(2, S, 1, D), normal(3, S, 1, V)
+
+
+def lists(columns: int) -> Tensor:
+    """[T, columns] of different keys, some of them none, row 2 empty."""
+    generator = torch.Generator().manual_seed(5)
+    found = torch.stack([torch.randperm(S, generator=generator)[:columns] for _ in range(T)])
+    found[torch.rand(found.shape, generator=generator) < 0.3] = -1
+    found[2] = -1
+    return found
+
+
+def assert_same(a: AttentionState, b: AttentionState) -> None:
+    torch.testing.assert_close(a.output, b.output, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(a.lse, b.lse, rtol=1e-13, atol=1e-13)
+    assert (a.terms is None) == (b.terms is None)
+    if a.terms is not None and b.terms is not None:
+        for name, term in a.terms.by_name().items():
+            torch.testing.assert_close(b.terms.by_name()[name], term, rtol=1e-12, atol=1e-12)
+
+
+def selected(qkv: tuple[Tensor, ...], chosen: Tensor, **options: Any) -> AttentionState:
+    return selected_attention(*qkv, chosen, scale=0.4, **options)
+
+
+def dense(qkv: tuple[Tensor, ...], **options: Any) -> AttentionState:
+    starts = {"query_start_loc": (0, T), "key_start_loc": (0, S)}
+    return attention(*qkv, **starts, scale=0.4, causal=False, **options)
+
+
+def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, ...]) -> None:
+    everything = torch.arange(S).expand(T, S)
+    terms = {"with_terms": True, "with_key_terms": True}
+    assert_same(selected(qkv, everything, **terms), dense(qkv, **terms))
+
+
+def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, ...]) -> None:
+    q, k, v = qkv
+    chosen = lists(9)
+    state = selected(qkv, chosen, with_terms=True)
+    for row in range(T):
+        keys = chosen[row][chosen[row] >= 0]
+        starts = {"query_start_loc": (0, 1), "key_start_loc": (0, len(keys))}
+        alone = attention(q[row : row + 1], k[keys], v[keys], **starts, scale=0.4, causal=False, with_terms=True)
+        assert_same(alone, selected(qkv, chosen, with_terms=True, rows=[row]))
+        torch.testing.assert_close(state.output[row : row + 1], alone.output, rtol=1e-13, atol=1e-13)
+    assert not state.output[2].any() and bool((state.lse[:, 2] == -torch.inf).all())
+
+
+def test_order_and_padding_of_a_list_do_not_matter(qkv: tuple[Tensor, ...]) -> None:
+    chosen = lists(9)
+    shuffled = torch.cat([chosen.flip(1), torch.full((T, 5), -1)], dim=1)
+    assert_same(selected(qkv, shuffled), selected(qkv, chosen))
+
+
+def test_disjoint_lists_merged_are_their_union(qkv: tuple[Tensor, ...]) -> None:
+    chosen = lists(10)
+    parts = merge_states(selected(qkv, chosen[:, :4]), selected(qkv, chosen[:, 4:]))
+    assert_same(parts, selected(qkv, chosen))
+
+
+def test_a_key_that_is_named_twice_counts_twice(qkv: tuple[Tensor, ...]) -> None:
+    q, k, v = qkv
+    twice = torch.tensor([[4, 9, 4]]).expand(T, 3)
+    copied = torch.cat([k, k[4:5]]), torch.cat([v, v[4:5]])
+    assert_same(selected(qkv, twice), selected((q, *copied), torch.tensor([[4, 9, S]]).expand(T, 3)))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_keys_that_no_list_names_have_no_influence(qkv: tuple[Tensor, ...], poison: float) -> None:
+    q, k, v = qkv
+    chosen = lists(9).masked_fill(lists(9) == 3, -1)
+    k[3], v[3] = poison, poison
+    assert bool(selected((q, k, v), chosen, with_terms=True).output.isfinite().all())
+
+
+def test_the_workspace_does_not_show(qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = lists(9)
+    whole = selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6])
+    monkeypatch.setattr(definition, "WORKSPACE_ELEMENTS", 1)
+    assert_same(whole, selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6]))
+
+
+def test_a_sink_is_a_key_without_a_value_that_the_lse_leaves_out(qkv: tuple[Tensor, ...]) -> None:
+    chosen, sink = lists(9), torch.tensor([-torch.inf, 0.3, torch.inf], dtype=torch.float64)
+    plain, sunk = selected(qkv, chosen), selected(qkv, chosen, sink=sink)
+    assert torch.equal(sunk.lse, plain.lse) and torch.equal(sunk.output[:, 0], plain.output[:, 0])
+    assert not sunk.output[:, 2].any()
+    weight = plain.lse[1].exp() / (plain.lse[1].exp() + torch.tensor(0.3, dtype=torch.float64).exp())
+    torch.testing.assert_close(sunk.output[:, 1], plain.output[:, 1] * weight.unsqueeze(1), rtol=1e-13, atol=1e-13)
+
+
+def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[Tensor, ...]) -> None:
+    """Shift the LSE by its own term times a small unit: the output moves by no more than the score term allows."""
+    state = selected(qkv, lists(9), with_terms=True)
+    assert state.terms is not None
+    sink, unit = torch.zeros(N, dtype=torch.float64), 1e-6
+    shifted = AttentionState(state.output, state.lse + unit * (state.terms.lse_score + state.lse.abs() + 1))
+    sunk = with_sink(state, sink)
+    assert sunk.terms is not None
+    moved = (with_sink(shifted, sink).output - sunk.output).abs()
+    assert bool((moved[torch.arange(T) != 2] <= 1.001 * unit * sunk.terms.score[torch.arange(T) != 2]).all())
+
+
+REFUSED = {
+    "beyond": (lambda q, k, v: (q, k, v, torch.full((T, 2), S)), "keys 0 to 19, or -1, got 20 to 20"),
+    "below": (lambda q, k, v: (q, k, v, torch.full((T, 2), -2)), "keys 0 to 19, or -1, got -2"),
+    "floats": (lambda q, k, v: (q, k, v, torch.zeros(T, 2)), "lists of integers, got torch.float32"),
+    "rows": (lambda q, k, v: (q, k, v, torch.zeros(T + 1, 2, dtype=torch.int32)), "a list [T, K] for each"),
+    "width": (lambda q, k, v: (q[..., 1:], k, v, torch.zeros(T, 2, dtype=torch.int32)), "as wide as the keys"),
+    "heads": (lambda q, k, v: (q, k.expand(S, 2, D), v, torch.zeros(T, 2, dtype=torch.int32)), r"k [S, 1, D]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operands_that_do_not_fit_are_refused(qkv: tuple[Tensor, ...], name: str) -> None:
+    operands, message = REFUSED[name]
+    with pytest.raises(ValueError, match="expected ") as error:
+        selected_attention(*operands(*qkv), scale=1.0)
+    assert message in str(error.value)
+
+
+def test_a_sink_of_another_shape_is_refused(qkv: tuple[Tensor, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a sink for each of 3 heads, got shape \(2,\)"):
+        selected(qkv, lists(4), sink=torch.zeros(2))
