@@ -44,7 +44,7 @@ def selected(qkv: tuple[Tensor, ...], chosen: Tensor, **options: Any) -> Attenti
 
 
 def dense(qkv: tuple[Tensor, ...], **options: Any) -> AttentionState:
-    starts = {"query_start_loc": (0, T), "key_start_loc": (0, S)}
+    starts: Any = {"query_start_loc": (0, T), "key_start_loc": (0, S)}
     return attention(*qkv, **starts, scale=0.4, causal=False, **options)
 
 
@@ -60,7 +60,7 @@ def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, 
     state = selected(qkv, chosen, with_terms=True)
     for row in range(T):
         keys = chosen[row][chosen[row] >= 0]
-        starts = {"query_start_loc": (0, 1), "key_start_loc": (0, len(keys))}
+        starts: Any = {"query_start_loc": (0, 1), "key_start_loc": (0, len(keys))}
         alone = attention(q[row : row + 1], k[keys], v[keys], **starts, scale=0.4, causal=False, with_terms=True)
         assert_same(alone, selected(qkv, chosen, with_terms=True, rows=[row]))
         torch.testing.assert_close(state.output[row : row + 1], alone.output, rtol=1e-13, atol=1e-13)
