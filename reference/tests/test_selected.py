@@ -43,15 +43,15 @@ def selected(qkv: tuple[Tensor, ...], chosen: Tensor, **options: Any) -> Attenti
     return selected_attention(*qkv, chosen, scale=0.4, **options)
 
 
-def dense(qkv: tuple[Tensor, ...], **options: Any) -> AttentionState:
-    starts: Any = {"query_start_loc": (0, T), "key_start_loc": (0, S)}
-    return attention(*qkv, **starts, scale=0.4, causal=False, **options)
+def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
+    starts = (0, len(q)), (0, len(k))
+    return attention(q, k, v, query_start_loc=starts[0], key_start_loc=starts[1], scale=0.4, causal=False, **options)
 
 
 def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, ...]) -> None:
     everything = torch.arange(S).expand(T, S)
     terms = {"with_terms": True, "with_key_terms": True}
-    assert_same(selected(qkv, everything, **terms), dense(qkv, **terms))
+    assert_same(selected(qkv, everything, **terms), dense(*qkv, **terms))
 
 
 def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, ...]) -> None:
@@ -60,8 +60,7 @@ def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, 
     state = selected(qkv, chosen, with_terms=True)
     for row in range(T):
         keys = chosen[row][chosen[row] >= 0]
-        starts: Any = {"query_start_loc": (0, 1), "key_start_loc": (0, len(keys))}
-        alone = attention(q[row : row + 1], k[keys], v[keys], **starts, scale=0.4, causal=False, with_terms=True)
+        alone = dense(q[row : row + 1], k[keys], v[keys], with_terms=True)
         assert_same(alone, selected(qkv, chosen, with_terms=True, rows=[row]))
         torch.testing.assert_close(state.output[row : row + 1], alone.output, rtol=1e-13, atol=1e-13)
     assert not state.output[2].any() and bool((state.lse[:, 2] == -torch.inf).all())
