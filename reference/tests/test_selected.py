@@ -50,7 +50,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
 
 def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, ...]) -> None:
     everything = torch.arange(S).expand(T, S)
-    terms = {"with_terms": True, "with_key_terms": True}
+    terms: Any = {"with_terms": True, "with_key_terms": True}
     assert_same(selected(qkv, everything, **terms), dense(*qkv, **terms))
 
 
