@@ -39,7 +39,7 @@ def assert_same(a: AttentionState, b: AttentionState) -> None:
             torch.testing.assert_close(b.terms.by_name()[name], term, rtol=1e-12, atol=1e-12)
 
 
-def selected(qkv: tuple[Tensor, ...], chosen: Tensor, **options: Any) -> AttentionState:
+def selected(qkv: Any, chosen: Tensor, **options: Any) -> AttentionState:
     return selected_attention(*qkv, chosen, scale=0.4, **options)
 
 
