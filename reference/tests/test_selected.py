@@ -39,8 +39,9 @@ def assert_same(a: AttentionState, b: AttentionState) -> None:
             torch.testing.assert_close(b.terms.by_name()[name], term, rtol=1e-12, atol=1e-12)
 
 
-def selected(qkv: Any, chosen: Tensor, **options: Any) -> AttentionState:
-    return selected_attention(*qkv, chosen, scale=0.4, **options)
+def selected(qkv: tuple[Tensor, Tensor, Tensor], chosen: Tensor, **options: Any) -> AttentionState:
+    q, k, v = qkv
+    return selected_attention(q, k, v, chosen, scale=0.4, **options)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
@@ -48,13 +49,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
     return attention(q, k, v, query_start_loc=starts[0], key_start_loc=starts[1], scale=0.4, causal=False, **options)
 
 
-def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, ...]) -> None:
+def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     everything = torch.arange(S).expand(T, S)
     terms: Any = {"with_terms": True, "with_key_terms": True}
     assert_same(selected(qkv, everything, **terms), dense(*qkv, **terms))
 
 
-def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, ...]) -> None:
+def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v = qkv
     chosen = lists(9)
     state = selected(qkv, chosen, with_terms=True)
@@ -66,19 +67,19 @@ def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, 
     assert not state.output[2].any() and bool((state.lse[:, 2] == -torch.inf).all())
 
 
-def test_order_and_padding_of_a_list_do_not_matter(qkv: tuple[Tensor, ...]) -> None:
+def test_order_and_padding_of_a_list_do_not_matter(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     chosen = lists(9)
     shuffled = torch.cat([chosen.flip(1), torch.full((T, 5), -1)], dim=1)
     assert_same(selected(qkv, shuffled), selected(qkv, chosen))
 
 
-def test_disjoint_lists_merged_are_their_union(qkv: tuple[Tensor, ...]) -> None:
+def test_disjoint_lists_merged_are_their_union(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     chosen = lists(10)
     parts = merge_states(selected(qkv, chosen[:, :4]), selected(qkv, chosen[:, 4:]))
     assert_same(parts, selected(qkv, chosen))
 
 
-def test_a_key_that_is_named_twice_counts_twice(qkv: tuple[Tensor, ...]) -> None:
+def test_a_key_that_is_named_twice_counts_twice(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v = qkv
     twice = torch.tensor([[4, 9, 4]]).expand(T, 3)
     copied = torch.cat([k, k[4:5]]), torch.cat([v, v[4:5]])
@@ -86,21 +87,21 @@ def test_a_key_that_is_named_twice_counts_twice(qkv: tuple[Tensor, ...]) -> None
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_keys_that_no_list_names_have_no_influence(qkv: tuple[Tensor, ...], poison: float) -> None:
+def test_keys_that_no_list_names_have_no_influence(qkv: tuple[Tensor, Tensor, Tensor], poison: float) -> None:
     q, k, v = qkv
     chosen = lists(9).masked_fill(lists(9) == 3, -1)
     k[3], v[3] = poison, poison
     assert bool(selected((q, k, v), chosen, with_terms=True).output.isfinite().all())
 
 
-def test_the_workspace_does_not_show(qkv: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_does_not_show(qkv: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = lists(9)
     whole = selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6])
     monkeypatch.setattr(definition, "WORKSPACE_ELEMENTS", 1)
     assert_same(whole, selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6]))
 
 
-def test_a_sink_is_a_key_without_a_value_that_the_lse_leaves_out(qkv: tuple[Tensor, ...]) -> None:
+def test_a_sink_is_a_key_without_a_value_that_the_lse_leaves_out(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     chosen, sink = lists(9), torch.tensor([-torch.inf, 0.3, torch.inf], dtype=torch.float64)
     plain, sunk = selected(qkv, chosen), selected(qkv, chosen, sink=sink)
     assert torch.equal(sunk.lse, plain.lse) and torch.equal(sunk.output[:, 0], plain.output[:, 0])
@@ -109,7 +110,7 @@ def test_a_sink_is_a_key_without_a_value_that_the_lse_leaves_out(qkv: tuple[Tens
     torch.testing.assert_close(sunk.output[:, 1], plain.output[:, 1] * weight.unsqueeze(1), rtol=1e-13, atol=1e-13)
 
 
-def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[Tensor, ...]) -> None:
+def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     """Shift the LSE by its own term times a small unit: the output moves by no more than the score term allows."""
     state = selected(qkv, lists(9), with_terms=True)
     assert state.terms is not None
@@ -132,13 +133,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_operands_that_do_not_fit_are_refused(qkv: tuple[Tensor, ...], name: str) -> None:
+def test_operands_that_do_not_fit_are_refused(qkv: tuple[Tensor, Tensor, Tensor], name: str) -> None:
     operands, message = REFUSED[name]
     with pytest.raises(ValueError, match="expected ") as error:
         selected_attention(*operands(*qkv), scale=1.0)
     assert message in str(error.value)
 
 
-def test_a_sink_of_another_shape_is_refused(qkv: tuple[Tensor, ...]) -> None:
+def test_a_sink_of_another_shape_is_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match=r"a sink for each of 3 heads, got shape \(2,\)"):
         selected(qkv, lists(4), sink=torch.zeros(2))
