@@ -7,10 +7,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.form import DeviationForm
 
-SCHEMA = "mla-conformance-certificate/3"
+SCHEMA = "mla-conformance-certificate/4"
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -25,6 +27,20 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True):
     expectation: str
 
 
+class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):
+    """A case that could not be judged on the device."""
+
+    case: str
+    reason: str
+
+
+class Worst(Struct, frozen=True, forbid_unknown_fields=True):
+    """The largest share of its error budget that a passed case used, and the case."""
+
+    share: Annotated[float, Meta(ge=0, le=1)]
+    case: str
+
+
 class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a complete run of one real kernel found."""
 
@@ -34,15 +50,21 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tier: Text
     date: Text
     backend: Text
+    reference: Text
     device: Text
     environment: dict[str, str]
     versions: dict[str, str]
     rounding: dict[str, str]
+    deviations: tuple[DeviationForm, ...]
     evidence: tuple[dict[str, str], ...]
+    measured: Measured
     clean_tree: bool | None
     digests: dict[str, str]
     counts: Counts
+    worst: dict[str, Worst]
+    seconds: Annotated[float, Meta(ge=0)]
     findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
     cases: dict[str, Status]
     seal: str = ""
 

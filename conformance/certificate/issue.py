@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.certificate.certificate import Certificate, Finding
+from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.summary import BackendSummary, RunSummary
+from mla_conformance.report.form import DeviationForm
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
 
 
@@ -67,15 +68,23 @@ def issue(run: RunSummary, today: datetime.date) -> Certificate:
         tier=Tier.FULL.value,
         date=today.isoformat(),
         backend=backend.name,
+        reference=backend.facts.reference,
         device=run.environment["device"],
         environment=run.environment,
         versions=backend.facts.versions,
         rounding=backend.facts.rounding,
+        deviations=tuple(
+            DeviationForm(library=library, adapter=adapter) for library, adapter in backend.facts.deviations
+        ),
         evidence=tuple(backend.evidence),
+        measured=backend.measured,
         clean_tree=clean_tree(),
         digests=installed_digests(),
         counts=backend.counts,
+        worst=_worst(backend.records),
+        seconds=round(sum(record.seconds for record in backend.records), 1),
         findings=tuple(_finding(record) for record in backend.records if record.status is Status.EXPECTED_FAILURE),
+        unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
         cases={record.case: record.status for record in backend.records},
     )
     return msgspec.structs.replace(certificate, seal=seal(certificate))
@@ -88,6 +97,8 @@ def _require_success(backend: BackendSummary) -> None:
         if capability.failures:
             first = capability.failures[0]
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
+        if capability.outcome is Outcome.UNAVAILABLE:
+            raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
     by_case = {record.case: record for record in backend.records}
     for case, why in MustPass.of_suite().missing(by_case, waivable=True):
         raise Refused(f"must-pass case {case} did not pass: {why}")
@@ -95,6 +106,14 @@ def _require_success(backend: BackendSummary) -> None:
 
 def _finding(record: Record) -> Finding:
     return Finding(record.case, record.judged, record.check, record.message, record.expectation)
+
+
+def _worst(records: Sequence[Record]) -> dict[str, Worst]:
+    """By rule of the error budget."""
+    passed = [record for record in records if record.status is Status.PASS]
+    rules = sorted({rule for record in passed for rule in record.used})
+    found = {rule: max(passed, key=lambda record: record.used.get(rule, 0.0)) for rule in rules}
+    return {rule: Worst(round(record.used[rule], 4), record.case) for rule, record in found.items()}
 
 
 def clean_tree() -> bool | None:

@@ -19,7 +19,7 @@ from mla_conformance.version import SUITE_VERSION
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     """Everything that is wrong with a certificate."""
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        _seal, _suite, _cases, _counts, _must_pass, _findings, _real_kernel, _device,
+        _seal, _suite, _cases, _counts, _must_pass, _findings, _unjudged, _real_kernel, _device,
     )  # fmt: skip
     return [problem for check in checks for problem in check(certificate)] + list(_date(certificate, today))
 
@@ -85,6 +85,13 @@ def _findings(certificate: Certificate) -> Iterator[str]:
     for case in sorted(waived & found.keys()):
         if not found[case].expectation:
             yield f"the finding on {case} gives no reason"
+
+
+def _unjudged(certificate: Certificate) -> Iterator[str]:
+    told = {entry.case for entry in certificate.unjudged if entry.reason}
+    for case in sorted(case for case, status in certificate.cases.items() if status is Status.UNAVAILABLE):
+        if case not in told:
+            yield f"case {case} could not be judged, and nothing says why"
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:

@@ -56,15 +56,18 @@ class CapabilitySummary:
 
     @property
     def outcome(self) -> Outcome:
-        """A failure decides; then a case that was not run, or could not be; then whether anything was judged."""
+        """A failure decides; then a case that was not run; then whether anything was judged, or could be.
+
+        A case that does not fit a device's memory takes nothing from those that do.
+        """
         counts = self.counts
         if counts.failed:
             return Outcome.FAIL
         if counts.not_run:
             return Outcome.NOT_RUN
-        if counts.unavailable:
-            return Outcome.UNAVAILABLE
-        return Outcome.PASS if counts.passed or counts.waived else Outcome.UNSUPPORTED
+        if counts.passed or counts.waived:
+            return Outcome.PASS
+        return Outcome.UNAVAILABLE if counts.unavailable else Outcome.UNSUPPORTED
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.verdict import Status
@@ -103,6 +104,35 @@ def test_no_certificate_for_a_run_that_is_no_success(records: list[Record], reas
     with pytest.raises(Refused) as refused:
         issue(run(records), TODAY)
     assert reason in str(refused.value)
+
+
+LARGE = [case.id for case in CASES if case.capability == "large_offsets"]
+
+
+def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason() -> None:
+    large = replace(record(LARGE[0], Status.UNAVAILABLE), message="may need 294912 MiB")
+    issued = issue(run([large if entry.case == LARGE[0] else entry for entry in RECORDS]), TODAY)
+    assert [(entry.case, entry.reason) for entry in issued.unjudged] == [(LARGE[0], "may need 294912 MiB")]
+    assert problems(issued, TODAY) == []
+    untold = msgspec.structs.replace(issued, unjudged=(), seal="")
+    assert f"case {LARGE[0]} could not be judged, and nothing says why" in problems(untold, TODAY)
+
+
+def test_no_certificate_where_no_case_of_a_capability_fits_the_device() -> None:
+    records = [record(entry.case, Status.UNAVAILABLE) if entry.case in LARGE else entry for entry in RECORDS]
+    with pytest.raises(Refused, match="no case of large_offsets could be judged here"):
+        issue(run(records), TODAY)
+
+
+def test_a_certificate_tells_what_the_adapter_does_and_what_was_seen_to_run() -> None:
+    summary = run([replace(RECORDS[0], used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
+    facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
+    backend = replace(summary.backends[0], facts=facts, measured=Measured({"lse": ("flash::fwd",)}, {"x.so": "ab"}))
+    issued = issue(replace(summary, backends=(backend,)), TODAY)
+    assert (issued.deviations[0].library, issued.deviations[0].adapter) == ("LSE in base 2", "times ln 2")
+    assert issued.measured.kernels == {"lse": ("flash::fwd",)} and issued.measured.libraries == {"x.so": "ab"}
+    assert (issued.worst["element"].share, issued.worst["element"].case) == (0.4, RECORDS[0].case)
+    assert (issued.reference, issued.seconds) == ("TORCH_SDPA", 0.2)
 
 
 def set_to(*path: str, to: Any) -> Callable[[Json], None]:
