@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.form import DeviationForm
@@ -57,7 +57,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rounding: dict[str, str]
     deviations: tuple[DeviationForm, ...]
     evidence: tuple[dict[str, str], ...]
-    measured: Measured
+    traced: Traced
     clean_tree: bool | None
     digests: dict[str, str]
     counts: Counts

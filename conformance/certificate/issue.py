@@ -77,7 +77,7 @@ def issue(run: RunSummary, today: datetime.date) -> Certificate:
             DeviationForm(library=library, adapter=adapter) for library, adapter in backend.facts.deviations
         ),
         evidence=tuple(backend.evidence),
-        measured=backend.measured,
+        traced=backend.traced,
         clean_tree=clean_tree(),
         digests=installed_digests(),
         counts=backend.counts,

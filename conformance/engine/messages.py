@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.traced import Traced
 
 Question = tuple[str, str]
 """What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
@@ -69,7 +69,7 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
         return self.reference, EXPLORED
 
 
-class Measure(msgspec.Struct, frozen=True, tag_field="kind", tag="measure"):
+class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
     """Tell which kernels a backend runs and which libraries it loads, in a process that has judged nothing.
 
     Attributes:
@@ -81,7 +81,7 @@ class Measure(msgspec.Struct, frozen=True, tag_field="kind", tag="measure"):
     cases: dict[str, str]
 
 
-Task = Describe | Judge | Explore | Measure
+Task = Describe | Judge | Explore | Trace
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -118,13 +118,13 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     Attributes:
         record: of what was judged.
         facts: of what was described.
-        measured: what was seen to run.
+        traced: what was seen to run.
         leaves: this process ends now; the next task is another's.
     """
 
     record: dict[str, Any] | None = None
     facts: BackendFacts | None = None
-    measured: Measured | None = None
+    traced: Traced | None = None
     leaves: bool = False
 
 

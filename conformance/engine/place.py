@@ -17,10 +17,10 @@ from mla_conformance.engine.messages import (
     Event,
     Hello,
     Judged,
-    Measure,
     Setup,
     Started,
     Task,
+    Trace,
     address,
     decode_event,
     encode,
@@ -113,7 +113,7 @@ class Place:
         """Have the worker carry out a task."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
         self._wait(self.timeout)
-        if isinstance(task, Describe | Measure):
+        if isinstance(task, Describe | Trace):
             self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
             self.connection.sendall(address(self._process, task))

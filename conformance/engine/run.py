@@ -14,15 +14,15 @@ from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_envir
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.limits import machine_memory
 from mla_conformance.engine.log import LOG_NAME
-from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Measure, Question, Setup, question_of
+from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import NOTHING_MEASURED, Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -176,24 +176,24 @@ class Run:
                 records[question_of(record)] = record
                 self._keep(record, on_record)
         if self.device == "cuda":
-            self._measure(list(records.values()))
+            self._trace(list(records.values()))
         self._append("end")
 
-    def _measure(self, records: Sequence[Record]) -> None:
+    def _trace(self, records: Sequence[Record]) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
-        told = self._measured()
+        told = self._traced()
         passed = [record for record in records if record.status is Status.PASS and record.reference not in told]
         fastest: dict[str, dict[str, str]] = {}
         for record in sorted(passed, key=lambda record: record.seconds):
             fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
-        for outcome in self.supervisor.run(Tasks.of([[Measure(*each)] for each in fastest.items()])):
-            seen = outcome.measured or NOTHING_MEASURED
-            self._append("measured", backend=outcome.task.reference, measured=msgspec.to_builtins(seen))
+        for outcome in self.supervisor.run(Tasks.of([[Trace(*each)] for each in fastest.items()])):
+            seen = outcome.traced or NOTHING_TRACED
+            self._append("traced", backend=outcome.task.reference, traced=msgspec.to_builtins(seen))
 
-    def _measured(self) -> dict[str, Measured]:
+    def _traced(self) -> dict[str, Traced]:
         """What each backend, by reference, was seen to run."""
-        told = (event for event in self.folder.journal.events() if event["event"] == "measured")
-        return {event["backend"]: msgspec.convert(event["measured"], Measured) for event in told}
+        told = (event for event in self.folder.journal.events() if event["event"] == "traced")
+        return {event["backend"]: msgspec.convert(event["traced"], Traced) for event in told}
 
     def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
         """Fill ``records``; the outcomes of failures."""
@@ -278,14 +278,14 @@ class Run:
         """The outcome of everything that the journal holds."""
         kept = sorted(self.folder.journal.records().values(), key=self._position)
         groups = by_backend(list(map(self._expected, kept)))
-        measured = self._measured()
+        traced = self._traced()
         given_up = {e["backend"]: e["reason"] for e in self.folder.journal.events() if e["event"] == "gave_up"}
         backends = tuple(
             BackendSummary(
                 facts,
                 () if facts.reasons else summarise(groups.get(facts.name, []), self.request.expected),
                 given_up.get(facts.reference, ""),
-                measured.get(facts.reference, NOTHING_MEASURED),
+                traced.get(facts.reference, NOTHING_TRACED),
             )
             for facts in self.facts
         )

@@ -11,11 +11,11 @@ from typing import Any
 
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
 from mla_conformance.engine.log import BoundedLog
-from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Measure, Setup, Started, Task
+from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 
 _MOST_STARTS = 3
@@ -46,7 +46,7 @@ class Outcome:
         task: the task.
         record: of what was judged, or what the end of the process says of it.
         facts: of what was described; None if the process ended over it, which ``ended`` tells.
-        measured: what was seen to run.
+        traced: what was seen to run.
         ended: how the process ended, if it did.
         history: what the same process was given to judge before, the task included.
     """
@@ -54,7 +54,7 @@ class Outcome:
     task: Task
     record: Record | None = None
     facts: BackendFacts | None = None
-    measured: Measured | None = None
+    traced: Traced | None = None
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 
@@ -170,7 +170,7 @@ class Supervisor:
         tasks = self._tasks
         for place in self.places:
             while place.is_idle and (task := tasks.take(place.number)):
-                if place.history and (isinstance(task, Measure) or (isinstance(task, Judge) and task.fresh)):
+                if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
@@ -201,12 +201,12 @@ class Supervisor:
         elif isinstance(event, Answer) and place.task is not None:
             task, place.task = place.task, None
             record = Record.from_json(event.record) if event.record else None
-            yield Outcome(task, record, event.facts, event.measured, history=tuple(place.history))
+            yield Outcome(task, record, event.facts, event.traced, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
             given, place.task = place.task, None
             record = place.outcome(event.status) if given else None
-            if given and (record or isinstance(given, Describe | Measure)):
+            if given and (record or isinstance(given, Describe | Trace)):
                 yield Outcome(given, record, ended=place.why(event.status), history=tuple(place.history))
                 return
             self._count_start(event.status)

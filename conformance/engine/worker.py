@@ -14,9 +14,9 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.explain import explain
-from mla_conformance.driving.measure import loaded_libraries
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.driving.subject import Subject
+from mla_conformance.driving.trace import loaded_libraries
 from mla_conformance.engine.describe import describe, device_facts, find_device
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
@@ -27,10 +27,10 @@ from mla_conformance.engine.messages import (
     Explore,
     Hello,
     Judged,
-    Measure,
     Setup,
     Started,
     Task,
+    Trace,
     addressed,
     encode,
     read_line,
@@ -41,7 +41,7 @@ from mla_conformance.problems.memory import device_lost, is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.measure import measured
+from mla_conformance.trials.trace import traced
 from mla_conformance.trials.trial import Trial
 
 Send = Callable[[Event], None]
@@ -95,8 +95,8 @@ class Worker:
             return Answer(facts=describe(self._subject(task.reference)))
         if isinstance(task, Explore):
             return self._explored(task)
-        if isinstance(task, Measure):
-            return self._measured(task)
+        if isinstance(task, Trace):
+            return self._traced(task)
         subject = self._subject(task.reference)
         for reference, case in task.before:
             earlier = self._subject(reference)
@@ -122,11 +122,11 @@ class Worker:
         record = explore(subject, task.draws, task.capabilities, self._context, starts)
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
 
-    def _measured(self, task: Measure) -> Answer:
+    def _traced(self, task: Trace) -> Answer:
         """What is seen to run; none if a call raises here, where nothing is judged."""
         before = loaded_libraries()
         try:
-            return Answer(measured=measured(self._subject(task.reference), task.cases, before), leaves=True)
+            return Answer(traced=traced(self._subject(task.reference), task.cases, before), leaves=True)
         except Exception:
             return Answer(leaves=True)
 

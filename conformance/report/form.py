@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Confirmation, Share, Used
+from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts, Number
 from mla_conformance.report.summary import Outcome
@@ -94,7 +94,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     stopped: Annotated[str, Meta(description="Why the rest of its cases was not run, or empty.")]
     versions: _Texts
     evidence: Annotated[tuple[_Texts, ...], Meta(description="What the library says of the kernels that ran.")]
-    measured: Annotated[Measured, Meta(description="Kernels and libraries that were seen to run, on a GPU.")]
+    traced: Annotated[Traced, Meta(description="Kernels and libraries that were seen to run, on a GPU.")]
     emulated: bool
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]

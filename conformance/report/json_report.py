@@ -47,7 +47,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
         stopped=backend.stopped,
         versions=facts.versions,
         evidence=tuple(evidence),
-        measured=backend.measured,
+        traced=backend.traced,
         emulated=facts.emulated,
         rounding=facts.rounding,
         deviations=tuple(DeviationForm(library=library, adapter=adapter) for library, adapter in facts.deviations),

@@ -91,7 +91,7 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str]) -> BackendSumma
         rounding=part.rounding,
         fingerprint=part.fingerprint,
     )
-    return BackendSummary(facts, () if part.reasons else summarise(records, listed), part.stopped, part.measured)
+    return BackendSummary(facts, () if part.reasons else summarise(records, listed), part.stopped, part.traced)
 
 
 def _records(name: str, part: BackendForm) -> Iterator[Record]:

@@ -7,8 +7,8 @@ from functools import reduce
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import EXPLORED
+from mla_conformance.judging.traced import Traced
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 _Named = tuple[str, Shard]
@@ -87,5 +87,5 @@ def _joined(parts: Sequence[BackendSummary], position: dict[str, int]) -> Backen
     if first.reasons:
         return first
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
-    measured = reduce(Measured.joined, (part.measured for part in parts))
-    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, measured)
+    traced = reduce(Traced.joined, (part.traced for part in parts))
+    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, traced)

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import NOTHING_MEASURED, Measured
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 
@@ -78,13 +78,13 @@ class BackendSummary:
         facts: what it is here.
         capabilities: one entry per selected capability; none if it is unavailable.
         stopped: why the rest of its cases was not run, or empty.
-        measured: what was seen to run.
+        traced: what was seen to run.
     """
 
     facts: BackendFacts
     capabilities: tuple[CapabilitySummary, ...] = ()
     stopped: str = ""
-    measured: Measured = NOTHING_MEASURED
+    traced: Traced = NOTHING_TRACED
 
     @property
     def name(self) -> str:

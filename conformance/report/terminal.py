@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record, describe_failure, detection
+from mla_conformance.judging.traced import Traced
 from mla_conformance.report.summary import (
     BackendSummary,
     CapabilitySummary,
@@ -73,7 +73,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled(backend)
-    yield from ran(backend.measured)
+    yield from ran(backend.traced)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
 
@@ -84,14 +84,14 @@ def declared(facts: BackendFacts) -> str:
     return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
 
 
-def ran(measured: Measured) -> Iterator[str]:
+def ran(traced: Traced) -> Iterator[str]:
     """The kernels that were seen to run, the first few by name; that all of them are torch's, if so."""
-    names = measured.distinct
+    names = traced.distinct
     if names:
         more = f" and {len(names) - _SHOWN_KERNELS} more" if len(names) > _SHOWN_KERNELS else ""
         shown = ", ".join(name[:_NAME_LENGTH] for name in names[:_SHOWN_KERNELS])
         yield f"kernels seen: {shown}{more}"
-    elif measured.kernels:
+    elif traced.kernels:
         yield "no kernel of a library was seen to run, only those that torch launches for anybody"
 
 

@@ -26,9 +26,9 @@ from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
+from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
@@ -127,10 +127,10 @@ def test_no_certificate_where_no_case_of_a_capability_fits_the_device() -> None:
 def test_a_certificate_tells_what_the_adapter_does_and_what_was_seen_to_run() -> None:
     summary = run([replace(RECORDS[0], used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
     facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
-    backend = replace(summary.backends[0], facts=facts, measured=Measured({"lse": ("flash::fwd",)}, {"x.so": "ab"}))
+    backend = replace(summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}))
     issued = issue(replace(summary, backends=(backend,)), TODAY)
     assert (issued.deviations[0].library, issued.deviations[0].adapter) == ("LSE in base 2", "times ln 2")
-    assert issued.measured.kernels == {"lse": ("flash::fwd",)} and issued.measured.libraries == {"x.so": "ab"}
+    assert issued.traced.kernels == {"lse": ("flash::fwd",)} and issued.traced.libraries == {"x.so": "ab"}
     assert (issued.worst["element"].share, issued.worst["element"].case) == (0.4, RECORDS[0].case)
     assert (issued.reference, issued.seconds) == ("TORCH_SDPA", 0.2)
 

@@ -13,7 +13,7 @@ import pytest
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
+from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, read_certificate
 from mla_conformance.certificate.digests import installed_digests
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
@@ -23,6 +23,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.gate import Gate
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import compare
@@ -116,9 +117,10 @@ def test_any_value_of_a_certificate(tmp_path: Path) -> None:
     """Malformed, or contradicted by the suite that is installed here; nothing in it is free text."""
     records = [Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES]
     good = Certificate(
-        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="MINE", device="cpu",
+        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="MINE", reference="MINE", device="cpu",
         environment={"device": "cpu", "suite": SUITE_VERSION}, versions={}, rounding={}, evidence=(), clean_tree=None,
-        digests=installed_digests(), counts=Counts.of(records),
+        digests=installed_digests(), counts=Counts.of(records), deviations=(), traced=NOTHING_TRACED, seconds=1.0,
+        worst={"lse": Worst(0.5, CASES[0])}, unjudged=(Unjudged(CASES[1], "too large"),),
         cases={record.case: record.status for record in records},
         findings=(Finding(CASES[0], Status.FAIL, "lse", "m", "r"),),
     )  # fmt: skip

@@ -5,13 +5,13 @@ from functools import partial
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.driving.measure import kernels_of, library_digests, loaded_libraries
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.measured import Measured
+from mla_conformance.driving.trace import kernels_of, library_digests, loaded_libraries
+from mla_conformance.judging.traced import Traced
 from mla_conformance.problems.build import build_problem
 
 
-def measured(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Measured:
+def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Traced:
     """Call a backend on a GPU once more, on cases that it passed.
 
     Args:
@@ -20,7 +20,7 @@ def measured(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Me
         before: the libraries of the process before the backend was imported.
     """
     kernels = {capability: _kernels(subject, Case.parse(case)) for capability, case in cases.items()}
-    return Measured(kernels, library_digests(loaded_libraries() - before))
+    return Traced(kernels, library_digests(loaded_libraries() - before))
 
 
 def _kernels(subject: Subject, case: Case) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "Memcpy", "Memset")
 """Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing."""
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What ran when a backend was called under a profiler.
 
     Attributes:
@@ -23,10 +23,10 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = dict.fromkeys(name for names in self.kernels.values() for name in names)
         return tuple(name for name in found if not any(part in name for part in _OF_TORCH))
 
-    def joined(self, other: "Measured") -> "Measured":
+    def joined(self, other: "Traced") -> "Traced":
         """What either saw."""
-        return Measured({**other.kernels, **self.kernels}, {**other.libraries, **self.libraries})
+        return Traced({**other.kernels, **self.kernels}, {**other.libraries, **self.libraries})
 
 
-NOTHING_MEASURED = Measured()
+NOTHING_TRACED = Traced()
 """Of a run without a GPU, or of a backend that passed nothing."""

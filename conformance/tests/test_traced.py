@@ -7,37 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.driving import measure
-from mla_conformance.driving.measure import library_digests, loaded_libraries
+from mla_conformance.driving import trace
+from mla_conformance.driving.trace import library_digests, loaded_libraries
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.describe import _driver
-from mla_conformance.engine.messages import Measure
+from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.traced import Traced
 from mla_conformance.report.terminal import ran
-from mla_conformance.trials import measure as measuring
+from mla_conformance.trials import trace as tracing
 
 CPU = torch.device("cpu")
 FILL = "void at::native::vectorized_elementwise_kernel<4, FillFunctor>"
 
 
 def test_the_kernels_of_torch_itself_are_left_out_and_the_rest_is_named() -> None:
-    seen = Measured({"lse": ("Memset (Device)", "flash::fwd", FILL), "dcp": ("flash::fwd", "merge")})
+    seen = Traced({"lse": ("Memset (Device)", "flash::fwd", FILL), "dcp": ("flash::fwd", "merge")})
     assert seen.distinct == ("flash::fwd", "merge")
     assert list(ran(seen)) == ["kernels seen: flash::fwd, merge"]
-    assert list(ran(Measured({"lse": ("a", "b", "c" * 200)}))) == ["kernels seen: a, b and 1 more"]
-    assert list(ran(Measured())) == []
+    assert list(ran(Traced({"lse": ("a", "b", "c" * 200)}))) == ["kernels seen: a, b and 1 more"]
+    assert list(ran(Traced())) == []
 
 
 def test_a_backend_that_runs_no_kernel_of_a_library_is_told_so() -> None:
-    assert list(ran(Measured({"lse": (FILL,)}))) == [
+    assert list(ran(Traced({"lse": (FILL,)}))) == [
         "no kernel of a library was seen to run, only those that torch launches for anybody"
     ]
 
 
 def test_shards_put_together_keep_what_either_saw() -> None:
-    first, second = Measured({"lse": ("a",)}, {"x.so": "1"}), Measured({"dcp": ("b",)}, {"y.so": "2"})
-    assert first.joined(second) == Measured({"dcp": ("b",), "lse": ("a",)}, {"y.so": "2", "x.so": "1"})
+    first, second = Traced({"lse": ("a",)}, {"x.so": "1"}), Traced({"dcp": ("b",)}, {"y.so": "2"})
+    assert first.joined(second) == Traced({"dcp": ("b",), "lse": ("a",)}, {"y.so": "2", "x.so": "1"})
 
 
 def test_libraries_are_known_by_their_bytes(tmp_path: Path) -> None:
@@ -52,21 +52,21 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         call()
         return ("seen",)
 
-    monkeypatch.setattr(measuring, "kernels_of", kernels_of)
+    monkeypatch.setattr(tracing, "kernels_of", kernels_of)
     cases = {"lse": "lse:dims=small;heads=2;q=[5,9]", "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16"}
-    answer = Worker(CPU, None, lambda event: None).answer(Measure("EAGER", cases))
-    assert answer.measured and answer.measured.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
+    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", cases))
+    assert answer.traced and answer.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
 
 
 def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def raises(*_: object) -> Measured:
+    def raises(*_: object) -> Traced:
         raise RuntimeError("the profiler is in use")
 
-    monkeypatch.setattr(room, "measured", raises)
-    answer = Worker(CPU, None, lambda event: None).answer(Measure("EAGER", {}))
-    assert answer.measured is None and answer.leaves
+    monkeypatch.setattr(room, "traced", raises)
+    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", {}))
+    assert answer.traced is None and answer.leaves
 
 
 def test_the_driver_says_its_version() -> None:
@@ -77,5 +77,5 @@ def test_the_driver_says_its_version() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_tells_the_kernels_of_a_call() -> None:
     a = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
-    names = measure.kernels_of(lambda: a @ a, a.device)
-    assert names and Measured({"product": names}).distinct
+    names = trace.kernels_of(lambda: a @ a, a.device)
+    assert names and Traced({"product": names}).distinct
