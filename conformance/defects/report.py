@@ -122,35 +122,6 @@ def markdown(report: DefectReport) -> str:
     return f"{closing_line(report)}. {rest}"
 
 
-_BEGIN, _END = "<!-- defects:begin -->", "<!-- defects:end -->"
-
-
-class SectionError(ValueError):
-    """A text that lacks the markers of the section, or has them more than once."""
-
-
-def section(text: str) -> str:
-    """What stands between the markers.
-
-    Raises:
-        SectionError: the text does not hold each marker once, in their order.
-    """
-    before, begin, rest = text.partition(_BEGIN)
-    found, end, after = rest.partition(_END)
-    if not begin or not end or any(marker in before + found + after for marker in (_BEGIN, _END)):
-        raise SectionError(f"expected {_BEGIN} and {_END}, once each and in this order")
-    return found
-
-
-def with_section(text: str, report: DefectReport) -> str:
-    """The text with the report's section between the markers.
-
-    Raises:
-        SectionError: the text does not hold each marker once, in their order.
-    """
-    return text.replace(f"{_BEGIN}{section(text)}{_END}", f"{_BEGIN}\n{markdown(report)}\n{_END}")
-
-
 def stored() -> DefectReport:
     """The report of the last full run that was committed."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")

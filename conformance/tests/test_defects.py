@@ -26,12 +26,12 @@ from mla_conformance.defects.not_emulated import NOT_EMULATED
 from mla_conformance.defects.report import (
     DefectReport,
     markdown,
-    section,
     stored,
     summarise,
     terminal_lines,
 )
 from mla_conformance.driving.subject import Subject
+from mla_conformance.files.sections import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.verdict import Status
@@ -163,8 +163,8 @@ def test_the_smoke_tier_takes_every_case_that_killed_a_defect() -> None:
 
 
 def test_the_readme_holds_the_stored_section() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert section(readme).strip() == markdown(stored()), f"the README's section is stale; {REGENERATE}"
+    written = Section.of(ROOT / "README.md", "defects").content.strip()
+    assert written == markdown(stored()), f"the README's section is stale; {REGENERATE}"
 
 
 @pytest.mark.parametrize(
