@@ -18,20 +18,18 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import COMBINATIONS, PAIRS, TRIPLES, further_cases, telling_cases
 from mla_conformance.cases.long_contexts import LONG_CONTEXTS
 from mla_conformance.cases.prefill_caselists import Fields
+from mla_conformance.cases.smoke import smoke_cases
 
 
 class Tier(StrEnum):
     """How many of the cases are run."""
 
     SMOKE = "smoke"
-    """The most telling cases of each capability, and every value in `combinations` at least once."""
+    """The first cases of each capability, those that killed known defects, and every value in `combinations`."""
     FULL = "full"
     """All cases; they hold every pair of the values in `combinations`."""
     NIGHTLY = "nightly"
     """Those and every triple, and long contexts."""
-
-
-_SMOKE_CASES = 3
 
 
 class CapabilityError(ValueError):
@@ -86,13 +84,7 @@ def _entry(
     **further: Any,
 ) -> Capability:
     built = tuple(Case.of(capability=name, **fields) for fields in chain.from_iterable(make() for make in cases))
-    return Capability(name, clause, definition, built, _smoke(built), **further)
-
-
-def _smoke(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """The first cases, and the first of each role that is not among them: a decode has its laws too."""
-    first = {case.role: case for case in reversed(cases)}
-    return tuple(dict.fromkeys((*cases[:_SMOKE_CASES], *first.values())))
+    return Capability(name, clause, definition, built, smoke_cases(built), **further)
 
 
 _VOCABULARY = (

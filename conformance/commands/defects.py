@@ -1,19 +1,13 @@
 """``defects``: the judge judged, by known wrong kernels and honest ones."""
 
 import argparse
-from pathlib import Path
 
 from mla_conformance.cases.capabilities import CapabilityError, find_tier
 from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.matrix import run_matrix
-from mla_conformance.defects.report import (
-    SectionError,
-    section,
-    summarise,
-    terminal_lines,
-    with_section,
-)
+from mla_conformance.defects.report import markdown, summarise, terminal_lines
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.sections import Section
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 
@@ -24,23 +18,13 @@ def run_defects(options: argparse.Namespace) -> int:
         tier = find_tier(options.tier)
     except CapabilityError as error:
         raise InputError(str(error)) from error
-    readme = _with_markers(options.readme) if options.readme else ""
+    readme = Section.of(options.readme, "defects") if options.readme else None  # known before anything is run
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier), tier.value, digest)
     if options.out:
         write_json(options.out, report.to_json())
-    if options.readme:
-        options.readme.write_text(with_section(readme, report), encoding="utf-8")
+    if readme:
+        readme.write(markdown(report))
     for line in terminal_lines(report):
         say(line)
-    return 1 if report.survivors or report.false_alarms else 0
-
-
-def _with_markers(path: Path) -> str:
-    """The text of a README, known to have a place for the table before anything is run."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        section(text)
-    except (OSError, SectionError) as error:
-        raise InputError(f"--readme {path}: {error}") from error
-    return text
+    return 0 if report.holds else 1

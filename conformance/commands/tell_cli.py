@@ -13,6 +13,12 @@ def add_commands(commands: Any) -> None:
     backends.add_argument("--device", metavar=DEVICE)
     backends.set_defaults(run=_backends)
     capabilities = commands.add_parser("capabilities", help="list the capabilities with their definitions")
+    capabilities.add_argument(
+        "--spec",
+        type=Path,
+        metavar="FILE",
+        help="only write the hazards between this file's markers",
+    )
     capabilities.set_defaults(run=_capabilities)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
@@ -42,7 +48,7 @@ def _backends(options: argparse.Namespace) -> int:
 def _capabilities(options: argparse.Namespace) -> int:
     from mla_conformance.commands.tell import tell_capabilities
 
-    return tell_capabilities()
+    return tell_capabilities(options)
 
 
 def _defects(options: argparse.Namespace) -> int:

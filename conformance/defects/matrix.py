@@ -1,9 +1,12 @@
-"""Every known defect and every honest kernel on every case: who is killed by what.
+"""Every known defect and every honest kernel on the cases of a tier: who is killed by what.
 
-Cases are taken one by one and all kernels run on each, so that a golden result is computed once.
+Honest kernels run on all cases. A defect runs on the capability that is expected to kill it until a case does; then on
+all that stand before it, which must not; what stands behind it would say nothing more. What its expected capability
+leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is the end of it there.
 """
 
 import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,22 +32,31 @@ class Kernel:
     Attributes:
         name: an id or a class name.
         reference: what loads its class.
-        honest: whether it is right.
+        killed_by: the capability that is expected to kill it; empty of an honest kernel.
         roles: whose cases it is judged on.
     """
 
     name: str
     reference: str
-    honest: bool
+    killed_by: str = ""
     roles: tuple[Role, ...] = tuple(Role)
+
+    @property
+    def honest(self) -> bool:
+        """Whether it is right."""
+        return not self.killed_by
 
     def serves(self, case: Case) -> bool:
         """Whether the case is about this kernel."""
         return case.role in self.roles
 
-    def subject(self) -> Subject:
-        """The kernel as the suite sees it, on the CPU."""
-        return Subject(BackendReference(self.name, self.reference), torch.device("cpu"))
+
+@dataclass(frozen=True)
+class Task:
+    """Cases of one capability in their order, and the kernels that run on them; a kill ends a defect's part in it."""
+
+    cases: Sequence[Case]
+    kernels: Sequence[Kernel]
 
 
 @dataclass(frozen=True)
@@ -68,8 +80,8 @@ class Outcome:
 
 def kernels() -> list[Kernel]:
     """Honest kernels, the real ones among them, then the known defects."""
-    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", True, judged_roles(cls)) for cls in HONEST]
-    wrong = [Kernel(entry.id, entry.reference, False, entry.roles) for entry in known_defects().values()]
+    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
+    wrong = [Kernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()]
     return [*honest, *_real(), *wrong]
 
 
@@ -78,26 +90,68 @@ def _real() -> list[Kernel]:
     """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
     subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
     return [
-        Kernel(subject.name, subject.backend.reference, True)
+        Kernel(subject.name, subject.backend.reference)
         for subject in subjects
         if not subject.unavailable and not subject.declaration.emulated
     ]
 
 
 def run_matrix(tier: Tier, workers: int | None = None) -> list[Outcome]:
-    """All kernels on all cases of a tier, in processes of their own."""
-    cases = [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
+    """All kernels on what a tier asks of them, in processes of their own."""
     count = workers or max(1, min(4, os.cpu_count() or 1))
     with ProcessPoolExecutor(count, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
-        return [outcome for outcomes in pool.map(run_case, cases) for outcome in outcomes]
+
+        def run(tasks: Iterator[Task]) -> list[Outcome]:
+            return [outcome for outcomes in pool.map(run_task, tasks) for outcome in outcomes]
+
+        first = run(first_tasks(tier))
+        return first + run(further_tasks(tier, {row.kernel for row in first if row.killed}))
 
 
-def run_case(case: Case) -> list[Outcome]:
-    """All kernels that the case is about."""
-    context = Context()
-    return [_outcome(case, kernel, context) for kernel in kernels() if kernel.serves(case)]
+def first_tasks(tier: Tier) -> Iterator[Task]:
+    """Honest kernels on each case, and each capability for the defects that it is expected to kill."""
+    yield from _on_each_case(tier, lambda kernel, capability: kernel.honest)
+    for capability in CAPABILITIES.values():
+        expected = [kernel for kernel in kernels() if kernel.killed_by == capability.name]
+        yield Task(capability.select(tier), expected)
 
 
-def _outcome(case: Case, kernel: Kernel, context: Context) -> Outcome:
-    record = judge_one(kernel.subject(), case, context)
+def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[Task]:
+    """What is left to ask of the defects, of which these were ``killed`` as expected."""
+    order = list(CAPABILITIES)
+
+    def asked(kernel: Kernel, capability: str) -> bool:
+        if kernel.honest or kernel.killed_by == capability:
+            return False
+        before = order.index(capability) < order.index(kernel.killed_by)
+        return kernel.name not in killed or (before and tier is not Tier.SMOKE)
+
+    return _on_each_case(tier, asked)
+
+
+def _on_each_case(tier: Tier, asked: Callable[[Kernel, str], bool]) -> Iterator[Task]:
+    for capability in CAPABILITIES.values():
+        chosen = [kernel for kernel in kernels() if asked(kernel, capability.name)]
+        yield from (Task((case,), chosen) for case in capability.select(tier) if chosen)
+
+
+def run_task(task: Task) -> list[Outcome]:
+    """Its kernels on those of its cases that are about them."""
+    context, outcomes, asked = Context(), [], list(task.kernels)
+    for case in task.cases:
+        found = [_outcome(kernel, case, context) for kernel in asked if kernel.serves(case)]
+        dead = {row.kernel for row in found if row.killed}
+        asked = [kernel for kernel in asked if kernel.honest or kernel.name not in dead]
+        outcomes += found
+    return outcomes
+
+
+def _outcome(kernel: Kernel, case: Case, context: Context) -> Outcome:
+    record = judge_one(_subject(kernel), case, context)
     return Outcome(kernel.name, case.capability, case.id, record.failed, record.message)
+
+
+@cache
+def _subject(kernel: Kernel) -> Subject:
+    """The kernel as the suite sees it, on the CPU."""
+    return Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))

@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.matrix import Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
+
+PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
+"""Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class DefectReport:
     Attributes:
         digest: of everything that decides a verdict.
         tier: cases that were run.
-        kills: for each defect the capabilities that kill it, in the order of the vocabulary.
+        kills: for each defect the capabilities that kill it, in the order of the vocabulary, of those that it was run
+            on; behind the expected one it was not.
         killing_cases: for each defect the first case that kills it, of the capability that is expected to.
         false_alarms: honest (kernel, case) pairs that the suite fails.
         honest_pairs: honest pairs in the run.
@@ -34,8 +38,19 @@ class DefectReport:
 
     @property
     def survivors(self) -> list[str]:
-        """Defects that their expected capability does not kill, or that something unrelated kills first."""
-        return [entry.id for entry in known_defects().values() if not as_expected(entry, self.kills[entry.id])]
+        """Defects that the tier leaves alive, or that something unrelated kills first."""
+        return [entry.id for entry in known_defects().values() if not self.dies(entry)]
+
+    def dies(self, entry: KnownDefect) -> bool:
+        """Whether a defect is killed in the way that the tier promises."""
+        killers = self.kills[entry.id]
+        return bool(killers) if self.tier == Tier.SMOKE else as_expected(entry, killers)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the tier keeps its promise, and no honest kernel fails."""
+        dead = len(self.kills) - len(self.survivors)
+        return not self.false_alarms and dead >= PROMISED[Tier(self.tier)] * len(self.kills)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -78,9 +93,10 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
     """The matrix, a defect a line."""
     for entry in known_defects().values():
         killers = report.kills[entry.id]
-        sign = "✔" if as_expected(entry, killers) else "✘"
+        sign = "✔" if report.dies(entry) else "✘"
         others = [name for name in killers if name != entry.killed_by]
         yield f"{sign} {entry.family:<12} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
+    yield from (f"ALIVE {id}" for id in report.survivors)
     yield from (f"FALSE ALARM {alarm}" for alarm in report.false_alarms)
     yield f"{len(NOT_EMULATED)} reported bugs of these layers are not emulated:"
     yield from (f"  {id}: {reason}" for id, reason in NOT_EMULATED.items())
@@ -91,9 +107,12 @@ def closing_line(report: DefectReport) -> str:
     """The whole suite in one line."""
     alive = len(report.survivors)
     total = len(report.kills)
+    tier = Tier(report.tier)
+    killed = "killed" if tier is Tier.SMOKE else "killed as expected"
+    promise = f", which promises {PROMISED[tier]:.0%}" if PROMISED[tier] < 1 else ""
     return (
-        f"{total - alive} of {total} known defects killed as expected · {len(report.false_alarms)} false alarms of "
-        f"{report.honest_pairs} honest (kernel, case) pairs · tier {report.tier}"
+        f"{total - alive} of {total} known defects {killed} · {len(report.false_alarms)} false alarms of "
+        f"{report.honest_pairs} honest (kernel, case) pairs · tier {tier}{promise}"
     )
 
 
@@ -101,35 +120,6 @@ def markdown(report: DefectReport) -> str:
     """The section of the README."""
     rest = f"{len(NOT_EMULATED)} further reports are not emulated; `mla-conformance defects` says why."
     return f"{closing_line(report)}. {rest}"
-
-
-_BEGIN, _END = "<!-- defects:begin -->", "<!-- defects:end -->"
-
-
-class SectionError(ValueError):
-    """A text that lacks the markers of the section, or has them more than once."""
-
-
-def section(text: str) -> str:
-    """What stands between the markers.
-
-    Raises:
-        SectionError: the text does not hold each marker once, in their order.
-    """
-    before, begin, rest = text.partition(_BEGIN)
-    found, end, after = rest.partition(_END)
-    if not begin or not end or any(marker in before + found + after for marker in (_BEGIN, _END)):
-        raise SectionError(f"expected {_BEGIN} and {_END}, once each and in this order")
-    return found
-
-
-def with_section(text: str, report: DefectReport) -> str:
-    """The text with the report's section between the markers.
-
-    Raises:
-        SectionError: the text does not hold each marker once, in their order.
-    """
-    return text.replace(f"{_BEGIN}{section(text)}{_END}", f"{_BEGIN}\n{markdown(report)}\n{_END}")
 
 
 def stored() -> DefectReport:

@@ -1,7 +1,7 @@
 """Known defects die where they should, their honest bases live, and the published figures are of this very code."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -14,24 +14,24 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.digest import deciding_digest, meaning
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
 from mla_conformance.defects.layered import LayeredDecode
-from mla_conformance.defects.matrix import Kernel, Outcome, run_case
+from mla_conformance.defects.matrix import Kernel, Outcome, Task, first_tasks, further_tasks, kernels, run_task
 from mla_conformance.defects.not_emulated import NOT_EMULATED
 from mla_conformance.defects.report import (
     DefectReport,
     markdown,
-    section,
     stored,
     summarise,
     terminal_lines,
 )
 from mla_conformance.driving.subject import Subject
+from mla_conformance.files.sections import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.verdict import Status
@@ -72,11 +72,41 @@ def test_a_kernel_is_run_on_cases_of_its_roles_only() -> None:
     prefill, decode, layer = (
         Case.parse(text) for text in ("lse:q=[3]", "decode:q=[1];kv=[5]", "graph_padding:call=layer;q=[1];kv=[5]")
     )
-    kernel = Kernel("own", "", honest=True, roles=roles["own"])
+    kernel = Kernel("own", "", roles=roles["own"])
     assert [kernel.serves(case) for case in (prefill, decode, layer)] == [False, True, False]
-    assert replace(kernel, roles=roles["layered"]).serves(layer) and Kernel("EAGER", "EAGER", True).serves(prefill)
-    ran = {outcome.kernel for outcome in run_case(Case.parse("decode:dims=small;q=[1];kv=[5]"))}
+    assert replace(kernel, roles=roles["layered"]).serves(layer) and Kernel("EAGER", "EAGER").serves(prefill)
+    case = Case.parse("decode:dims=small;q=[1];kv=[5]")
+    ran = {outcome.kernel for outcome in run_task(Task([case], [kernel for kernel in kernels() if kernel.honest]))}
     assert "LayeredDecode" in ran and "EagerPrefillBackend" not in ran and "TORCH_SDPA" in ran
+
+
+def test_a_defect_runs_until_it_is_dead_and_an_honest_kernel_on_everything() -> None:
+    wrong = next(kernel for kernel in kernels() if kernel.name == "lse-base2-merged-as-natural-prefix-chunk")
+    honest = Kernel("EAGER", "EAGER")
+    cases = [Case.parse(f"lse:call=context_chunk;dims=small;q=[{tokens}];kv=[5]") for tokens in (3, 5)]
+    ran = [(outcome.kernel, outcome.killed) for outcome in run_task(Task(cases, [honest, wrong]))]
+    assert ran == [("EAGER", False), (wrong.name, True), ("EAGER", False)]
+
+
+def asked(tasks: Iterable[Task]) -> dict[str, set[str]]:
+    """The capabilities that each kernel of some tasks is asked about."""
+    found: dict[str, set[str]] = {}
+    for task in tasks:
+        for kernel in task.kernels:
+            found.setdefault(kernel.name, set()).update(case.capability for case in task.cases)
+    return found
+
+
+def test_a_defect_is_asked_what_its_expected_killer_and_all_before_it_say() -> None:
+    entry = next(entry for entry in DEFECTS.values() if entry.killed_by == "head_counts")
+    order = list(CAPABILITIES)
+    before = set(order[: order.index("head_counts")])
+    first = asked(first_tasks(Tier.FULL))
+    assert first["EagerPrefillBackend"] == set(order) and first[entry.id] == {"head_counts"}
+    assert asked(further_tasks(Tier.FULL, [entry.id]))[entry.id] == before
+    assert asked(further_tasks(Tier.FULL, []))[entry.id] == set(order) - {"head_counts"}
+    assert entry.id not in asked(further_tasks(Tier.SMOKE, [entry.id]))
+    assert asked(further_tasks(Tier.SMOKE, []))[entry.id] == set(order) - {"head_counts"}
 
 
 def declared(**changes: Any) -> Callable[[], object]:
@@ -127,9 +157,14 @@ def test_the_stored_report_is_clean() -> None:
     assert DefectReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
+def test_the_smoke_tier_takes_every_case_that_killed_a_defect() -> None:
+    taken = {case.id for capability in CAPABILITIES.values() for case in capability.select(Tier.SMOKE)}
+    assert set(stored().killing_cases.values()) <= taken
+
+
 def test_the_readme_holds_the_stored_section() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert section(readme).strip() == markdown(stored()), f"the README's section is stale; {REGENERATE}"
+    written = Section.of(ROOT / "README.md", "defects").content.strip()
+    assert written == markdown(stored()), f"the README's section is stale; {REGENERATE}"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +186,7 @@ def test_the_command_rewrites_the_section_and_nothing_else(
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- defects:begin -->old<!-- defects:end -->\nafter\n")
     assert main(["defects", "--tier", "smoke", "--readme", str(path)]) == 1
-    assert f"0 of {len(DEFECTS)} known defects killed as expected" in capsys.readouterr().out
+    assert f"0 of {len(DEFECTS)} known defects killed · " in capsys.readouterr().out
     written = path.read_text(encoding="utf-8")
     assert written.startswith("before\n<!-- defects:begin -->\n0 of ") and "old" not in written
     assert written.endswith("<!-- defects:end -->\nafter\n")
@@ -169,11 +204,23 @@ def outcomes(killed: dict[str, set[str]]) -> list[Outcome]:
 
 def test_survivors_and_false_alarms_are_counted() -> None:
     (entry, *_) = DEFECTS.values()
-    report = summarise(outcomes({entry.id: {entry.killed_by, "refusals"}}), "smoke", "0")
+    report = summarise(outcomes({entry.id: {entry.killed_by, "refusals"}}), "full", "0")
     assert entry.id not in report.survivors and report.kills[entry.id] == [entry.killed_by, "refusals"]
     assert report.killing_cases == {entry.id: f"{entry.killed_by}:q=[1]"}
     assert report.false_alarms == [] and report.honest_pairs == 2 * len(CAPABILITIES)
     assert any(line.startswith(f"✔ {entry.family}") for line in terminal_lines(report))
+
+
+def test_the_smoke_tier_promises_most_kills_by_any_capability_and_no_false_alarm() -> None:
+    ids = list(DEFECTS)
+    spared = len(ids) // 20
+    kills = {id: [] if number < spared else ["refusals"] for number, id in enumerate(ids)}
+    smoke = DefectReport("0", "smoke", kills, {}, [], 9)
+    assert smoke.holds and smoke.survivors == ids[:spared]
+    assert f"ALIVE {ids[0]}" in list(terminal_lines(smoke)) and "which promises 95%" in list(terminal_lines(smoke))[-1]
+    assert not replace(smoke, kills={**kills, ids[spared]: []}).holds
+    assert not replace(smoke, false_alarms=["EAGER on lse:q=[3]: wrong"]).holds
+    assert not replace(smoke, tier="full").holds
 
 
 def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() -> None:
@@ -181,7 +228,7 @@ def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() ->
     unrelated = next(name for name in CAPABILITIES if name not in (entry.killed_by, *entry.related))
     assert list(CAPABILITIES).index(unrelated) < list(CAPABILITIES).index(entry.killed_by)
     report = summarise(
-        outcomes({entry.id: {unrelated, entry.killed_by}, "EagerPrefillBackend": {unrelated}}), "smoke", "0"
+        outcomes({entry.id: {unrelated, entry.killed_by}, "EagerPrefillBackend": {unrelated}}), "full", "0"
     )
     assert entry.id in report.survivors and len(report.false_alarms) == 2
     assert any(line.startswith("FALSE ALARM EagerPrefillBackend on new_tokens") for line in terminal_lines(report))

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.hazards import REGIMES
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.cases.prefill import PrefillCase
+from mla_conformance.cases.spec_facts import Facts, section_lines
+from mla_conformance.cases.spec_hazards import HAZARDS
+from mla_conformance.files.sections import Section
 from mla_conformance.judging.golden import expect
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.calls import AttentionCall
@@ -24,8 +28,6 @@ from mla_conformance.problems.transform import overwrite, regroup, scale_values
 from mla_conformance.reference.attention import attention
 
 CPU = torch.device("cpu")
-SPEC = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8")
-HAZARDS = SPEC[SPEC.index("## 5 ") : SPEC.index("## 6 ")]
 
 
 def built(data: str, **fields: Any) -> Problem:
@@ -238,19 +240,32 @@ def operands(call: AttentionCall) -> tuple[torch.Tensor, ...]:
     return call.q, call.k, call.v
 
 
+def test_the_spec_says_of_hazards_what_the_cases_are() -> None:
+    written = Section.of(Path(str(files("mla_conformance") / "SPEC.md")), "hazards").content.strip()
+    assert written == "\n".join(section_lines()), "run `mla-conformance capabilities --spec conformance/SPEC.md`"
+
+
 def test_every_hazard_is_listed_once_and_numbered_without_gaps() -> None:
-    entries = re.findall(r"^- \*\*5\.(\d+) (H\d\d)\*\* \S", HAZARDS, flags=re.MULTILINE)
-    assert [int(number) for number, _ in entries] == list(range(1, 42))
-    assert sorted(id for _, id in entries) == [f"H{number:02}" for number in range(1, 42)]
+    listed = [hazard for group in HAZARDS.values() for hazard in group]
+    assert sorted(hazard.clause for hazard in listed) == list(range(1, len(listed) + 1))
+    assert sorted(hazard.id for hazard in listed) == [f"H{number:02}" for number in range(1, len(listed) + 1)]
 
 
 def test_every_name_in_the_list_of_hazards_exists() -> None:
-    listed = "\n".join(line for line in HAZARDS.splitlines() if not line.startswith("|"))
+    cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
     fields = {name for role in (PrefillCase, DecodeCase, LayerCase) for name in role.defaults()}
+    values = {value for case in cases for value in case.to_json().values() if isinstance(value, str)}
+    listed = "\n".join(line for line in section_lines() if not line.startswith("|"))
     for name in re.findall(r"`([^`]+)`", listed):
-        assert name.partition("=")[0] in {*REGIMES, *CAPABILITIES, *fields}, name
+        assert name in {*REGIMES, *CAPABILITIES, *fields, *values}, name
 
 
-def test_the_table_of_regimes_is_that_of_the_code() -> None:
-    table = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", HAZARDS, flags=re.MULTILINE))
-    assert table == {name: regime.sentence for name, regime in REGIMES.items()}
+def test_facts_of_cases_in_words() -> None:
+    ids = ("decode:q=[1,3];kv=[9,0];kscale=70", "decode:q=[1,3];kv=[2,0];kscale=30000000")
+    facts = Facts(map(Case.parse, ids))
+    assert f"{facts.requests} of {facts.contexts}" == "2 of 0, 2 and 9"
+    assert (
+        f"{facts.contexts:most}, {facts.sequences:least}, {facts.kscale}, {facts.dtype}" == "9, 3, 7e-05 and 30, `bf16`"
+    )
+    with pytest.raises(AttributeError, match="no case of these has a field 'oscale'"):
+        f"{facts.oscale}"
