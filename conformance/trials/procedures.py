@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.transform import overwrite, regroup, scale_values
+from mla_conformance.problems.transform import overwrite, regroup, scale_cache, scale_values
 from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.batches import of_size
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
 from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.refusal import refuses_or_conforms
 from mla_conformance.trials.streams import side_stream, two_streams
 from mla_conformance.trials.trial import Trial, results, returned_bytes
@@ -31,8 +34,22 @@ def call_order(trial: Trial) -> None:
     trial.conforms(trial.relaid_problem(), step="same shapes in another memory layout")
     trial.conforms(trial.other_problem(), step="other lengths")
     trial.conforms(step="first call again")
+    _other_sizes(trial)
     trial.interleaved(trial.other_problem())
+    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
+    if trial.case.role is Role.DECODE:
+        trial.conforms(scale_cache(trial.problem, 2.0), step="another k_scale, everything else the same")
     trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
+
+
+def _other_sizes(trial: Trial) -> None:
+    """More requests than the first call had, fewer again, a single one, and the first call."""
+    given = len(trial.case.q)
+    for requests in (2 * given + 1, given + 1, 1):
+        trial.conforms(
+            trial.build(of_size(trial.case, requests)), step=f"a batch of {requests} after one of other size"
+        )
+    trial.conforms(step="first call after batches of other sizes")
 
 
 def determinism(trial: Trial) -> None:
@@ -44,21 +61,35 @@ def determinism(trial: Trial) -> None:
 
 
 def batch_invariance(trial: Trial) -> None:
-    """Each request alone beside the whole batch."""
+    """Each request alone, and two that stand together, beside the whole batch."""
     whole = results(trial.conforms())
-    for request, rows in enumerate(segments(trial.problem.query_start_loc)):
-        alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
+    rows = list(segments(trial.problem.query_start_loc))
+    for group in [*([request] for request in range(len(rows))), *_inner_pair(len(rows))]:
+        name = f"request {group[0]}" if len(group) == 1 else f"requests {group[0]} and {group[1]}"
+        alone = results(trial.conforms(regroup(trial.problem, group), step=f"{name} alone"))
         if trial.declaration.batch_invariant:
+            start, length = rows[group[0]].start, rows[group[-1]].stop - rows[group[0]].start
             pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
-            same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
-            trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
+            same = all(torch.equal(x.narrow(dim, start, length), y) for x, y, dim in pairs)
+            trial.require(same, Check.BATCH_DEPENDENCE, f"{name} alone: other bits than in the batch")
 
 
 def request_order(trial: Trial) -> None:
-    """The requests the other way round."""
-    backwards = list(reversed(range(len(trial.case.q))))
+    """The requests in other orders: the other way round, and where there is something between the first and the last
+    so that those stay in their places, or so that all move and keep their neighbours.
+    """
+    everyone = list(range(len(trial.case.q)))
     trial.conforms(step="as given")
-    trial.conforms(regroup(trial.problem, backwards), step="requests in reverse order")
+    trial.conforms(regroup(trial.problem, everyone[::-1]), step="requests in reverse order")
+    for first, second in _inner_pair(len(everyone)):
+        swapped = [*everyone[:first], second, first, *everyone[second + 1 :]]
+        trial.conforms(regroup(trial.problem, swapped), step=f"after requests {first} and {second} were swapped")
+        trial.conforms(regroup(trial.problem, [*everyone[1:], 0]), step="after request 0 was moved to the end")
+
+
+def _inner_pair(requests: int) -> list[list[int]]:
+    """Two neighbours between the first request and the last, if there are any."""
+    return [[1, 2]] if requests >= 4 else []
 
 
 def causal_prefix(trial: Trial) -> None:
@@ -126,7 +157,7 @@ PROCEDURES: Mapping[str, Callable[[Trial], None]] = {
     for procedure in (
         conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        refuses_or_conforms,
+        neighbours, neighbour_keys, refuses_or_conforms,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""
