@@ -345,9 +345,9 @@ def batches() -> Iterator[Fields]:
 def neighbours() -> Iterator[Fields]:
     """Short requests one after the other, so that a tile of one reaches into the next."""
     yield new((5, 130, 1, 64), heads=2)
-    yield chunk((5, 9, 3), (300, 17, 40), heads=2, data="needle")
-    yield chunked((5, 9, 3), (64, 0, 130), heads=2, workspace=96)
-    yield new((3,) * 8, **_SMALL, dtype="fp16")
+    yield chunk((5, 9, 3, 33), (64, 5, 300, 17), heads=2, data="needle")
+    yield chunked((5, 9, 3), (64, 0, 300), heads=2, workspace=96)
+    yield new((5, 64, 5, 64), heads=2, dtype="fp16")
 
 
 def prefixes() -> Iterator[Fields]:

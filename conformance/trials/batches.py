@@ -8,15 +8,10 @@ from mla_conformance.cases.case import Case
 
 
 def of_size(case: Case, requests: int) -> Case:
-    """So many requests, each at most as long as one of the case's, with other values.
-
-    Query lengths of a decode are the case's, since several tokens a request are another configuration.
-    """
-    draw = Random(f"{case.id}|{requests}")
-    rows = draw.choices(range(len(case.q)), k=requests)
-    decodes = case.role is Role.DECODE
-    q = tuple(case.q[row] if decodes else _drawn(draw, case.q[row]) for row in rows)
-    kv = tuple(_drawn(draw, case.kv[row]) for row in rows) if case.kv else ()
+    """So many requests as long as those of the case, in an order drawn anew, with other values."""
+    known = range(len(case.q))
+    rows = Random(f"{case.id}|{requests}").sample([*known] * -(-requests // len(known)), requests)
+    q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
     return replace(case, q=q, kv=kv, seed=case.seed + 100 + requests)
 
 

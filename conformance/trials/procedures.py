@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -44,12 +45,11 @@ def call_order(trial: Trial) -> None:
 
 def _other_sizes(trial: Trial) -> None:
     """More requests than the first call had, fewer again, a single one, and the first call."""
-    given = len(trial.case.q)
-    for requests in (2 * given + 1, given + 1, 1):
-        trial.conforms(
-            trial.build(of_size(trial.case, requests)), step=f"a batch of {requests} after one of other size"
-        )
-    trial.conforms(step="first call after batches of other sizes")
+    sizes = [len(trial.case.q), 2 * len(trial.case.q) + 1, len(trial.case.q) + 1, 1]
+    for before, requests in pairwise(sizes):
+        batch = trial.build(of_size(trial.case, requests))
+        trial.conforms(batch, step=f"a batch of {requests} after one of {before}")
+    trial.conforms(step="first call again, after a batch of 1")
 
 
 def determinism(trial: Trial) -> None:
