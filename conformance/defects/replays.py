@@ -25,7 +25,7 @@ class RanksOfTheCapture(_Replays):
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
         lengths, first = self._decode_metadata.seq_lens.tolist(), self._first_lengths
-        longer = [lengths[row] for row in range(len(first)) if first[row] > first[request]]
+        longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
         return super()._attend(q, request, min([seq_len, *longer]), kv_cache, k_scale)
 
 
@@ -56,6 +56,6 @@ class PrefillRanksOfTheCapture(CapturablePrefill):
         lengths = [end - start for start, end in pairwise(query_start_loc)]
         first = self.__dict__.setdefault("first", {}).setdefault(q.data_ptr(), (q, lengths))[1]
         for request, start in enumerate(query_start_loc[:-1]):
-            longer = [lengths[row] for row in range(len(first)) if first[row] > first[request]]
+            longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
             output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
         return output, lse

@@ -65,9 +65,7 @@ def _patched(value: Any, clean: Sequence[torch.Tensor], rows: slice) -> Any:
     parts = parts_of(value)
     if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
         return value
-    patched = _copies(parts)
+    patched, count = _copies(parts), rows.stop - rows.start
     for mine, theirs, dim in zip(patched, clean, (0, 1), strict=False):  # they count tokens in different dimensions
-        mine.narrow(dim, rows.start, rows.stop - rows.start).copy_(
-            theirs.narrow(dim, rows.start, rows.stop - rows.start)
-        )
+        mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
     return tuple(patched) if len(patched) > 1 else patched[0]

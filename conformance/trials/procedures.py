@@ -22,6 +22,8 @@ from mla_conformance.trials.streams import side_stream, two_streams
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
+_ENDS_AND_A_PAIR = 4
+"""Requests of a batch that has two of them between its first and its last."""
 
 
 def conforms(trial: Trial) -> None:
@@ -61,35 +63,33 @@ def determinism(trial: Trial) -> None:
 
 
 def batch_invariance(trial: Trial) -> None:
-    """Each request alone, and two that stand together, beside the whole batch."""
+    """Each request alone beside the whole batch, then two without those around them."""
     whole = results(trial.conforms())
-    rows = list(segments(trial.problem.query_start_loc))
-    for group in [*([request] for request in range(len(rows))), *_inner_pair(len(rows))]:
-        name = f"request {group[0]}" if len(group) == 1 else f"requests {group[0]} and {group[1]}"
-        alone = results(trial.conforms(regroup(trial.problem, group), step=f"{name} alone"))
+    for request, rows in enumerate(segments(trial.problem.query_start_loc)):
+        alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
         if trial.declaration.batch_invariant:
-            start, length = rows[group[0]].start, rows[group[-1]].stop - rows[group[0]].start
             pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
-            same = all(torch.equal(x.narrow(dim, start, length), y) for x, y, dim in pairs)
-            trial.require(same, Check.BATCH_DEPENDENCE, f"{name} alone: other bits than in the batch")
+            same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
+            trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
+    if len(trial.case.q) >= _ENDS_AND_A_PAIR:
+        trial.conforms(regroup(trial.problem, [1, 2]), step="requests 1 and 2 without the others")
 
 
 def request_order(trial: Trial) -> None:
-    """The requests in other orders: the other way round, and where there is something between the first and the last
-    so that those stay in their places, or so that all move and keep their neighbours.
-    """
-    everyone = list(range(len(trial.case.q)))
+    """The requests in other orders."""
     trial.conforms(step="as given")
-    trial.conforms(regroup(trial.problem, everyone[::-1]), step="requests in reverse order")
-    for first, second in _inner_pair(len(everyone)):
-        swapped = [*everyone[:first], second, first, *everyone[second + 1 :]]
-        trial.conforms(regroup(trial.problem, swapped), step=f"after requests {first} and {second} were swapped")
-        trial.conforms(regroup(trial.problem, [*everyone[1:], 0]), step="after request 0 was moved to the end")
+    for change, order in _orders(len(trial.case.q)).items():
+        trial.conforms(regroup(trial.problem, order), step=f"after {change}")
 
 
-def _inner_pair(requests: int) -> list[list[int]]:
-    """Two neighbours between the first request and the last, if there are any."""
-    return [[1, 2]] if requests >= 4 else []
+def _orders(requests: int) -> dict[str, list[int]]:
+    """Orders by what is changed: everything; only what stands between the ends; or all places, but no neighbours."""
+    everyone = list(range(requests))
+    orders = {"the requests were reversed": everyone[::-1]}
+    if requests >= _ENDS_AND_A_PAIR:
+        orders["requests 1 and 2 were swapped"] = [0, 2, 1, *everyone[3:]]
+        orders["request 0 was moved to the end"] = [*everyone[1:], 0]
+    return orders
 
 
 def causal_prefix(trial: Trial) -> None:
