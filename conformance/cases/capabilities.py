@@ -252,6 +252,22 @@ _VOCABULARY = (
         procedure="request_order",
     ),
     _entry(
+        "neighbours",
+        "3.7",
+        "Queries of one request that are no numbers, or too large ones, change no other request.",
+        caselists.neighbours,
+        decode_caselists.neighbours,
+        procedure="neighbours",
+    ),
+    _entry(
+        "neighbour_keys",
+        "3.7",
+        "Keys and values of one request that are no numbers, or too large ones, change no other request.",
+        caselists.neighbours,
+        decode_caselists.neighbours,
+        procedure="neighbour_keys",
+    ),
+    _entry(
         "causal_prefix",
         "1.5",
         "The first rows of a request do not depend on its later tokens.",

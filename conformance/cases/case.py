@@ -241,6 +241,11 @@ class Case(ABC):
         return False
 
     @property
+    def merges_in_place(self) -> bool:
+        """Whether that merge is given the running state both as its prefix and as its output."""
+        return False
+
+    @property
     def columns(self) -> int:
         """Columns of a head that q·k and p·v take together."""
         return self.dimensions.qk_head_dim + self.dimensions.v_head_dim

@@ -213,6 +213,14 @@ def batches() -> Iterator[Fields]:
     yield decode((2,) * 4, (300, 0, 40, 129), heads=2)
 
 
+def neighbours() -> Iterator[Fields]:
+    """Sequences that end within a page, in plain caches and in codes, on one rank and on two."""
+    yield single(64, 5, 300, 17, heads=2, data="needle")
+    yield decode((2,) * 3, (62, 300, 9), heads=2)
+    yield single(64, 5, 130, heads=2, cache="fp8")
+    yield single(64, 5, 130, heads=2, ranks=2)
+
+
 def loose_maxima() -> Iterator[Fields]:
     """Maxima in the metadata a hundred times the true ones."""
     yield single(64, 5, 333, inflate=100)

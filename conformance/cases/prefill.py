@@ -21,7 +21,8 @@ class PrefillCase(Case):
         out: whether an output tensor is handed in.
         quant: quantisation of the output.
         oscale: output scale in millionths.
-        merge: who merges partial states, the reference or the backend's own ``merge_attn_states``.
+        merge: who merges partial states: the reference, or the backend's own ``merge_attn_states``, into a fresh
+            output or ``in_place``, over the state that it merges into.
     """
 
     role: ClassVar[Role] = Role.PREFILL
@@ -39,7 +40,7 @@ class PrefillCase(Case):
     out: bool = False
     quant: str = one_of(("none", "fp8"), "none")
     oscale: int = at_least(1, 13000)
-    merge: str = one_of(("golden", "own"), "golden")
+    merge: str = one_of(("golden", "own", "in_place"), "golden")
 
     @property
     def has_context(self) -> bool:
@@ -59,7 +60,12 @@ class PrefillCase(Case):
     @property
     def own_merge(self) -> bool:
         """Whether the backend's own ``merge_attn_states`` merges partial states, not the reference."""
-        return self.merge == "own"
+        return self.merge != "golden"
+
+    @property
+    def merges_in_place(self) -> bool:
+        """Whether that merge is given the running state both as its prefix and as its output."""
+        return self.merge == "in_place"
 
     @property
     def asks(self) -> tuple[str, ...]:

@@ -136,6 +136,14 @@ def merge_states() -> Iterator[Fields]:
         ],
         merge="own",
     )
+    yield from each(
+        [
+            chunked((5, 9, 3), (64, 0, 300), workspace=96, data="needle"),
+            chunked((4, 4), (16, 300), workspace=64, dtype="fp16", data="hot_tail"),
+            chunked((3, 5), (40, 130), workspace=64, dtype="fp32"),
+        ],
+        merge="in_place",
+    )
 
 
 def empty_rows() -> Iterator[Fields]:
@@ -334,6 +342,14 @@ def batches() -> Iterator[Fields]:
     yield new((3,) * 64, **_SMALL, data="needle")
 
 
+def neighbours() -> Iterator[Fields]:
+    """Short requests one after the other, so that a tile of one reaches into the next."""
+    yield new((5, 130, 1, 64), heads=2)
+    yield chunk((5, 9, 3, 33), (64, 5, 300, 17), heads=2, data="needle")
+    yield chunked((5, 9, 3), (64, 0, 300), heads=2, workspace=96)
+    yield new((5, 64, 5, 64), heads=2, dtype="fp16")
+
+
 def prefixes() -> Iterator[Fields]:
     """New tokens only: the first rows of a request do not know the later ones."""
     yield new((130, 65), data="needle")
@@ -371,6 +387,8 @@ def refusals() -> Iterator[Fields]:
             new((9,), dims="16-8-40-32"),
             new((9,), dims="24-8-24-16"),
             chunk((9,), (20,), dims="256-64-320-512"),
+            new((9,), dtype="fp64", out=True, lse=False),
+            new((9,), dims="24-8-24-16", out=True, lse=False),
         ],
         heads=2,
     )

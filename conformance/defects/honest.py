@@ -12,6 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_layer import HONEST_LAYERS
 from mla_conformance.defects.known import Judged
@@ -221,6 +222,8 @@ HONEST: tuple[type[Judged], ...] = (
     ReciprocalScale,
     E4M3Operands,
     HopperE4M3Operands,
+    CapturablePrefill,
+    CapturableDecode,
     *HONEST_DECODES,
     *HONEST_LAYERS,
 )

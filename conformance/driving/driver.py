@@ -118,6 +118,8 @@ def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -
         return None
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
+    if problem.case.merges_in_place:
+        return _merged_in_place(backend, [*chunks, new])
     combine = partial(_own_merge, backend) if problem.case.own_merge else merge
     return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
 
@@ -129,6 +131,14 @@ def _own_merge(
     output = poison(suffix.shape, suffix.dtype, suffix.device)
     lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
     backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
+    return output, lse
+
+
+def _merged_in_place(backend: Any, states: list[State]) -> State:
+    """By the backend's merge into one running state, which is prefix and output at once."""
+    output, lse = (part.clone() for part in states[0])
+    for suffix, suffix_lse in states[1:]:
+        backend.merge_attn_states(output, output, lse, suffix, suffix_lse, output_lse=lse)
     return output, lse
 
 

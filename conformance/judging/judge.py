@@ -94,7 +94,8 @@ class _Judge:
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         if expectation.merged is not None and observation.merged is not None:
-            merged = self._picked("all parts merged", self.problem.calls, expectation.merged, *observation.merged)
+            name = "all parts merged in place" if self.problem.case.merges_in_place else "all parts merged"
+            merged = self._picked(name, self.problem.calls, expectation.merged, *observation.merged)
             yield from self._values(merged, self._merged())
         yield from (self._out_tensor(returned) for returned in observation.returned)
         yield from (_miswritten(returned) for returned in observation.returned)

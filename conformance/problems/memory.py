@@ -36,12 +36,12 @@ def _sum(data: torch.Tensor) -> torch.Tensor:
 
 
 def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> torch.Tensor:
-    """A tensor full of what a kernel must never read: ``nan``, ``inf``, or ``large`` finite values."""
+    """A tensor full of what a kernel must never read: ``nan``, ``inf``, ``large`` finite values or the ``largest``."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     if kind == "nan" or dtype.itemsize == 1:
         storage_bytes(tensor).fill_(_POISON_BYTE)
         return tensor
-    return tensor.fill_(torch.inf if kind == "inf" else _LARGE)
+    return tensor.fill_({"inf": torch.inf, "large": _LARGE, "largest": torch.finfo(dtype).max}[kind])
 
 
 def poison_allocator(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> None:
@@ -75,6 +75,11 @@ class Guarded:
         storage.fill_(_GUARD_BYTE)
         storage[guard : storage.numel() - guard].fill_(_POISON_BYTE)
         return Guarded(flat[_GUARD_ELEMENTS : _GUARD_ELEMENTS + count].view(shape), storage, guard)
+
+    def written(self) -> int:
+        """Bytes of the tensor that are not as they were allocated."""
+        inside = self.storage[self.guard_bytes : self.storage.numel() - self.guard_bytes]
+        return int((inside != _POISON_BYTE).sum())
 
     def overrun(self) -> int:
         """Guard bytes that were overwritten."""

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.prefill import PrefillCase
+from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall, regrouped_metadata
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.prefill_call import PrefillCall, assemble_metadata, one_chunk
@@ -68,6 +70,20 @@ def scale_values(problem: Problem, factor: float) -> Problem:
     """All values times a power of two, which is exact."""
     calls = tuple(replace(call, v=call.v * factor) for call in problem.calls)
     return replace(problem, key=f"{problem.key}|values={factor}", calls=calls)
+
+
+def scale_cache(problem: Problem, factor: float) -> Problem:
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
+    assert isinstance(problem.case, DecodeCase)
+    meant = factor if problem.case.cache == "fp8" else 1.0
+    calls = tuple(_rescaled(call, factor, meant) for call in problem.calls)
+    whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
+    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=calls, whole=whole)
+
+
+def _rescaled(call: AttentionCall, factor: float, meant: float) -> DecodeCall:
+    assert isinstance(call, DecodeCall)
+    return replace(call, k_scale=call.k_scale * factor, k=call.k * meant, v=call.v * meant)
 
 
 def overwrite(problem: Problem, other: Problem) -> Problem:

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
 CONTEXT = Context()
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --readme README.md`"
-ENTRIES_OF_THESE_LAYERS = 144
+ENTRIES_OF_THESE_LAYERS = 145
 """Reported bugs of new tokens, chunks, e4m3 operands, merging, quantised output, selection, decode, cache and ranks."""
 
 
@@ -122,8 +122,7 @@ def declared(**changes: Any) -> Callable[[], object]:
         ({"killed_by": "nope"}, "no capability 'nope'; expected one of new_tokens, lse"),
         ({"related": ("lse", "nope")}, "no capability 'nope'"),
         ({"id": next(iter(DEFECTS))}, "the id is taken by mla_conformance.defects."),
-        ({"sources": ()}, "expected at least one source and a docstring"),
-        ({"doc": ""}, "expected at least one source and a docstring"),
+        ({"doc": ""}, "expected a docstring that says what is wrong"),
     ],
 )
 def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str) -> None:
@@ -137,7 +136,8 @@ def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str)
 def test_what_is_not_emulated_has_a_reason() -> None:
     assert all(len(reason) > 20 for reason in NOT_EMULATED.values())
     assert not NOT_EMULATED.keys() & DEFECTS.keys()
-    assert len(NOT_EMULATED) + len(DEFECTS) == ENTRIES_OF_THESE_LAYERS
+    reported = [entry for entry in DEFECTS.values() if entry.sources]
+    assert len(NOT_EMULATED) + len(reported) == ENTRIES_OF_THESE_LAYERS
 
 
 def test_every_source_is_a_public_thread() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.problem import Problem
+from mla_conformance.trials import batches
 from mla_conformance.trials.launch import cut, guarded, invoke, observed, prepare, tensors
 from mla_conformance.trials.trial import Trial
 
@@ -30,13 +30,13 @@ class Graph:
 
     def __init__(self, trial: Trial, static: Problem) -> None:
         self.static, self._trial = static, trial
-        loaded = _load(static, self.batch(len(static.case.q), seed=1))
+        loaded = _load(static, trial.build(batches.captured(static.case)))
         prepare(trial.backend, loaded)
         self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
-        """So many requests, shorter than those of the buffers, and padding up to the captured number."""
-        return self._trial.build(_padded(self.static.case, requests, seed))
+        """So many requests with lengths drawn anew, and padding up to the captured number."""
+        return self._trial.build(batches.replayed(self.static.case, requests, seed))
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
@@ -46,6 +46,7 @@ class Graph:
             tensor.fill_(torch.nan)
         guarded(self._trial, step, lambda: prepare(self._trial.backend, loaded))
         value = guarded(self._trial, step, self._replay)
+        # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.
         seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
         self._trial.judged(problem, expectation, seen, step)
 
@@ -72,18 +73,6 @@ def _first(case: Case, requests: int) -> Case:
 def _beyond(case: Case) -> Case:
     """One request more than ``case`` has."""
     return replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
-
-
-def _padded(case: Case, requests: int, seed: int) -> Case:
-    """The last so many requests in reverse order, each shorter; then requests of padding."""
-    eighths, padding = 1 + 3 * seed % 8, len(case.q) - requests
-    if case.role is Role.PREFILL:
-        lengths = tuple(max(1, length * eighths // 8) for length in reversed(case.q[-requests:]))
-        return replace(case, q=lengths + (0,) * padding, seed=case.seed + seed)
-    if max(case.q) > 1:  # a row of padding has one token, so such a batch is never smaller
-        requests, padding = len(case.q), 0
-    context = tuple(length * eighths // 8 for length in reversed(case.kv[-requests:]))
-    return replace(case, q=case.q[:requests], kv=context, pad=padding, seed=case.seed + seed)
 
 
 def _load(static: Problem, other: Problem) -> Problem:

@@ -2,22 +2,28 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.transform import overwrite, regroup, scale_values
+from mla_conformance.problems.transform import overwrite, regroup, scale_cache, scale_values
 from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.batches import of_size
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
 from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.refusal import refuses_or_conforms
 from mla_conformance.trials.streams import side_stream, two_streams
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
+_ENDS_AND_A_PAIR = 4
+"""Requests of a batch that has two of them between its first and its last."""
 
 
 def conforms(trial: Trial) -> None:
@@ -31,8 +37,21 @@ def call_order(trial: Trial) -> None:
     trial.conforms(trial.relaid_problem(), step="same shapes in another memory layout")
     trial.conforms(trial.other_problem(), step="other lengths")
     trial.conforms(step="first call again")
+    _other_sizes(trial)
     trial.interleaved(trial.other_problem())
+    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
+    if trial.case.role is Role.DECODE:
+        trial.conforms(scale_cache(trial.problem, 2.0), step="another k_scale, everything else the same")
     trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
+
+
+def _other_sizes(trial: Trial) -> None:
+    """More requests than the first call had, fewer again, a single one, and the first call."""
+    sizes = [len(trial.case.q), 2 * len(trial.case.q) + 1, len(trial.case.q) + 1, 1]
+    for before, requests in pairwise(sizes):
+        batch = trial.build(of_size(trial.case, requests))
+        trial.conforms(batch, step=f"a batch of {requests} after one of {before}")
+    trial.conforms(step="first call again, after a batch of 1")
 
 
 def determinism(trial: Trial) -> None:
@@ -44,7 +63,7 @@ def determinism(trial: Trial) -> None:
 
 
 def batch_invariance(trial: Trial) -> None:
-    """Each request alone beside the whole batch."""
+    """Each request alone beside the whole batch, then two without those around them."""
     whole = results(trial.conforms())
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
         alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
@@ -52,13 +71,25 @@ def batch_invariance(trial: Trial) -> None:
             pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
             same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
             trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
+    if len(trial.case.q) >= _ENDS_AND_A_PAIR:
+        trial.conforms(regroup(trial.problem, [1, 2]), step="requests 1 and 2 without the others")
 
 
 def request_order(trial: Trial) -> None:
-    """The requests the other way round."""
-    backwards = list(reversed(range(len(trial.case.q))))
+    """The requests in other orders."""
     trial.conforms(step="as given")
-    trial.conforms(regroup(trial.problem, backwards), step="requests in reverse order")
+    for change, order in _orders(len(trial.case.q)).items():
+        trial.conforms(regroup(trial.problem, order), step=f"after {change}")
+
+
+def _orders(requests: int) -> dict[str, list[int]]:
+    """Orders by what is changed: everything; only what stands between the ends; or all places, but no neighbours."""
+    everyone = list(range(requests))
+    orders = {"the requests were reversed": everyone[::-1]}
+    if requests >= _ENDS_AND_A_PAIR:
+        orders["requests 1 and 2 were swapped"] = [0, 2, 1, *everyone[3:]]
+        orders["request 0 was moved to the end"] = [*everyone[1:], 0]
+    return orders
 
 
 def causal_prefix(trial: Trial) -> None:
@@ -126,7 +157,7 @@ PROCEDURES: Mapping[str, Callable[[Trial], None]] = {
     for procedure in (
         conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        refuses_or_conforms,
+        neighbours, neighbour_keys, refuses_or_conforms,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

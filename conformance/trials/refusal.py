@@ -1,7 +1,9 @@
 """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
 
+from typing import NoReturn
+
 from mla_conformance.driving.attempt import attempt
-from mla_conformance.driving.driver import Observation, run_calls
+from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.trials.trial import Trial
@@ -21,11 +23,11 @@ def must_refuse(trial: Trial, declared: str) -> None:
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
     expectation = trial.expect(problem)
     made = attempt(lambda: trial.subject.create(trial.case))
-    trial.disturbed = bool(made.disturbed)
+    _require_undisturbed(trial, made.disturbed, declared)
     if made.error:
         trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))
         return
-    observation = run_calls(made.value, problem)
+    observation = trial.run(made.value, problem)
     _require_harmless(trial, observation, declared)
     if observation.error and not observation.error.out_of_memory:
         trial.settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
@@ -40,9 +42,24 @@ def must_refuse(trial: Trial, declared: str) -> None:
 
 
 def _require_harmless(trial: Trial, observation: Observation, declared: str) -> None:
+    """Whether it was refused or not: nothing is lost, written or left changed."""
     if observation.device_lost and observation.error:
-        what = f"declared unsupported ({declared}), but launched: {observation.error.error}"
-        trial.fail(Check.UNSAFE_REFUSAL, what)
+        _unsafe(trial, declared, f"launched: {observation.error.error}")
     if observation.mutated:
-        changed = ", ".join(observation.mutated)
-        trial.fail(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but changed {changed}")
+        _unsafe(trial, declared, f"changed {', '.join(observation.mutated)}")
+    refused = observation.error
+    written = refused.out.written() + refused.out.overrun() if refused and refused.out else 0
+    if refused and not refused.out_of_memory and written:
+        _unsafe(trial, declared, f"wrote {written} bytes of or around out= before it raised")
+    _require_undisturbed(trial, observation.disturbed, declared)
+
+
+def _require_undisturbed(trial: Trial, disturbed: tuple[str, ...], declared: str) -> None:
+    if disturbed:
+        trial.disturbed = True
+        what = f"declared unsupported ({declared}), but changed the process: {'; '.join(disturbed)}"
+        trial.fail(Check.PROCESS_STATE, what)
+
+
+def _unsafe(trial: Trial, declared: str, what: str) -> NoReturn:
+    trial.fail(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but {what}")

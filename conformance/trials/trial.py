@@ -70,9 +70,9 @@ class Trial:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
         return self.create()
 
-    def create(self) -> Any:
-        """A new instance."""
-        return self.asked("the constructor", lambda: self.subject.create(self.case))
+    def create(self, case: Case | None = None) -> Any:
+        """A new instance, by default for the trial's own case."""
+        return self.asked("the constructor", lambda: self.subject.create(case or self.case))
 
     def asked(self, what: str, question: Callable[[], _T]) -> _T:
         """``question()`` of the backend; what it raises, or leaves changed in the process, is its failure."""
@@ -126,17 +126,23 @@ class Trial:
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
-    def interleaved(self, other: Problem) -> None:
-        """Two instances: prepare both, then run both."""
+    def interleaved(self, other: Problem, difference: str = "") -> None:
+        """Two instances: prepare both, then run both.
+
+        Args:
+            other: the problem of the second one, which is made for its case.
+            difference: how that instance differs from the first, for the message.
+        """
         both = [
             (instance, problem, self.expect(problem))
-            for instance, problem in ((self.backend, self.problem), (self.create(), other))
+            for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
         for instance, problem, _ in both:
             self.asked("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
             observation = self.run(instance, problem, prepare=False)
-            self.judged(problem, expectation, observation, "after another instance was prepared")
+            step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
+            self.judged(problem, expectation, observation, step)
 
     def repeat(self, problem: Problem | None = None) -> Observation:
         """Run a problem again without judging it."""

@@ -1,0 +1,61 @@
+"""Replays of a captured call that keep something of the batch that was captured."""
+
+from itertools import pairwise
+
+from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill
+from mla_conformance.defects.known import known_defect
+
+
+class _Replays(CapturableDecode):
+    """Knows the metadata of the capture again by the address of its buffers."""
+
+    def prepare_metadata(self, decode_metadata):
+        lengths = decode_metadata.seq_lens
+        captured = self.__dict__.setdefault("captured", {})  # with the buffer, so that no other one gets its address
+        key = (lengths.data_ptr(), lengths.shape)
+        self._replays = key in captured
+        table = decode_metadata.block_table.clone()
+        _, self._first_lengths, self._first_table = captured.setdefault(key, (lengths, lengths.tolist(), table))
+        super().prepare_metadata(decode_metadata)
+
+
+@known_defect("decode-replay-keeps-the-ranks-of-lengths", killed_by="cuda_graph")
+class RanksOfTheCapture(_Replays):
+    """Rows are ranked by length when they are captured, and no row of a replay may be longer than those before it."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        lengths, first = self._decode_metadata.seq_lens.tolist(), self._first_lengths
+        longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
+        return super()._attend(q, request, min([seq_len, *longer]), kv_cache, k_scale)
+
+
+@known_defect("decode-replay-takes-one-token-for-padding", killed_by="cuda_graph")
+class OneTokenIsPadding(_Replays):
+    """In a replay, a sequence of one token is taken for a row of padding."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        return super()._attend(q, request, 0 if self._replays and seq_len == 1 else seq_len, kv_cache, k_scale)
+
+
+@known_defect("decode-replay-keeps-pages-of-equal-lengths", killed_by="cuda_graph")
+class PagesOfTheCapture(_Replays):
+    """Where the lengths of a batch change, only the rows whose own length does are given their pages anew."""
+
+    def _blocks(self, request, pages):
+        lengths, first = self._decode_metadata.seq_lens.tolist(), self._first_lengths
+        kept = lengths != first and lengths[request] == first[request] > 0
+        return self._first_table[request][pages].long() if kept else super()._blocks(request, pages)
+
+
+@known_defect("prefill-replay-keeps-the-ranks-of-lengths", killed_by="cuda_graph")
+class PrefillRanksOfTheCapture(CapturablePrefill):
+    """Requests are ranked by length when they are captured, and none of a replay is longer than those before it."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        lengths = [end - start for start, end in pairwise(query_start_loc)]
+        first = self.__dict__.setdefault("first", {}).setdefault(q.data_ptr(), (q, lengths))[1]
+        for request, start in enumerate(query_start_loc[:-1]):
+            longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
+            output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
+        return output, lse

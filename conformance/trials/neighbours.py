@@ -1,0 +1,71 @@
+"""Requests beside one whose inputs are no numbers: they must be computed as if it were not there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from mla_conformance.driving.driver import Observation, State
+from mla_conformance.driving.plain import parts_of, why_not_plain
+from mla_conformance.problems.operands import segments
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.spoiled import KINDS, spoil_keys, spoil_queries
+from mla_conformance.trials.trial import Trial
+
+_SAID = dict(zip(KINDS, ("NaN", "infinities", "the largest numbers"), strict=True))
+
+
+def neighbours(trial: Trial) -> None:
+    """Each request in turn has queries that are no numbers, or huge."""
+    _each_spoiled(trial, "queries", spoil_queries)
+
+
+def neighbour_keys(trial: Trial) -> None:
+    """Each request in turn has keys and values that are no numbers, or huge."""
+    _each_spoiled(trial, "keys and values", spoil_keys)
+
+
+def _each_spoiled(trial: Trial, what: str, spoil: Callable[[Problem, int, str], None]) -> None:
+    clean = _Clean(trial.conforms(step="as given"))
+    expectation = trial.expect(trial.problem)
+    for (request, rows), kind in zip(enumerate(segments(trial.problem.query_start_loc)), cycle(KINDS), strict=False):
+        problem = trial.build(trial.case)
+        spoil(problem, request, kind)
+        seen = clean.excusing(rows, trial.run(trial.backend, problem))
+        trial.judged(trial.problem, expectation, seen, f"beside request {request}, whose {what} hold {_SAID[kind]}")
+
+
+class _Clean:
+    """The results of a run in which nothing was spoiled."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._parts = [_copies(parts_of(returned.value)) for returned in observation.returned]
+        self._merged = observation.merged
+
+    def excusing(self, rows: slice, observation: Observation) -> Observation:
+        """``observation`` with the clean results in ``rows``, the spoiled request's own, which are not judged."""
+        returned = tuple(
+            replace(part, value=_patched(part.value, clean, rows), out=None)
+            for part, clean in zip(observation.returned, self._parts, strict=False)
+        )
+        merged: State | None = observation.merged
+        if merged is not None and self._merged is not None:
+            merged = _patched(merged, self._merged, rows)
+        return replace(observation, returned=returned, merged=merged)
+
+
+def _copies(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.clone() for part in parts]
+
+
+def _patched(value: Any, clean: Sequence[torch.Tensor], rows: slice) -> Any:
+    """Output [T, N, V], and LSE [N, T] if there is one, with the rows of ``clean``; anything else as it is."""
+    parts = parts_of(value)
+    if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
+        return value
+    patched, count = _copies(parts), rows.stop - rows.start
+    for mine, theirs, dim in zip(patched, clean, (0, 1), strict=False):  # they count tokens in different dimensions
+        mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
+    return tuple(patched) if len(patched) > 1 else patched[0]
