@@ -147,14 +147,18 @@ class _Judge:
         """Masks, LSE and output of one part."""
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
-        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
+        projected = part.golden.projected is not None
+        allowed = roundoffs(
+            self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised, projected
+        )
         budget = self.expectation.budgets.of(part.golden, self.rows, allowed, self.numbers.row_deviations)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:
             yield self._lse(part, budget)
         # Rows that share keys share the roundings of those, so they are no samples of their own.
-        yield self._codes(part, budget) if fp8 else self._output(part, budget, independent=not allowed.keys)
+        independent = not allowed.keys and not projected
+        yield self._codes(part, budget) if fp8 else self._output(part, budget, independent)
 
     def _mask(self, part: _Part, empty: torch.Tensor) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible, in the rows ``empty`` [N, T]."""
