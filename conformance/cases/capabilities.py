@@ -176,6 +176,7 @@ _VOCABULARY = (
         "6.6",
         "Ranks that share a sequence each return the state of their tokens; merged they equal one rank.",
         decode_caselists.dcp,
+        layer_caselists.dcp,
     ),
     _entry(
         "mixed_batch",
@@ -224,6 +225,7 @@ _VOCABULARY = (
         "Equal calls return equal bits, if the backend declares so.",
         caselists.determinism,
         decode_caselists.determinism,
+        layer_caselists.determinism,
         needs="deterministic",
         procedure="determinism",
     ),
@@ -233,6 +235,7 @@ _VOCABULARY = (
         "A result depends on its call and the metadata last prepared, not on earlier calls.",
         caselists.call_order,
         decode_caselists.call_order,
+        layer_caselists.call_order,
         procedure="call_order",
     ),
     _entry(
@@ -241,6 +244,7 @@ _VOCABULARY = (
         "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
         caselists.no_side_effects,
         decode_caselists.no_side_effects,
+        layer_caselists.no_side_effects,
         procedure="no_side_effects",
     ),
     _entry(
