@@ -176,7 +176,6 @@ _VOCABULARY = (
         "6.6",
         "Ranks that share a sequence each return the state of their tokens; merged they equal one rank.",
         decode_caselists.dcp,
-        layer_caselists.dcp,
     ),
     _entry(
         "mixed_batch",
@@ -218,6 +217,12 @@ _VOCABULARY = (
         layer_caselists.graph_replay,
         procedure="layer_graph",
         captures=True,
+    ),
+    _entry(
+        "layer_dcp",
+        "6.6",
+        "On each of several ranks a layer writes the tokens that are the rank's, and tells their state.",
+        layer_caselists.dcp,
     ),
     _entry(
         "determinism",

@@ -11,7 +11,7 @@ from mla_conformance.cases.data import Data
 from mla_conformance.cases.grammar import CaseError
 
 LATENTS = (
-    *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES, Data.ZERO_KEYS),
+    *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
     *("large", "tiny_tiles", "zero_tiles"),
 )
 """What cached latents are like: as a regime of that name makes keys, 64 times as large, or with a tile of each entry

@@ -40,7 +40,7 @@ def mixed_batch() -> Iterator[Fields]:
     yield from _latents()
     yield from _dense()
     yield from _large()
-    yield layer((5, 9, 1), (40, 0, 130), 1, layout=Layout.SLICED, out=True, pad=2, **_LATENT)
+    yield layer((5, 9, 1), (40, 0, 130), 1, out=True, **_LATENT)
 
 
 def _latents() -> Iterator[Fields]:
@@ -51,11 +51,8 @@ def _latents() -> Iterator[Fields]:
             layer((5, 1), (40, 33), 1, latents="low_rank", cache="fp8", heads=2),
             layer((5, 1), (40, 33), 1, latents="tiny_values", cache="fp8", kscale=70, heads=2),
             layer((5, 1), (40, 33), 1, latents="large", cache="fp8_ds_mla", heads=2),
-            layer((5, 1), (40, 33), 1, latents="tiny_tiles", cache="fp8_ds_mla", heads=2),
-            layer((5, 1), (40, 33), 1, latents="zero_tiles", cache="fp8_ds_mla", dtype="fp16", heads=2),
             layer((5, 1), (40, 130), 1, latents="rising", data="rising", **_LATENT),
             layer((5, 1), (40, 130), 1, latents="integers", data="integers", dtype="fp16", **_LATENT),
-            layer((5, 1), (40, 130), 1, latents="zero_keys", **_LATENT),
         ]
     )
 
@@ -64,6 +61,7 @@ def _dense() -> Iterator[Fields]:
     """Weights that each weigh all latents, so that absorbing and multiplying out round."""
     yield layer((5, 9, 1, 1), (0, 140, 33, 7), 2, data="needle", weights="dense", workspace=64)
     yield layer((2, 2, 9), (33, 150, 40), 2, weights="dense", heads=2, order=Order.DECODES_FIRST)
+    yield layer((3, 2, 1), (40, 33, 130), 2, weights="dense", heads=16, data="needle")
     yield layer((5, 1), (40, 33), 1, weights="dense", heads=2, dtype="fp16")
     yield layer((5, 1), (40, 33), 1, weights="dense", dtype="fp32", **_LATENT)
     yield layer((5, 1), (40, 33), 1, weights="dense", heads=2, cache="fp8", kscale=31000)
@@ -80,9 +78,9 @@ def _large() -> Iterator[Fields]:
     yield layer((*(2,) * 64, 200, 70), (*contexts[:64], 0, 300), 64, cache="fp8", **first, **_LATENT)
     yield layer((200, 1, 1), (300, 500, 9), 2, page=128, workspace=512, data="needle", dims="32-16-32-64", heads=16)
     yield layer((9, 1), (300, 200), 1, page=1, heads=32, dims="32-16-32-64", data="needle")
-    yield layer((5, 1, 1), (60, 40, 0), 2, heads=128, dims="16-8-16-32", data="needle", pad=1)
+    yield layer((5, 1, 1), (60, 40, 0), 2, heads=128, dims="16-8-16-32", data="needle")
     yield layer((5, 9, 1), (300, 130, 63), 1, cache="fp8_ds_mla", heads=2, workspace=128, data="needle")
-    yield layer((1, 1, 9, 5), (33, 63, 300, 0), 2, cache="fp8_ds_mla", heads=2, workspace=64, page=64, pad=1, **first)
+    yield layer((1, 1, 9, 5), (33, 63, 300, 0), 2, cache="fp8_ds_mla", heads=2, workspace=64, page=64, **first)
 
 
 def cache_write() -> Iterator[Fields]:
@@ -98,7 +96,7 @@ def cache_write() -> Iterator[Fields]:
     yield from each(
         [
             layer((5, 1), (12, 15), 1, latents="tiny_tiles", cache="fp8_ds_mla", heads=1),
-            layer((5, 1), (12, 15), 1, latents="zero_tiles", cache="fp8_ds_mla", heads=1, pad=1),
+            layer((5, 1), (12, 15), 1, latents="zero_tiles", cache="fp8_ds_mla", heads=1, dtype="fp16", pad=1),
             layer((5, 1), (12, 15), 1, latents="outliers", cache="fp8_ds_mla", heads=1, layout=Layout.SLICED),
             layer((5, 1), (12, 15), 1, latents="tiny_values", pad=1, **_LATENT),
             layer((5, 1), (12, 15), 1, latents="large", cache="fp8", kscale=130_000, **_LATENT),
