@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mla_conformance.reference.projected_terms import ProjectedTerms
+
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
 
@@ -52,12 +54,15 @@ class ErrorTerms:
 class AttentionState:
     """Attention over a set of keys: output [T, N, V], natural-log LSE [N, T], both float64, and the error terms.
 
+    ``projected`` holds further ones, where keys and values are projected from latents and that rounds.
+
     A row that sees no key has output 0 and LSE -inf.
     """
 
     output: Tensor
     lse: Tensor
     terms: ErrorTerms | None = None
+    projected: ProjectedTerms | None = None
 
 
 def attention(
@@ -101,13 +106,13 @@ def _attend(
     lse = torch.logsumexp(scores, dim=-1)
     # Masked again: the softmax of a row without visible keys is NaN, and such a row must weigh nothing.
     p = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-    terms = _error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
+    terms = error_terms(q, k, v, p, visible, abs(scale)) if with_terms or with_key_terms else None
     if terms is not None and with_key_terms:
-        terms = replace(terms, **_key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale))
+        terms = replace(terms, **key_terms(q, k, v, p, scores.masked_fill(~visible, 0.0), scale))
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
 
 
-def _key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
+def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
     """The key terms by name for operands with the heads first, weights and scores [N, T, S]."""
     output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
     # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
@@ -134,7 +139,7 @@ def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor,
     return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
 
 
-def _error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
+def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
     """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
     weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
     largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)

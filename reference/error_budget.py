@@ -29,6 +29,8 @@ class Roundoffs:
         accumulation: rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes.
         scores: sums of q·k, beyond that, relative to the sum of magnitudes.
         values: sums of P·v, beyond that, relative to the sum of magnitudes.
+        projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
+        latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
     """
 
     p: float
@@ -42,6 +44,8 @@ class Roundoffs:
     keys: float = 0.0
     scores: float = 0.0
     values: float = 0.0
+    projections: float = 0.0
+    latent_partials: float = 0.0
 
 
 def _terms(state: AttentionState) -> ErrorTerms:
@@ -67,7 +71,13 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     moved = _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
-    return weights + roundoffs.output * state.output.abs() + floors + float32 + dots + keys
+    rest = roundoffs.output * state.output.abs() + floors + float32 + dots
+    if state.projected is None:
+        return weights + rest + keys
+    projected = state.projected
+    keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
+    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
+    return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
 def _moved(state: AttentionState) -> torch.Tensor:
@@ -81,7 +91,7 @@ def _moved(state: AttentionState) -> torch.Tensor:
 
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
-    terms = _terms(state)
+    terms, projected = _terms(state), state.projected
     rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
@@ -93,8 +103,13 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     if roundoffs.keys:
         # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
         spread, shared, shift = _key_terms(state)
-        rounding = rounding + roundoffs.keys**2 * (terms.squares + spread + shared.unsqueeze(-1))
+        keys = terms.squares + spread + shared.unsqueeze(-1)
+        rounding = rounding + roundoffs.keys**2 * (keys if projected is None else projected.latent_variance)
         systematic = systematic + roundoffs.keys * shift
+    if projected is not None:
+        rounding = rounding + roundoffs.projections**2 * projected.variance
+        rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
+        systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
 
 

@@ -23,6 +23,8 @@ class CachedCase(Case):
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
         layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
         spare: blocks of the cache that no request holds; ids are drawn from all.
+        ranks: ranks of decode context parallelism; each is a call.
+        interleave: token t belongs to rank (t // interleave) % ranks.
     """
 
     cache: str = one_of(CACHES, "auto")
@@ -30,6 +32,8 @@ class CachedCase(Case):
     tails: str = one_of(TAILS, "stale")
     layers: int = at_least(1, 1)
     spare: int = at_least(0, 3)
+    ranks: int = at_least(1, 1)
+    interleave: int = at_least(1, 1)
 
     @property
     def holds_codes(self) -> bool:
@@ -52,9 +56,9 @@ class CachedCase(Case):
         return self.q
 
     @property
-    def dcp_world_size(self) -> int:
-        """Ranks that share a sequence's tokens."""
-        return 1
+    def is_merged(self) -> bool:
+        """Whether the states of several ranks are merged."""
+        return self.ranks > 1
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -64,7 +68,7 @@ class CachedCase(Case):
             f"page_{self.page}" if self.page != _USUAL_PAGE else "",
             self.cache if self.holds_codes else "",
             several if max(self.q) > 1 else "",
-            "dcp" if self.dcp_world_size > 1 else "",
+            "dcp" if self.ranks > 1 else "",
         )
 
     def varied(self) -> Self:

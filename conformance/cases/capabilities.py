@@ -211,11 +211,18 @@ _VOCABULARY = (
         captures=True,
     ),
     _entry(
+        "layer_dcp",
+        "6.6",
+        "On each of several ranks a layer writes the tokens that are the rank's, and tells their state.",
+        layer_caselists.dcp,
+    ),
+    _entry(
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
         caselists.determinism,
         decode_caselists.determinism,
+        layer_caselists.determinism,
         needs="deterministic",
         procedure="determinism",
     ),
@@ -225,6 +232,7 @@ _VOCABULARY = (
         "A result depends on its call and the metadata last prepared, not on earlier calls.",
         caselists.call_order,
         decode_caselists.call_order,
+        layer_caselists.call_order,
         procedure="call_order",
     ),
     _entry(
@@ -233,6 +241,7 @@ _VOCABULARY = (
         "Inputs and excluded bytes keep their values and have no influence; results stay as returned.",
         caselists.no_side_effects,
         decode_caselists.no_side_effects,
+        layer_caselists.no_side_effects,
         procedure="no_side_effects",
     ),
     _entry(

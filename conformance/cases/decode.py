@@ -5,33 +5,15 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Call, at_least
+from mla_conformance.cases.case import Call
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase(CachedCase):
-    """A question to a decode backend.
-
-    Attributes:
-        ranks: ranks of decode context parallelism; each is a call.
-        interleave: token t belongs to rank (t // interleave) % ranks.
-    """
+    """A question to a decode backend."""
 
     role: ClassVar[Role] = Role.DECODE
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
-
-    ranks: int = at_least(1, 1)
-    interleave: int = at_least(1, 1)
-
-    @property
-    def dcp_world_size(self) -> int:
-        """Ranks that share a sequence's tokens."""
-        return self.ranks
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the states of several ranks are merged."""
-        return self.ranks > 1
 
     @property
     def columns(self) -> int:

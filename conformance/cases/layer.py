@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, at_least, one_of
+from mla_conformance.cases.data import Data
 from mla_conformance.cases.grammar import CaseError
+
+LATENTS = (
+    *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
+    *("large", "tiny_tiles", "zero_tiles"),
+)
+"""What cached latents are like: as a regime of that name makes keys, 64 times as large, or with a tile of each entry
+a millionth of the others, or zeros."""
 
 
 class Order(StrEnum):
@@ -26,6 +34,10 @@ class LayerCase(CachedCase):
     Attributes:
         decodes: requests of the batch that decode.
         order: which requests of the batch come first.
+        latents: what the latents are like; ``data`` is about the queries alone, since ids are older than this field.
+        weights: whether a column of ``kv_b_proj`` picks one latent, so that nothing rounds, or weighs all of them.
+        model: number of the weights, which all batches of the same head dims then have; 0 draws them with the batch.
+        out: whether an output tensor is handed in.
     """
 
     role: ClassVar[Role] = Role.LAYER
@@ -33,6 +45,10 @@ class LayerCase(CachedCase):
 
     decodes: int = at_least(0, 0)
     order: str = one_of(Order, Order.PREFILLS_FIRST)
+    latents: str = one_of(LATENTS, Data.NORMAL)
+    weights: str = one_of(("selection", "dense"), "selection")
+    model: int = at_least(0, 0)
+    out: bool = False
 
     @property
     def decoding(self) -> range:
@@ -66,5 +82,11 @@ class LayerCase(CachedCase):
                 f"order decodes_first: a builder knows a prefill by more query tokens than a decode has, expected more "
                 f"than {longest}, got q={list(self.q)} with {self.decodes} decodes"
             )
-        if max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim) > self.kv_lora_rank:
+        widest = max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim)
+        if self.weights == "selection" and widest > self.kv_lora_rank:
             raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}")
+        if self.ranks > 1 and (self.decodes < len(self.q) or self.weights == "dense" or self.out):
+            raise CaseError(
+                f"field ranks: expected decodes only, weights=selection and no out where {self.ranks} ranks share the "
+                f"tokens, got {self.decodes} decodes of {len(self.q)} requests, weights={self.weights}, out={self.out}"
+            )

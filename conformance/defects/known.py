@@ -15,8 +15,9 @@ _FP8 = ("fp8_operands",)
 _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
 _DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
 _LAYER = ("layer_cache", "layer_batch", "layer_weights", "layer_graph")
+_LAYERS = ("layer_precision", "layer_blocks", "layer_state", "layer_ranks")
 _STATE = ("neighbours", "batch_order", "replays", "refusals")
-FAMILIES = (*_PREFILL, *_FP8, *_DECODE, *_DECODE_BATCHES, *_LAYER, *_STATE)
+FAMILIES = (*_PREFILL, *_FP8, *_DECODE, *_DECODE_BATCHES, *_LAYER, *_LAYERS, *_STATE)
 _KNOWN: dict[str, "KnownDefect"] = {}
 Judged = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""

@@ -2,6 +2,8 @@
 
 from dataclasses import fields, replace
 
+import torch
+
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.eager_layer import EagerLayer
@@ -58,3 +60,14 @@ class SlotsCopiedTooEarly(EagerLayer):
             metadata = super()._assemble(common, prefills, prefills_first, use_cuda_graph)
             slots = metadata.slot_mapping
             return replace(metadata, slot_mapping=slots.where(slots >= 0, slots.max()))
+
+
+@known_defect("layer-tables-of-64-requests", killed_by="mixed_batch")
+class TablesOf64Requests(EagerLayer):
+    """The block table is staged for 64 requests, and later ones get the rows of the first."""
+
+    class builder_class(MLACommonMetadataBuilder):
+        def _assemble(self, common, prefills, prefills_first, use_cuda_graph):
+            metadata = super()._assemble(common, prefills, prefills_first, use_cuda_graph)
+            staged = torch.arange(len(metadata.block_tables), device=metadata.block_tables.device) % 64
+            return replace(metadata, block_tables=metadata.block_tables[staged])

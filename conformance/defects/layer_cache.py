@@ -5,6 +5,10 @@ import torch
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.eager_layer import EagerLayer
 from mla_conformance.defects.known import known_defect
+from mla_conformance.reference.quantization import E4M3_MAX
+
+_FLOOR = 1e-4
+_WRITTEN_AT_ONCE = 256
 
 
 @known_defect(
@@ -116,3 +120,79 @@ class TwinOfTheScale(EagerLayer):
     class impl_class(MLACommonImpl):
         def _forward_decode(self, ql_nope, q_pe, kv_cache, attn_metadata, k_scale):
             return super()._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, torch.ones_like(k_scale))
+
+
+def _write_tiles(kv_cache, kv_c, k_pe, slots, scales_of):
+    """Mixed entries whose tiles have the scales that their largest magnitudes [T, 4, 1] are given."""
+    tiles = kv_c[: len(slots)].float().unflatten(-1, (-1, 128))
+    scales = scales_of(tiles.abs().amax(dim=-1, keepdim=True))
+    codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+    parts = (codes, scales.squeeze(-1), k_pe[: len(slots)].contiguous())
+    entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+    stored = slots[slots >= 0]
+    kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slots >= 0]
+
+
+@known_defect("fp8-ds-mla-tile-scale-has-a-floor", killed_by="cache_write")
+class ScaleWithAFloor(EagerLayer):
+    """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            if self.kv_cache_dtype != "fp8_ds_mla":
+                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+            return _write_tiles(
+                kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax.clamp(min=_FLOOR) / E4M3_MAX
+            )
+
+
+@known_defect("fp8-ds-mla-tile-of-zeros-divided-by-zero", killed_by="cache_write")
+class ZerosDividedByZero(EagerLayer):
+    """A tile of zeros has scale 0, and its codes are 0 / 0."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            if self.kv_cache_dtype != "fp8_ds_mla":
+                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+            return _write_tiles(kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax / E4M3_MAX)
+
+
+@known_defect("cache-writer-takes-latents-for-packed", killed_by="cache_write")
+class LatentsTakenForPacked(EagerLayer):
+    """The writer ignores the stride between the rows of the latents, which a model slices from a projection."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            packed = (x.as_strided(x.shape, (x.shape[1], 1)) for x in (kv_c_normed, k_pe))
+            super().do_kv_cache_update(*packed, kv_cache, slot_mapping, k_scale)
+
+
+@known_defect("cache-writer-converts-through-fp16", killed_by="mixed_batch")
+class ThroughHalf(EagerLayer):
+    """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            if kv_c_normed.dtype is torch.bfloat16:
+                kv_c_normed = kv_c_normed.half().bfloat16()
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+
+@known_defect("cache-writer-launched-for-256-tokens", killed_by="mixed_batch")
+class WritesTheFirst256(EagerLayer):
+    """One launch writes 256 tokens, and a longer batch gets no second one."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping[:_WRITTEN_AT_ONCE], k_scale)
+
+
+@known_defect("fp8-ds-mla-gather-starts-at-the-first-token", killed_by="mixed_batch")
+class GathersTheFirstChunk(EagerLayer):
+    """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
+
+    class impl_class(MLACommonImpl):
+        def _gather(self, index, kv_cache, attn_metadata, k_scale):
+            if self.kv_cache_dtype == "fp8_ds_mla":
+                attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
+            super()._gather(index, kv_cache, attn_metadata, k_scale)

@@ -32,8 +32,6 @@ NOT_EMULATED: dict[str, str] = {
     "max-context-chunk-not-aligned-to-cp-virtual-block": "a layer refuses prefills with context on several ranks, and "
     "cuts no chunk for them",
     "dcp-local-chunk-len-ignores-chunking": "a layer refuses prefills with context on several ranks, and gathers none",
-    "dcp-virtual-loc-used-raw": "what a layer writes is judged on one rank; on several, a decode reads what the suite "
-    "wrote",
     "even-split-workspace-assert-zero-chunk": "no defect by the contract: the plan is that even split, and a workspace "
     "below a page for each context must be refused",
     "decode-output-depends-on-host-max-seq-len": "no defect by the contract: another maximum may round otherwise, and "

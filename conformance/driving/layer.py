@@ -11,6 +11,7 @@ from mla_conformance.backends.layer.layer_config import (
     LayerConfig,
     MLAAttentionSpec,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -44,8 +45,13 @@ class Layer:
         self._linear: Linear | PackedLinear | None = None
 
     def load(self, linear: Linear | PackedLinear) -> None:
-        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed."""
+        """Load weights, or update dense ones in place as an engine that trains does; either way they are processed.
+
+        Weights that it has already are left alone, so that what an earlier call made of them stays.
+        """
         if isinstance(self._linear, Linear) and isinstance(linear, Linear):
+            if torch.equal(self._linear.weight, linear.weight):
+                return
             self._linear.weight.copy_(linear.weight)
         else:
             self._linear = linear
@@ -53,7 +59,10 @@ class Layer:
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: "LayerCall") -> None:
-        """Build the metadata of a batch by the route that the case names."""
+        """Build the metadata of a batch by the route that the case names, as the rank that the call is of."""
+        if self._case.ranks > 1:
+            self.builder.dcp_rank = call.rank
+            self.impl.set_context_parallel(dcp_world_size=self._case.ranks, dcp_rank=call.rank)
         if self._case.order == Order.PREFILLS_FIRST:
             self.metadata = self.builder.build_from_requests(call.requests, call.padding)
             model_input = SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query)
@@ -61,11 +70,15 @@ class Layer:
         else:
             self.metadata = self.builder.build(0, self.common(call))
 
-    def forward(self, call: "LayerCall") -> Any:
-        """The layer's result [T, N·V]."""
-        return self.impl.forward(
-            self.attention_layer(), call.query, call.kv_c, call.k_pe, call.image.cache, self.metadata
-        )
+    def forward(self, call: "LayerCall", output: torch.Tensor | None) -> Any:
+        """The layer's result [T, N·V]; in ``output``, if there is one."""
+        given = {} if output is None else {"output": output}
+        operands = (call.query, call.kv_c, call.k_pe, call.image.cache)
+        return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
+
+    def rank_lse(self) -> Any:
+        """[N, T] of the keys that this rank holds."""
+        return self.impl.decode_lse
 
     def kernel_evidence(self) -> dict[str, str]:
         """What the kernels say of themselves, by role."""
@@ -86,13 +99,12 @@ class Layer:
             padding=max(call.padding, 0) if call.padding_counts else 0,
             block_size=self._case.page,
             device=self._device,
-            sharding=Sharding(1, 0, 1),
+            sharding=Sharding(self._case.ranks, call.rank, self._case.interleave),
         )
 
-    def attention_layer(self) -> Any:
-        """The module that holds the scales; tensors and their twins on the host, all different but the keys'."""
-        k_scale = self._case.cache_scale
-        scales = {"q": 0.7, "k": k_scale, "v": 1.9}
+    def attention_layer(self, case: LayerCase) -> Any:
+        """The module that holds a case's scales; tensors and their twins on the host, all different but the keys'."""
+        scales = {"q": 0.7, "k": case.cache_scale, "v": 1.9}
         tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
         floats = {f"_{name}_scale_float": x for name, x in scales.items()}
         return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
@@ -147,5 +159,8 @@ def _config(case: LayerCase, dtype: torch.dtype) -> LayerConfig:
             chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
         ),
         cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),
+        parallel_config=ParallelConfig(
+            decode_context_parallel_size=case.ranks, cp_kv_cache_interleave_size=case.interleave
+        ),
         speculative_config=SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
     )

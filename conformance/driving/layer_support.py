@@ -53,6 +53,10 @@ def layer_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: D
     )
     if case.order == Order.PREFILLS_FIRST and not hasattr(layer.get_builder_cls(), "build_from_requests"):
         reasons.append("its builder takes no requests, prefills first")
+    if case.out and not getattr(layer, "accept_output_buffer", False):
+        reasons.append("output buffer not declared (accept_output_buffer)")
+    if case.ranks > 1 and not hasattr(layer.get_impl_cls(), "decode_lse"):
+        reasons.append("its computation does not tell the LSE of a rank (decode_lse)")
     return reasons or _kernel_reasons(layer, case, dtype, capability)
 
 

@@ -24,5 +24,5 @@ def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConf
         qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
         max_query_len=max(queries),
         uniform=len(set(queries)) == 1,
-        dcp_world_size=case.dcp_world_size,
+        dcp_world_size=case.ranks,
     )

@@ -1,7 +1,7 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
+from mla_conformance.reference.projected import projected_terms
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Expectation:
         for state in (*self.calls, *([self.merged] if self.merged else [])):
             yield from (state.output, state.lse)
             yield from (state.terms.by_name() if state.terms else {}).values()
+            yield from (vars(state.projected) if state.projected else {}).values()
 
 
 def expect(problem: Problem) -> Expectation:
@@ -58,10 +60,9 @@ def _unchunked(problem: Problem) -> Question:
 
 
 def _golden(problem: Problem, rows: JudgedRows, question: Question) -> AttentionState:
-    return blockwise_attention(
-        question.q,
-        question.k,
-        question.v,
+    operands = (question.q, question.k, question.v)
+    state = blockwise_attention(
+        *operands,
         query_start_loc=question.query_start_loc,
         key_start_loc=question.key_start_loc,
         scale=problem.case.softmax_scale,
@@ -70,6 +71,16 @@ def _golden(problem: Problem, rows: JudgedRows, question: Question) -> Attention
         with_key_terms=question.dequantised,
         rows=rows.numbers,
     )
+    if question.projection is None:
+        return state
+    terms = projected_terms(
+        *operands,
+        question.projection,
+        query_start_loc=question.query_start_loc,
+        key_start_loc=question.key_start_loc,
+        scale=problem.case.softmax_scale,
+    )
+    return replace(state, projected=terms.map(rows.pick))
 
 
 def _per_request(calls: list[AttentionCall], name: str) -> torch.Tensor:

@@ -25,7 +25,7 @@ from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.error_budget import rms_limit
+from mla_conformance.reference.error_budget import Roundoffs, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
 
 
@@ -148,14 +148,16 @@ class _Judge:
         """Masks, LSE and output of one part."""
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
-        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised)
+        projected = part.golden.projected is not None
+        allowed = roundoffs(
+            self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised, projected
+        )
         budget = self.expectation.budgets.of(part.golden, self.rows, allowed, self.numbers.row_deviations)
         fp8 = self.problem.output_scale is not None
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:
             yield self._lse(part, budget)
-        # Rows that share keys share the roundings of those, so they are no samples of their own.
-        yield self._codes(part, budget) if fp8 else self._output(part, budget, independent=not allowed.keys)
+        yield self._codes(part, budget) if fp8 else self._output(part, budget, allowed)
 
     def _mask(self, part: _Part, empty: torch.Tensor) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible, in the rows ``empty`` [N, T]."""
@@ -201,11 +203,11 @@ class _Judge:
         )
         return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
 
-    def _output(self, part: _Part, budget: Budget, independent: bool) -> Verdict | None:
+    def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         error = (part.output.double() - part.golden.output).abs()
         element = _share(error, budget.element * self.numbers.element_limit)
-        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), budget, independent)
+        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), budget, allowed)
         largest, largest_rms = _largest(element), _largest(row)
         self._use(BudgetUse(element=largest, row=largest_rms))
         if max(largest, largest_rms) <= 1:
@@ -222,11 +224,18 @@ class _Judge:
         hint = explain_output(part.output.double(), part.golden.output)
         return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
 
-    def _worst_rms(self, ratio: torch.Tensor, budget: Budget, independent: bool) -> torch.Tensor:
-        """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger."""
+    def _worst_rms(self, ratio: torch.Tensor, budget: Budget, allowed: Roundoffs) -> torch.Tensor:
+        """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
+
+        Rows that share keys share the roundings of those, so they are no samples of their own. Where each head projects
+        keys of its own, the heads are.
+        """
         share = ratio / rms_limit(1, self.numbers.row_deviations)
-        if not independent:
+        if allowed.keys:
             return share
+        if allowed.projections:
+            limit = rms_limit(ratio.shape[1], self.numbers.row_deviations)
+            return torch.maximum(share, ratio.square().mean(dim=1, keepdim=True).sqrt() / limit)
         together = torch.segment_reduce(ratio.square(), "mean", lengths=budget.samples, axis=0, initial=0.0).sqrt()
         # Without the number of rows a GPU is asked for it.
         spread = (together / budget.limits[:, None]).repeat_interleave(budget.samples, dim=0, output_size=len(ratio))

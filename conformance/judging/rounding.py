@@ -68,6 +68,7 @@ def roundoffs(
     merged: Merged | None = None,
     keys: int = 0,
     dequantised: bool = False,
+    projected: bool = False,
 ) -> Roundoffs:
     """Unit roundoffs of a kernel.
 
@@ -78,6 +79,7 @@ def roundoffs(
         merged: how the result was merged, if it was.
         keys: the most keys that a row sums over.
         dequantised: whether the keys were stored as codes.
+        projected: whether projecting latents rounds.
     """
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
@@ -95,4 +97,6 @@ def roundoffs(
         keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
+        projections=unit if projected else 0.0,
+        latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -108,18 +109,18 @@ def given_dtype(latents: tuple[torch.Tensor, torch.Tensor]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ExpectedCache:
-    """A cache that holds all tokens of a batch, the new ones included.
+    """A cache that holds all tokens of a batch on one rank, the new ones included.
 
     Attributes:
         case: the case.
         pages: cache and block table.
-        totals: tokens of each request, rows of padding included.
-        latents: kv_c [S, L] and k_pe [S, R] of all tokens.
+        new: of each request's tokens that are stored here, in order, whether they are new.
+        latents: kv_c [S, L] and k_pe [S, R] of all tokens that are stored here.
     """
 
     case: CachedCase
     pages: Pages
-    totals: tuple[int, ...]
+    new: list[list[bool]]
     latents: tuple[torch.Tensor, torch.Tensor]
 
     @cached_property
@@ -138,11 +139,9 @@ class ExpectedCache:
         return CacheImage(self.case, cache, storage_bytes(cache).clone(), after, slots, latents)
 
     def _new_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat slots of the new tokens, and their rows among all tokens."""
-        slots, rows, first = [], [], 0
-        for q, total, blocks in zip(self.case.q, self.totals, self.block_ids, strict=False):
-            for position in range(total - q, total):
-                slots.append(blocks[position // self.case.page] * self.case.page + position % self.case.page)
-                rows.append(first + position)
-            first += total
-        return torch.tensor(slots, dtype=torch.int64, device=self.pages.cache.device), torch.tensor(rows)
+        """Flat slots of the new tokens, and their rows among all that are stored here."""
+        page, slots = self.case.page, []
+        for flags, blocks in zip(self.new, self.block_ids, strict=False):
+            slots += [blocks[at // page] * page + at % page for at, new in enumerate(flags) if new]
+        rows = [row for row, new in enumerate(chain.from_iterable(self.new)) if new]
+        return torch.tensor(slots, dtype=torch.int64, device=self.pages.cache.device), torch.tensor(rows).long()

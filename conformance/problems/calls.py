@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 
 from mla_conformance.problems.memory import Guarded
+from mla_conformance.reference.projected import Projection
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Question:
         key_start_loc: first key of each request, and the end.
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
+        projection: what k and v are projected from, where projecting rounds.
     """
 
     q: torch.Tensor
@@ -30,6 +32,7 @@ class Question:
     key_start_loc: tuple[int, ...]
     causal: bool
     dequantised: bool = False
+    projection: Projection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Self
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import segments, start_loc
-from mla_conformance.reference.sharding import local_length
+from mla_conformance.problems.operands import start_loc
+from mla_conformance.problems.rank_question import rank_question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,31 +69,18 @@ class DecodeCall(AttentionCall):
         return backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
 
     def question(self) -> Question:
-        """The attention that the call computes; on one of several ranks each query stands for itself.
-
-        There the causal bound refers to the whole sequence, so the keys that a query sees on this rank are the first
-        few, but not those of an aligned triangle.
-        """
-        if self.metadata.dcp_world_size == 1:
-            return Question(
-                self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, True, dequantised=self.holds_codes
-            )
-        seen = self._visible_keys()
-        rows = torch.cat([torch.arange(keys.start, keys.stop, device=self.k.device) for keys in seen])
-        queries, keys = tuple(range(len(seen) + 1)), start_loc([keys.stop - keys.start for keys in seen])
-        return Question(self.q, self.k[rows], self.v[rows], queries, keys, False, dequantised=self.holds_codes)
-
-    def _visible_keys(self) -> list[slice]:
-        """The keys of this rank that each query sees."""
-        assert self.metadata.dcp_tot_seq_lens is not None
-        share = partial(local_length, rank=self.metadata.dcp_rank, world_size=self.metadata.dcp_world_size)
-        share = partial(share, interleave=self.metadata.cp_kv_cache_interleave_size)
-        queries, totals = segments(self.query_start_loc), self.metadata.dcp_tot_seq_lens.tolist()
-        return [
-            slice(first, first + share(max(0, total - rows.stop + row + 1)))
-            for rows, total, first in zip(queries, totals, self.key_start_loc, strict=False)
-            for row in range(rows.start, rows.stop)
-        ]
+        """The attention that the call computes."""
+        starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
+        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
+        if metadata.dcp_tot_seq_lens is None:
+            return whole
+        return rank_question(
+            whole,
+            tuple(metadata.dcp_tot_seq_lens.tolist()),
+            rank=metadata.dcp_rank,
+            world_size=metadata.dcp_world_size,
+            interleave=metadata.cp_kv_cache_interleave_size,
+        )
 
 
 def regrouped_metadata(metadata: MLACommonDecodeMetadata, requests: Sequence[int]) -> MLACommonDecodeMetadata:

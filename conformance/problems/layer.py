@@ -1,15 +1,19 @@
-"""From a layer case to its call: a batch of prefills and decodes over a paged cache, and what it must leave there."""
+"""From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
 from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.cases.case import Layout
 from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.problems.cache_bytes import ExpectedCache
+from mla_conformance.problems.calls import Question
+from mla_conformance.problems.latents import shaped
 from mla_conformance.problems.layer_call import LayerCall
-from mla_conformance.problems.layer_weights import selections
+from mla_conformance.problems.layer_weights import draw_weights
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import write_pages
@@ -17,20 +21,25 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, up_project
+from mla_conformance.reference.sharding import local_positions
+
+_SLICE_MARGIN = 16
 
 
 def layer_problem(case: LayerCase, device: torch.device) -> Problem:
-    """The problem of a layer case: one call.
+    """The problem of a layer case: one call for each rank.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner refuses the case.
     """
-    return Problem(case, case.id, device, (LayerBatch(case, device).call(),))
+    batch = LayerBatch(case, device)
+    calls = batch.calls()
+    return Problem(case, case.id, device, calls, batch.whole if case.is_merged else None)
 
 
 class LayerBatch(Draw[LayerCase]):
-    """The batch of a layer case."""
+    """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
     @property
     def padding_counts(self) -> bool:
@@ -53,30 +62,89 @@ class LayerBatch(Draw[LayerCase]):
         """First new token of each request, and the end."""
         return start_loc(self.query_lens)
 
-    def call(self) -> LayerCall:
-        """The layer's only call."""
-        case = self.case
-        weight = selections(case, self.generator)
-        latents = self._latents()
-        k, v = self._keys(latents, weight)
-        q = self._queries(k)
-        kv_c, k_pe = (self._new_tokens(x) for x in latents)
-        expected = self._expected(latents)
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU."""
+        return draw_weights(self.case, self.generator)
+
+    @cached_property
+    def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
+        case, tokens = self.case, sum(self.totals)
+        kv_c = torch.randn(tokens, case.kv_lora_rank, generator=self.generator)
+        k_pe = torch.randn(tokens, case.dimensions.qk_rope_head_dim, generator=self.generator)
+        for rows in segments(start_loc(self.totals)):
+            kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
+        return kv_c.to(self.dtype), k_pe.to(self.dtype)
+
+    @cached_property
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [S, L] and k_pe [S, R] float64: what was stored, but the new tokens of a prefill as they came."""
+        stored = decode_rows(self.entries, self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.dtype)
+        as_new = self._rows_of_prefills().unsqueeze(1)
+        kv_c, k_pe = (torch.where(as_new, new.double(), old) for new, old in zip(self.latents, stored, strict=True))
+        return kv_c, k_pe
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k [S, N, P + R] and v [S, N, V] float64, on the CPU."""
+        kv_c, k_pe = self.seen
+        k_nope, v = up_project(kv_c, self.weight).tensor_split([self.case.dimensions.qk_nope_head_dim], dim=-1)
+        return expand_key(k_nope, k_pe), v
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
+        case, k = self.case, self.keys[0]
+        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
+            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case))
+            q[rows] = self.regime.queries(site)
+        return self._padded(q.to(self.dtype))
+
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        """[S, width] entries of all tokens, on the CPU."""
+        return encode(*self.latents, self.case.cache, self.case.cache_scale)
+
+    @property
+    def whole(self) -> Question:
+        """Attention to the tokens of all ranks."""
+        starts = (self.query_start_loc, start_loc(self.totals))
+        k, v = (x.to(self.device) for x in self.keys)
+        q = self.queries[: self.query_start_loc[-1]]
+        return Question(q, k, v, *starts, causal=True, dequantised=self.case.holds_codes)
+
+    def calls(self) -> tuple[LayerCall, ...]:
+        """One call for each rank."""
+        _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
+        new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
+        kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
+        return tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
+
+    def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
+        case, held = self.case, self._held(rank)
+        every = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        expected = self._expected(held, every)
+        k, v = (x[every].to(self.device) for x in self.keys)
         return LayerCall(
-            q=q[: self.query_start_loc[-1]],
-            k=k.to(self.device),
-            v=v.to(self.device),
+            q=self.queries[: self.query_start_loc[-1]],
+            k=k,
+            v=v,
             query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(self.totals),
-            query=q.flatten(1).contiguous(),
+            key_start_loc=start_loc([len(own) for own in held]),
+            query=self.queries.flatten(1).contiguous(),
             kv_c=kv_c,
             k_pe=k_pe.unsqueeze(1),
-            weight=weight,
+            weight=self.weight,
+            latents=self.seen[0].to(self.device),
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
             padding_counts=self.padding_counts,
             image=expected.image(),
             chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
+            totals=self.totals,
+            rank=rank,
         )
 
     @property
@@ -88,24 +156,6 @@ class LayerBatch(Draw[LayerCase]):
     def _contexts(self) -> list[int]:
         return [kv for kv, prefill in zip(self.case.kv, self._prefills, strict=True) if prefill]
 
-    def _latents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
-        case, tokens = self.case, sum(self.totals)
-        kv_c = torch.randn(tokens, case.kv_lora_rank, generator=self.generator)
-        k_pe = torch.randn(tokens, case.dimensions.qk_rope_head_dim, generator=self.generator)
-        return kv_c.to(self.dtype), k_pe.to(self.dtype)
-
-    def _keys(self, latents: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """k [S, N, P + R] and v [S, N, V] float64: what was stored, but the new tokens of a prefill as they came."""
-        case = self.case
-        stored = decode_rows(self._entries(latents), case.cache, case.cache_scale, *case.latent_dims, self.dtype)
-        as_new = self._rows_of_prefills()
-        kv_c, k_pe = (
-            torch.where(as_new.unsqueeze(1), new.double(), old) for new, old in zip(latents, stored, strict=True)
-        )
-        k_nope, v = up_project(kv_c, weight).tensor_split([case.dimensions.qk_nope_head_dim], dim=-1)
-        return expand_key(k_nope, k_pe), v
-
     def _rows_of_prefills(self) -> torch.Tensor:
         """[S] bool: tokens that a prefill attends to without reading them from the cache."""
         flags = [
@@ -114,17 +164,10 @@ class LayerBatch(Draw[LayerCase]):
         ]
         return torch.tensor([flag for request in flags for flag in request], dtype=torch.bool)
 
-    def _entries(self, latents: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return encode(*latents, self.case.cache, self.case.cache_scale)
-
-    def _queries(self, k: torch.Tensor) -> torch.Tensor:
-        """[T, N, P + R] in the model's dtype; rows of padding are poison."""
-        case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case))
-            q[rows] = self.regime.queries(site)
-        return self._padded(q.to(self.dtype))
+    def _held(self, rank: int) -> list[Sequence[int]]:
+        """Positions of each request's tokens that a rank stores."""
+        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+        return [local_positions(total, **world) for total in self.totals]
 
     def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The rows [S, width] of the new tokens, and poison for the padding."""
@@ -137,11 +180,27 @@ class LayerBatch(Draw[LayerCase]):
         padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
         return torch.cat([x, padding]).to(self.device)
 
-    def _expected(self, latents: tuple[torch.Tensor, torch.Tensor]) -> ExpectedCache:
-        lengths = [*self.totals, *(0 for _ in range(len(self.case.q) + self.case.pad - len(self.totals)))]
-        pages = write_pages(self.case, self._entries(latents), lengths, self.device)
-        return ExpectedCache(self.case, pages, self.totals, latents)
+    def _expected(self, held: list[Sequence[int]], rows: list[int]) -> ExpectedCache:
+        """The cache of a rank that holds these positions of each request, which are these rows of all tokens."""
+        lengths = [*map(len, held), *(0 for _ in range(len(self.case.q) + self.case.pad - len(held)))]
+        pages = write_pages(self.case, self.entries[rows], lengths, self.device)
+        new = [
+            [position >= total - q for position in own]
+            for own, total, q in zip(held, self.totals, self.case.q, strict=False)
+        ]
+        return ExpectedCache(self.case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
 
     def _requests(self, block_ids: list[list[int]]) -> tuple[LayerRequest, ...]:
         batch = zip(self.case.q, self.case.kv, block_ids, self._prefills, strict=False)
         return tuple(LayerRequest(q, kv, ids, prefill) for q, kv, ids, prefill in batch)
+
+
+def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: LayerCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same values as slices of one wider projection, as a model has them, if the layout says so."""
+    if case.layout not in (Layout.SLICED, Layout.ODD):
+        return kv_c, k_pe
+    before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
+    widths = (before, kv_c.shape[1], k_pe.shape[1], after)
+    wide = poison((len(kv_c), sum(widths)), kv_c.dtype, kv_c.device, case.poison)
+    _, first, second, _ = wide.split(widths, dim=1)
+    return first.copy_(kv_c), second.copy_(k_pe)

@@ -1,15 +1,18 @@
 """A call of a layer."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import torch
 
 from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.cases.layer import LayerCase
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.layer_weights import Linear, PackedLinear, as_linear
 from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.rank_question import rank_question
+from mla_conformance.reference.projected import Projection
 
 
 class LayerDriver(Protocol):
@@ -21,8 +24,11 @@ class LayerDriver(Protocol):
     def prepare(self, call: "LayerCall") -> None:
         """Build the metadata of a batch."""
 
-    def forward(self, call: "LayerCall") -> Any:
+    def forward(self, call: "LayerCall", output: torch.Tensor | None) -> Any:
         """The layer's result."""
+
+    def rank_lse(self) -> Any:
+        """The LSE of the last result, of the keys of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,29 +40,42 @@ class LayerCall(AttentionCall):
         kv_c: [T, L].
         k_pe: [T, 1, R].
         weight: [L, N, P + V] float64 of ``kv_b_proj``.
+        latents: [S, L] float64, what k and v are projected from.
         packed: whether ``kv_b_proj`` holds codes under another name.
         requests: the batch.
         padding: rows of padding behind it; -1 where no graph is used.
         padding_counts: whether the metadata counts these rows, as requests without tokens.
         image: the cache before the call, and what it must hold after it.
         chunks: context chunks that a prefill merges with its new tokens.
+        totals: tokens of each request on all ranks.
+        rank: whose call it is.
     """
 
     query: torch.Tensor
     kv_c: torch.Tensor
     k_pe: torch.Tensor
     weight: torch.Tensor
+    latents: torch.Tensor
     requests: tuple[LayerRequest, ...]
     padding: int
     padding_counts: bool
     image: CacheImage
     chunks: int
+    totals: tuple[int, ...]
+    rank: int = 0
     packed: bool = False
 
     @property
     def name(self) -> str:
         """How messages call it."""
-        return "layer"
+        return "layer" if self.case.ranks == 1 else f"rank {self.rank}"
+
+    @property
+    def case(self) -> LayerCase:
+        """What it was made from."""
+        case = self.image.case
+        assert isinstance(case, LayerCase)
+        return case
 
     @property
     def merges(self) -> int:
@@ -65,12 +84,25 @@ class LayerCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """A layer has none."""
-        return False
+        """Where others hold the rest of the keys."""
+        return self.case.ranks > 1
 
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands; the cache is written, so its bytes are compared with what they must be."""
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
+
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        mine = super().overwritten(other)
+        image = replace(other.image, cache=self.image.cache)
+        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, image=image)
+
+    def output_buffer(self) -> Guarded | None:
+        """[T, N·V], if the case hands one over."""
+        if not self.case.out:
+            return None
+        shape = (self.query.shape[0], self.q.shape[1] * self.width)
+        return Guarded.allocate(shape, self.query.dtype, self.query.device)
 
     def prepare(self, backend: LayerDriver) -> None:
         """Weights and metadata."""
@@ -79,12 +111,12 @@ class LayerCall(AttentionCall):
         backend.prepare(self)
 
     def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
-        """``forward`` on the cache as it was before; its result by heads."""
+        """``forward`` on the cache as it was before; its result by heads, with the LSE of a rank."""
         self.image.reset()
-        result = backend.forward(self)
-        if not isinstance(result, torch.Tensor) or result.shape[0] != self.query.shape[0]:
-            return result
-        return result[: self.q.shape[0]].unflatten(-1, (self.q.shape[1], -1))
+        result = backend.forward(self, None if out is None else out.view)
+        if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
+            result = result[: self.q.shape[0]].unflatten(-1, (self.q.shape[1], -1))
+        return (result, backend.rank_lse()) if self.returns_lse else result
 
     def wrong_writes(self) -> str:
         """What the last call wrote into the cache that it should not have, or failed to write."""
@@ -92,5 +124,11 @@ class LayerCall(AttentionCall):
 
     def question(self) -> Question:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
-        starts = (self.query_start_loc, self.key_start_loc)
-        return Question(self.q, self.k, self.v, *starts, causal=True, dequantised=self.image.case.holds_codes)
+        starts, case = (self.query_start_loc, self.key_start_loc), self.case
+        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
+        if case.ranks > 1:
+            split = {"rank": self.rank, "world_size": case.ranks, "interleave": case.interleave}
+            return rank_question(whole, self.totals, **split)
+        if case.weights == "dense":
+            return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
+        return whole

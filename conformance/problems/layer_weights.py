@@ -1,9 +1,13 @@
-"""Projections of a layer that round nothing, so that a layer is judged as sharply as its kernels.
+"""Projections of a layer, all of whose weights are exact in every dtype.
 
-Each column of W_UK and W_UV picks one latent of its own, signed and times a power of two, another one for every head.
-Absorbing the query, up-projecting keys and values, and projecting the output then are exact in every dtype: prefill
-and decode see the same real operands, and a transposed or misplaced weight changes everything.
+Selections round nothing, so that a layer is judged as sharply as its kernels. Each column of W_UK and W_UV picks one
+latent of its own, signed and times a power of two, another one for every head. Absorbing the query, up-projecting keys
+and values, and projecting the output then are exact: prefill and decode see the same real operands, and a transposed
+or misplaced weight changes everything. Dense weights are normal, on a grid of 8 bits: they show with what precision a
+layer holds and multiplies them.
 """
+
+import math
 
 import torch
 
@@ -11,6 +15,8 @@ from mla_conformance.cases.layer import LayerCase
 from mla_conformance.reference.projections import kv_b_proj
 
 _FACTORS = (1.0, -1.0, 0.5, -0.5)
+_GRID = 32
+"""Steps of the grid in a standard deviation of dense weights; four deviations are within an int8."""
 
 
 class Linear:
@@ -29,25 +35,35 @@ class Linear:
 
 
 class PackedLinear:
-    """The same with its weight in codes of half a unit, under the name that packed formats have for it.
+    """The same with its weight in codes, under the name that packed formats have for it.
 
     Attributes:
         qweight: [out, in] int8.
+        unit: what a code of 1 stands for, a power of two.
     """
 
     def __init__(self, dense: Linear) -> None:
-        self.qweight = (dense.weight * 2).to(torch.int8)
+        largest = float(dense.weight.abs().max())
+        self.unit = 2.0 ** math.ceil(math.log2(largest / 127))
+        self.qweight = (dense.weight / self.unit).to(torch.int8)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """As :class:`Linear`."""
-        return x @ (self.qweight.to(x.dtype) / 2).mT, None
+        return x @ (self.qweight.to(x.dtype) * self.unit).mT, None
 
 
-def selections(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
-    """[L, N, P + V] float64 of [W_UK; W_UV] for each head; P and V may not exceed L."""
-    dims = case.dimensions
+def draw_weights(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
+    """[L, N, P + V] float64 of [W_UK; W_UV] for each head; P and V of selections may not exceed L.
+
+    Args:
+        case: the case.
+        generator: of the batch; that of the case's model has the same numbers for every batch.
+    """
+    dims, draw = case.dimensions, _dense if case.weights == "dense" else _selection
+    if case.model:
+        generator = torch.Generator().manual_seed(case.model)
     widths = (dims.qk_nope_head_dim, dims.v_head_dim)
-    return kv_b_proj(*(_selection(case.kv_lora_rank, case.heads, width, generator) for width in widths))
+    return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 
 
 def as_linear(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -66,3 +82,10 @@ def _selection(latents: int, heads: int, width: int, generator: torch.Generator)
         ]
         weight[picked, head, column] = factor
     return weight
+
+
+def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """[latents, heads, width], normal with a variance near 1/latents."""
+    unit = 2.0 ** -round(math.log2(_GRID * latents**0.5))
+    normal = torch.randn(latents, heads, width, generator=generator, dtype=torch.float64)
+    return (normal * _GRID).round().clamp(-127, 127) * unit

@@ -1,6 +1,7 @@
 """What a layer's backend says of its cache, and its copies of blocks, compared with the reference byte by byte."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -11,6 +12,8 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
+
+_OTHER_LAYERS = 2
 
 
 def shapes_cache(trial: Trial) -> None:
@@ -29,28 +32,43 @@ def shapes_cache(trial: Trial) -> None:
 
 
 def moves_blocks(trial: Trial) -> None:
-    """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves."""
+    """``copy_blocks`` and ``swap_blocks`` of the layer's backend leave the bytes that the reference leaves.
+
+    One cache is that of the case, another one has a block more and another stride between its blocks. A source may be
+    copied to several blocks, as a shared one is that two requests are about to write.
+    """
     call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
-    image = call.image
-    blocks = image.cache.shape[0]
-    pairs = torch.tensor([[0, blocks - 1], [1, blocks - 2]], device=image.cache.device)
-    image.reset()
-    ours, theirs = _copy(image.cache), _copy(image.cache)
-    copy_blocks([ours], pairs)
-    _run(trial, "copy_blocks", lambda: trial.backend.backend.copy_blocks([theirs], pairs))
+    cache, backend = call.image.cache, trial.backend.backend
+    call.image.reset()
+    pairs = _pairs(cache.shape[0]).to(cache.device)
+    ours, theirs = _caches(cache), _caches(cache)
+    copy_blocks(ours, pairs)
+    _run(trial, "copy_blocks", lambda: backend.copy_blocks(theirs, pairs))
     _compare(trial, "copy_blocks", ours, theirs)
-    target, other = _copy(image.cache), _copy(image.cache)
-    swap_blocks(theirs, target, pairs.flip(1))
-    _run(trial, "swap_blocks", lambda: trial.backend.backend.swap_blocks(theirs, other, pairs.flip(1).cpu()))
-    _compare(trial, "swap_blocks", target, other)
+    for source, target, moved in ((0, 1, pairs + pairs.new_tensor([0, 1])), (1, 0, pairs.flip(1)[:2])):
+        swap_blocks(ours[source], ours[target], moved)
+        _run(trial, "swap_blocks", partial(backend.swap_blocks, theirs[source], theirs[target], moved.cpu()))
+        _compare(trial, "swap_blocks", ours, theirs)
 
 
-def _copy(cache: torch.Tensor) -> torch.Tensor:
-    """A cache with the same bytes and strides in a storage of its own."""
+def _pairs(blocks: int) -> torch.Tensor:
+    """[copies, 2] from the first blocks to the last ones, as many as do not meet."""
+    copies = [(0, blocks - 1), (1, blocks - 2), (0, blocks - 3)]
+    return torch.tensor([pair for pair in copies if pair[1] > 1], dtype=torch.int64).view(-1, 2)
+
+
+def _caches(cache: torch.Tensor) -> list[torch.Tensor]:
+    """A cache with the same bytes and strides in a storage of its own, and one of other strides beside it."""
     storage = storage_bytes(cache).clone().untyped_storage()
-    empty = torch.empty(0, dtype=cache.dtype, device=cache.device)
-    return empty.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
+    same = torch.empty(0, dtype=cache.dtype, device=cache.device)
+    same.set_(storage, cache.storage_offset(), cache.shape, cache.stride())
+    blocks, page, width = cache.shape
+    layers = cache.stride(0) // (page * width) + _OTHER_LAYERS
+    other = torch.zeros(blocks + 1, layers, page, width, dtype=cache.dtype, device=cache.device)[:, 1]
+    count = torch.arange(other.numel() * other.element_size(), device=cache.device)
+    other.view(torch.uint8).copy_((count % 251).to(torch.uint8).view(other.view(torch.uint8).shape))
+    return [same, other]
 
 
 def _run(trial: Trial, name: str, call: Callable[[], None]) -> None:
@@ -60,6 +78,8 @@ def _run(trial: Trial, name: str, call: Callable[[], None]) -> None:
         trial.require(False, Check.CALL, f"{name} raised {one_line(error)}")
 
 
-def _compare(trial: Trial, name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
-    wrong = int((storage_bytes(expected) != storage_bytes(found)).sum())
-    trial.require(wrong == 0, Check.CACHE, f"{name}: {wrong} bytes of the cache are not what they must be")
+def _compare(trial: Trial, name: str, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+    for number, (right, got) in enumerate(zip(expected, found, strict=True)):
+        wrong = int((storage_bytes(right) != storage_bytes(got)).sum())
+        what = f"{name}: {wrong} bytes of cache {number} of {len(expected)} are not what they must be"
+        trial.require(wrong == 0, Check.CACHE, what)

@@ -3,6 +3,7 @@
 On a device without graphs the replay is a call over the same buffers, so all but the capture is judged there.
 """
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,11 @@ class LayerGraph:
         guarded(self._trial, step, lambda: self._load(problem, call))
         self._value.fill_(torch.nan)
         result = guarded(self._trial, step, self._replay).unflatten(-1, (problem.case.heads, -1))
-        self._settle(problem, expectation, result[: call.query.shape[0]], step)
+        rows = call.query.shape[0]
+        self._settle(problem, expectation, result[:rows], step)
+        written = result[rows:].ne(0).flatten(1).any(dim=1)
+        what = f"{step}: the output is not 0 in {int(written.sum())} rows of padding behind the {rows} of the batch"
+        self._trial.require(not bool(written.any()), Check.MASK, what)
 
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
@@ -73,7 +78,7 @@ class LayerGraph:
         layer = self._layer
         operands = (self._call.query, self._call.kv_c, self._call.k_pe)
         value: torch.Tensor = layer.impl.forward(
-            layer.attention_layer(), *operands, self._call.image.cache, self._metadata
+            layer.attention_layer(self._call.case), *operands, self._call.image.cache, self._metadata
         )
         return value
 
@@ -119,6 +124,7 @@ def replays(trial: Trial) -> None:
     graph = guarded(trial, "captured", lambda: LayerGraph(trial, trial.problem))
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
+    graph.judge(_batch(trial, case, size, 7), "another batch of the captured size, replayed after a smaller one")
     graph.judge(_batch(trial, case, 1, 4), "a single request, replayed with padding")
     larger = _batch(trial, replace(case, q=(*case.q, 1), kv=(*case.kv, 9), decodes=size + 1), size + 1, 5)
     graph.refuses(larger, "one request more than captured")
@@ -127,7 +133,7 @@ def replays(trial: Trial) -> None:
 
 
 def _batch(trial: Trial, case: LayerCase, requests: int, seed: int) -> Problem:
-    """The last so many requests in reverse order, with other values, and padding up to the captured number."""
-    kv = tuple(reversed(case.kv))[:requests]
-    other = replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed)
-    return trial.build(other)
+    """So many of the requests in an order of its own, most of them shorter, so that no row keeps its length."""
+    drawn = random.Random(case.seed + seed)
+    kv = tuple(drawn.choice((length, length // 2, length // 3)) for length in drawn.sample(case.kv, requests))
+    return trial.build(replace(case, q=(1,) * requests, kv=kv, decodes=requests, seed=case.seed + seed))
