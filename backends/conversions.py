@@ -119,6 +119,15 @@ def natural_heads_first(lse: torch.Tensor) -> torch.Tensor:
     return lse.mT * math.log(2)
 
 
+def rows_that_count(padded: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """[N, T] of an LSE [B, at least the longest query, N] that is padded a request; launches no synchronisation."""
+    lengths = batch.query_start_loc.diff()
+    requests = torch.arange(len(lengths), device=padded.device)
+    request = requests.repeat_interleave(lengths, output_size=batch.query_tokens)
+    position = torch.arange(batch.query_tokens, device=padded.device) - batch.query_start_loc[request]
+    return padded[request, position].mT
+
+
 def blank_lse(lse: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
     """``lse`` [N, T] with -inf in the rows that see no key, whatever the kernel left there."""
     keyless = batch.rows_without_keys()
