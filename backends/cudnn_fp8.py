@@ -18,6 +18,8 @@ from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
 _P_SCALE = 2.0**8
+_SHORTEST = 2
+"""What the longest request of a plan has at least; no plan is for one token."""
 
 
 class CudnnFp8(CudnnPrefillBackend):
@@ -40,6 +42,8 @@ class CudnnFp8(CudnnPrefillBackend):
             Deviation("output in e4m3 only", "unquantised output and chunks of context are declared unsupported"),
             Deviation("multiplies the output by its scale", "is given the reciprocal, made on the device"),
             Deviation("P is scaled by a number that the caller chooses", "2^8, and its inverse behind the product"),
+            Deviation("faults on a request without tokens", "such a request is left out"),
+            Deviation("has no plan for requests of one token", "the plan is for two, the lengths say one"),
             Deviation("sums of e4m3 products keep 13 bits behind the point", "declared fp22"),
             Deviation("the largest magnitudes of P and of the output are results too", "dropped"),
         ),
@@ -78,7 +82,8 @@ class CudnnFp8(CudnnPrefillBackend):
         if out is None or output_scale is None:
             raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only; pass out in e4m3 and output_scale")
         self._scale_o = output_scale.float().reciprocal().reshape(1)
-        output, lse = self._run(q, k, v, RaggedBatch.new_tokens(self._prefill_metadata), out)
+        batch = RaggedBatch.new_tokens(self._prefill_metadata).without_empty_requests()
+        output, lse = self._run(q, k, v, batch, out)
         return (output, lse) if return_softmax_lse else output
 
     def run_prefill_context_chunk(
@@ -94,5 +99,7 @@ class CudnnFp8(CudnnPrefillBackend):
         scales = dict.fromkeys(SCALES, lse.new_ones(1))
         scales |= {"scale_s": lse.new_full((1,), _P_SCALE), "descale_s": lse.new_full((1,), 1 / _P_SCALE)}
         tensors = {"q": q, "k": k, "v": v, "o": output, "stats": lse, **scales, "scale_o": self._scale_o}
-        self._served = {"plan": execute(Key.of(q, k, v, batch, self.scale), tensors, batch)}
+        key = Key.of(q, k, v, batch, self.scale)
+        key = key._replace(max_query_len=max(_SHORTEST, key.max_query_len), max_key_len=max(_SHORTEST, key.max_key_len))
+        self._served = {"plan": execute(key, tensors, batch)}
         return lse.mT

@@ -145,6 +145,14 @@ class MLADecodeBackendEnum(BackendEnum):
     )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
+    FLASH_ATTN_MLA = (
+        "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend",
+        "upstream",
+        "sglang",
+        "vllm",
+    )
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla_decode.TokenspeedMLADecodeBackend"
+    CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 

@@ -108,3 +108,9 @@ def test_padded_rows_are_dropped() -> None:
     batch = RaggedBatch(None, start, start, (2, 0, 1), (2, 0, 1))
     lse = torch.arange(6.0).view(3, 2, 1)
     assert rows_that_count(lse, batch).tolist() == [[0.0, 1.0, 4.0]]
+
+
+def test_empty_requests_can_be_left_out() -> None:
+    batch = RaggedBatch.new_tokens(_metadata((0, 3, 0, 0, 5, 0))).without_empty_requests()
+    assert (batch.query_lens, batch.key_lens, batch.causal) == ((3, 5), (3, 5), True)
+    assert batch.query_start_loc.tolist() == batch.key_start_loc.tolist() == [0, 3, 8]

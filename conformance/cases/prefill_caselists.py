@@ -283,6 +283,7 @@ def quant_output_fp8() -> Iterator[Fields]:
             new((33,), data="tiny_values", oscale=70),
             new((9, 40), data="ones", oscale=1000),
             new((0, 9, 0), dims="glm", heads=2),
+            new((1, 1)),
         ],
         dtype="e4m3",
         quant="fp8",
