@@ -86,6 +86,13 @@ class RaggedBatch:
             if queries and keys:
                 yield slice(last_query - queries, last_query), slice(last_key - keys, last_key)
 
+    def without_empty_requests(self) -> "RaggedBatch":
+        """The same rows as a batch of requests that have queries; where these are the keys' requests too."""
+        kept = [index for index, queries in enumerate(self.query_lens) if queries]
+        lengths = [tuple(each[index] for index in kept) for each in (self.query_lens, self.key_lens)]
+        bounds = torch.tensor([*kept, len(self.query_lens)], device=self.query_start_loc.device)
+        return RaggedBatch(self.chunk_idx, self.query_start_loc[bounds], self.key_start_loc[bounds], *lengths)
+
     def rows_without_keys(self) -> torch.Tensor | None:
         """[T] bool on the device, or None if every row sees a key; launches no synchronisation."""
         if all(keys or not queries for queries, keys in zip(self.query_lens, self.key_lens, strict=True)):
@@ -117,6 +124,15 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 def natural_heads_first(lse: torch.Tensor) -> torch.Tensor:
     """[T, N] of logarithms to base 2 as [N, T] of natural ones."""
     return lse.mT * math.log(2)
+
+
+def rows_that_count(padded: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+    """[N, T] of an LSE [B, at least the longest query, N] that is padded a request; launches no synchronisation."""
+    lengths = batch.query_start_loc.diff()
+    requests = torch.arange(len(lengths), device=padded.device)
+    request = requests.repeat_interleave(lengths, output_size=batch.query_tokens)
+    position = torch.arange(batch.query_tokens, device=padded.device) - batch.query_start_loc[request]
+    return padded[request, position].mT
 
 
 def blank_lse(lse: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:

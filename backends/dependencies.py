@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from types import ModuleType
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Library:
         return import_module(self.module)
 
     def version(self) -> str:
-        """Version of the distribution, or that it has none."""
+        """Version of the distribution, and that it was never tried if it was not; or that it has none."""
         return _version(self.distribution)
 
 
@@ -69,9 +73,21 @@ def extra(name: str) -> str:
 @cache
 def _version(distribution: str) -> str:
     try:
-        return version(distribution)
+        found = version(distribution)
     except PackageNotFoundError:
         return "not installed as a distribution"
+    tried = _tried(distribution)
+    return found if tried.contains(found, prereleases=True) else f"{found}, never tried ({distribution}{tried} was)"
+
+
+def _tried(distribution: str) -> SpecifierSet:
+    """The range of versions in this project's extras, empty if the distribution is in none."""
+    try:
+        extras = map(Requirement, requires("mla-conformance") or [])
+    except PackageNotFoundError:
+        return SpecifierSet()
+    name = canonicalize_name(distribution)
+    return next((each.specifier for each in extras if canonicalize_name(each.name) == name), SpecifierSet())
 
 
 def _installed(module: str) -> bool:

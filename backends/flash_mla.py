@@ -1,36 +1,39 @@
-"""FLASHMLA: DeepSeek's dense decode kernel for Hopper, built from its repository; no package index has it built."""
+"""FLASHMLA: DeepSeek's dense decode kernel for Hopper, from whichever build of the module ``flash_mla`` is installed.
 
-from typing import ClassVar
+DeepSeek's own package had it until its release of 2026-09-30, which is sparse alone; the fork on the package index
+keeps it behind ``use_legacy``. Which build it is, its functions' parameters tell.
+"""
+
+import inspect
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 
-_LIBRARY = Library(
-    "flash_mla",
-    "flash-mla",
-    "pip install --no-build-isolation git+https://github.com/deepseek-ai/FlashMLA",
-    "flash-mla on PyPI lacks its headers and does not build",
+_FORK = Library(
+    "flash_mla", "sgl-flash-mla", extra("flashmla"), "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
 )
+_DEEPSEEK = Library("flash_mla", "flash-mla", _FORK.command)
 _PAGE = 64
 
 
 class FlashMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches over pages of 64 tokens."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
+    libraries: ClassVar[tuple[Library, ...]] = (_FORK,)
     needed_capability: ClassVar[str] = "9.0"
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flash-mla", "torch"),
+        distributions=("sgl-flash-mla", "flash-mla", "torch"),
         deviations=(
             Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
             Deviation("LSE [B, N, queries of a request]", "[N, T]"),
@@ -38,6 +41,8 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
             Deviation("a schedule holds for one batch of lengths", "a new one at each call, made on the device"),
             Deviation("faults on rows that do not start at multiples of 16 bytes", "such a cache is copied"),
             Deviation("reads an e4m3 cache only where a list of tokens is given", "declared unsupported"),
+            Deviation("sgl-flash-mla: reads one without a list too, under queries in e4m3", "declared unsupported"),
+            Deviation("sgl-flash-mla: dense decode on request only", "use_legacy"),
         ),
     )
 
@@ -56,14 +61,31 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         """Hopper."""
         return device_capability is not None and device_capability.major == 9
 
+    @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """The module may be there without this kernel."""
+        reasons = super().broken_dependencies()
+        if reasons or cls.missing_dependencies():
+            return reasons
+        library = _package()
+        name = f"package {library.distribution} {library.version()}"
+        return [f"{name} is installed, but {reason} ({library.command})" for reason in _lacks(library.load())]
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """Which build served."""
+        library = _package()
+        kernels = {"kernels": "legacy"} if _is_fork(library.load()) else {}
+        return {library.distribution: library.version(), **kernels}
+
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`PagedDecodeBackend`."""
-        metadata, library = self._decode_metadata, _LIBRARY.load()
+        metadata, library = self._decode_metadata, _FORK.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())
         query = torch.cat([ql_nope, q_pe], dim=-1).view(requests, queries, self.num_heads, -1)
         schedule, _ = library.get_mla_metadata()
+        build: dict[str, Any] = {"use_legacy": True} if _is_fork(library) else {}
         output, lse = library.flash_mla_with_kvcache(
             query,
             aligned(kv_cache).unsqueeze(2),
@@ -73,5 +95,26 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
             schedule,
             softmax_scale=self.scale,
             causal=queries > 1,
+            **build,
         )
         return output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+
+def _package() -> Library:
+    """The distribution that the installed module comes from."""
+    return _FORK if _is_fork(_FORK.load()) else _DEEPSEEK
+
+
+def _is_fork(library: Any) -> bool:
+    return "use_legacy" in inspect.signature(library.flash_mla_with_kvcache).parameters
+
+
+def _lacks(library: Any) -> list[str]:
+    """Why this build has no dense decode kernel to call; empty if it has."""
+    if _is_fork(library):
+        return [] if library.has_legacy() else ["it was built without its legacy kernels, dense decode among them"]
+    if inspect.signature(library.flash_mla_with_kvcache).parameters["is_fp8_kvcache"].default:
+        return ["DeepSeek's release of 2026-09-30 and later ones have no dense decode"]
+    if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(library.get_mla_metadata).parameters.values()):
+        return ["its get_mla_metadata takes lengths: a version before 1.0.0+9241ae3, none of which was tried"]
+    return []

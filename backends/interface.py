@@ -42,6 +42,11 @@ class PrefillKernelBackend(KernelBackend):
         return False
 
     @classmethod
+    def supports_unquantised_output(cls, dtype: torch.dtype) -> bool:
+        """Whether operands of ``dtype`` may have an output that is not quantised; a kernel may write codes only."""
+        return True
+
+    @classmethod
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:

@@ -106,11 +106,19 @@ class MLAPrefillBackendEnum(BackendEnum):
         "earlier=mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
         "present=mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
     )
-    TORCH_SDPA = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
+    TORCH_SDPA = (
+        "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend",
+        "efficient=mla_conformance.backends.torch_efficient.TorchEfficientPrefillBackend",
+    )
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
     FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
-    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer"
+    CUDNN = (
+        "mla_conformance.backends.cudnn.CudnnPrefillBackend",
+        "graph",
+        "flashinfer",
+        "fp8=mla_conformance.backends.cudnn_fp8.CudnnFp8",
+    )
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     CUSTOM = None
@@ -131,9 +139,20 @@ class MLADecodeBackendEnum(BackendEnum):
     """Every MLA decode backend."""
 
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
-    TORCH_SDPA = "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend"
+    TORCH_SDPA = (
+        "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend",
+        "efficient=mla_conformance.backends.torch_sdpa_decode.TorchEfficientDecodeBackend",
+    )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
+    FLASH_ATTN_MLA = (
+        "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend",
+        "upstream",
+        "sglang",
+        "vllm",
+    )
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla_decode.TokenspeedMLADecodeBackend"
+    CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 

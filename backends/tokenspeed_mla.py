@@ -12,8 +12,20 @@ from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _COMMAND = extra("tokenspeed-mla")
-_LIBRARY = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
+TOKENSPEED_MLA = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
+LIBRARIES = (
+    TOKENSPEED_MLA,
+    Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
+    Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
+)
+DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
 _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
+
+
+def swallowed_import_error() -> list[str]:
+    """Why the package, which imports whatever it lacks, cannot run; empty if it can."""
+    swallowed = getattr(TOKENSPEED_MLA.load(), "_IMPORT_ERROR", None)
+    return [] if swallowed is None else [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
 
 
 class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
@@ -21,13 +33,9 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "10.x"
-    libraries: ClassVar[tuple[Library, ...]] = (
-        _LIBRARY,
-        Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
-        Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
-    )
+    libraries: ClassVar[tuple[Library, ...]] = LIBRARIES
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("tokenspeed-mla", "nvidia-cutlass-dsl"),
+        distributions=DISTRIBUTIONS,
         e4m3_rounding=Rounding(p=Precision.E4M3),
         deviations=(
             Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
@@ -56,17 +64,13 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
     @classmethod
     def broken_dependencies(cls) -> list[str]:
         """The package swallows its import error; it is asked for it."""
-        reasons = super().broken_dependencies()
-        swallowed = None if reasons else getattr(_LIBRARY.load(), "_IMPORT_ERROR", None)
-        if swallowed is not None:
-            reasons.append(f"package {_LIBRARY.distribution} is installed, but cannot run: {swallowed}")
-        return reasons
+        return super().broken_dependencies() or swallowed_import_error()
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`RaggedPrefillBackend`."""
-        output, lse = _LIBRARY.load().tokenspeed_mla_prefill(
+        output, lse = TOKENSPEED_MLA.load().tokenspeed_mla_prefill(
             query=q.contiguous(),
             key=k.contiguous(),
             value=v.contiguous(),

@@ -90,8 +90,13 @@ class TorchSDPADecodeBackend(MLADecodeBackend):
 
 
 class TorchEfficientDecodeBackend(TorchSDPADecodeBackend):
-    """``aten::_scaled_dot_product_efficient_attention`` with its LSE."""
+    """``aten::_scaled_dot_product_efficient_attention`` with its LSE.
 
+    Attributes:
+        variant: the name in brackets by which it is chosen.
+    """
+
+    variant: ClassVar[str] = "efficient"
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
         rounding=Rounding(dequantised_keys=Precision.MODEL),
@@ -101,6 +106,11 @@ class TorchEfficientDecodeBackend(TorchSDPADecodeBackend):
             Deviation("a row without keys holds anything", "such a row is blanked: output 0, LSE -inf"),
         ),
     )
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Any GPU."""
+        return device_capability is not None
 
     def _attend(self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`TorchSDPADecodeBackend`."""

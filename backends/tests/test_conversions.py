@@ -13,6 +13,7 @@ from mla_conformance.backends.conversions import (
     blank_output,
     natural_heads_first,
     pad_head_dim,
+    rows_that_count,
 )
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.chunking import ContextChunk
@@ -100,3 +101,16 @@ def test_operands_are_copied_only_if_a_row_starts_in_between(view: Any, kept: An
     assert (copy is x) == kept
     assert torch.equal(copy, x)
     assert aligned(copy) is copy
+
+
+def test_padded_rows_are_dropped() -> None:
+    start = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    batch = RaggedBatch(None, start, start, (2, 0, 1), (2, 0, 1))
+    lse = torch.arange(6.0).view(3, 2, 1)
+    assert rows_that_count(lse, batch).tolist() == [[0.0, 1.0, 4.0]]
+
+
+def test_empty_requests_can_be_left_out() -> None:
+    batch = RaggedBatch.new_tokens(_metadata((0, 3, 0, 0, 5, 0))).without_empty_requests()
+    assert (batch.query_lens, batch.key_lens, batch.causal) == ((3, 5), (3, 5), True)
+    assert batch.query_start_loc.tolist() == batch.key_start_loc.tolist() == [0, 3, 8]

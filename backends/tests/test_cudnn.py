@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.cudnn import CudnnPrefillBackend, _Key, _layouts, _lengths, _offsets, _rows_that_count
+from mla_conformance.backends.cudnn import CudnnPrefillBackend
+from mla_conformance.backends.cudnn_graph import Key, layouts, lengths, offsets
 from mla_conformance.reference.dimensions import MLADimensions
 
 _FUNCTION = "flashinfer/cudnn/prefill.py:cudnn_batch_prefill_with_kv_cache"
@@ -47,25 +47,18 @@ def test_conventions_of_the_entry(version: Any, recorded: Any, installed: Any, k
 
 
 def test_offsets_are_elements_in_64_bits() -> None:
-    offsets = _offsets(torch.tensor([0, 3, 2**20], dtype=torch.int32), 2**12)
-    assert offsets.shape == (3, 1, 1, 1)
-    assert offsets.flatten().tolist() == [0, 3 * 2**12, 2**32]
-    assert _lengths(torch.tensor([0, 3, 8], dtype=torch.int32)).flatten().tolist() == [3, 5]
+    found = offsets(torch.tensor([0, 3, 2**20], dtype=torch.int32), 2**12)
+    assert found.shape == (3, 1, 1, 1)
+    assert found.flatten().tolist() == [0, 3 * 2**12, 2**32]
+    assert lengths(torch.tensor([0, 3, 8], dtype=torch.int32)).flatten().tolist() == [3, 5]
 
 
 def test_layouts_carry_the_strides_of_a_view() -> None:
     strides = ((768, 192, 1), (768, 192, 1), (1024, 256, 1))
-    key = _Key(torch.device("cpu"), torch.bfloat16, 3, 4, 7, 9, (192, 128), strides, 0.1, True)
-    layouts = _layouts(key)
-    assert layouts["q"] == ((3, 4, 7, 192), (768 * 7, 192, 768, 1))
-    assert layouts["v"] == ((3, 4, 9, 128), (1024 * 9, 256, 1024, 1))
-
-
-def test_padded_rows_are_dropped() -> None:
-    start = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-    batch = RaggedBatch(None, start, start, (2, 0, 1), (2, 0, 1))
-    lse = torch.arange(6.0).view(3, 2, 1)
-    assert _rows_that_count(lse, batch).tolist() == [[0.0, 1.0, 4.0]]
+    key = Key(torch.device("cpu"), torch.bfloat16, 3, 4, 7, 9, (192, 128), strides, 0.1, True)
+    found = layouts(key)
+    assert found["q"] == ((3, 4, 7, 192), (768 * 7, 192, 768, 1))
+    assert found["v"] == ((3, 4, 9, 128), (1024 * 9, 256, 1024, 1))
 
 
 @pytest.mark.parametrize(("dims", "supported"), [((128, 64, 128), True), ((24, 8, 20), False), ((256, 64, 320), False)])

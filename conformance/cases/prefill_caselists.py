@@ -283,6 +283,20 @@ def quant_output_fp8() -> Iterator[Fields]:
         quant="fp8",
         lse=False,
     )
+    yield from each(
+        [
+            new((5, 64, 130)),
+            new((5, 33), pad=3),
+            new((5, 64), data="needle", oscale=2300),
+            new((33,), data="tiny_values", oscale=70),
+            new((9, 40), data="ones", oscale=1000),
+            new((0, 9, 0), dims="glm", heads=2),
+            new((1, 1)),
+        ],
+        dtype="e4m3",
+        quant="fp8",
+        lse=False,
+    )
 
 
 def fp8_operands() -> Iterator[Fields]:

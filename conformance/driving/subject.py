@@ -10,7 +10,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding, declaration_of
 from mla_conformance.backends.decode import MLADecodeBackend
-from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.foreign import reasons_of, yes_or_no
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
@@ -175,6 +175,8 @@ class Subject:
         reasons = reasons_of(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
         if case.own_merge and not hasattr(self.prefill_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
+        if case.quant == "none" and not self._writes_unquantised(dtype):
+            reasons.append(f"unquantised output of {dtype} not declared")
         if case.quant == "fp8" and not reasons:
             try:
                 key = fp8_static_tensor_sym()
@@ -183,6 +185,10 @@ class Subject:
             if not self.create_prefill(case).supports_quant_output(key):
                 reasons.append("fused e4m3 output not declared")
         return reasons
+
+    def _writes_unquantised(self, dtype: torch.dtype) -> bool:
+        declared = getattr(self.prefill_class, "supports_unquantised_output", lambda dtype: True)
+        return yes_or_no(declared(dtype), "supports_unquantised_output")
 
     def create(self, case: Case, vllm_config: Any = None) -> Any:
         """A new instance of the case's role for its head dims and scale."""

@@ -35,6 +35,8 @@ class LayerGraph:
         assert isinstance(call, LayerCall)
         self.size = call.query.shape[0]
         self._call = replace(call, **{name: getattr(call, name).clone() for name in ("query", "kv_c", "k_pe")})
+        # Made before the capture: its scales come from the host.
+        self._module = self._layer.attention_layer(call.case)
         call.prepare(self._layer)
         runner = self._layer.state.runner
         runner.graph_block_tables = np.zeros((self.size, self._layer.metadata.block_tables.shape[1] + 8), np.int32)
@@ -77,9 +79,7 @@ class LayerGraph:
     def _forward(self) -> torch.Tensor:
         layer = self._layer
         operands = (self._call.query, self._call.kv_c, self._call.k_pe)
-        value: torch.Tensor = layer.impl.forward(
-            layer.attention_layer(self._call.case), *operands, self._call.image.cache, self._metadata
-        )
+        value: torch.Tensor = layer.impl.forward(self._module, *operands, self._call.image.cache, self._metadata)
         return value
 
     def _fill_buffers(self) -> None:

@@ -1,0 +1,76 @@
+"""The adapter of cuDNN's node for e4m3 operands against a stand-in of the graph; the graph itself runs on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.cudnn_fp8 import CudnnFp8
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.metadata import prefill_metadata
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.reference.quantization import quantize_e4m3
+
+_SCALE, _HEADS, _WIDTH = 0.3, 2, 32
+
+
+@pytest.fixture
+def backend(monkeypatch: Any, kernel: Any) -> Any:
+    def execute(key: Any, tensors: Any, batch: Any) -> str:
+        """Multiplies by every scale, P's and its inverse among them."""
+        assert all(tensors[f"descale_{name}"].tolist() == [1.0] for name in "qkv")
+        assert all(batch.query_lens) and batch.query_start_loc.diff().tolist() == list(batch.query_lens)
+        assert float(tensors["scale_s"] * tensors["descale_s"]) == 1.0 and key.causal
+        start = batch.query_start_loc
+        output, lse = kernel(tensors["q"], tensors["k"], tensors["v"], start, start, key.scale, True)
+        tensors["o"].copy_(quantize_e4m3(output.double() * float(tensors["scale_o"]), 1.0))
+        tensors["stats"].copy_(lse.mT)
+        return "plan"
+
+    monkeypatch.setattr("mla_conformance.backends.cudnn_fp8.execute", execute)
+    made = CudnnFp8(_HEADS, _SCALE, 512, 16, 16, _WIDTH, None)
+    table = torch.zeros(4, 1, dtype=torch.int32)
+    made.prepare_metadata(
+        prefill_metadata((0, 3, 0, 4), block_table=table, dtype=torch.float8_e4m3fn, device=torch.device("cpu"))
+    )
+    return made
+
+
+def _operands() -> Any:
+    """The last row does not count."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(8, _HEADS, _WIDTH, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
+
+
+def test_output_is_divided_by_the_scale(backend: Any, kernel: Any) -> None:
+    q, k, v = _operands()
+    out = torch.zeros(8, _HEADS, _WIDTH).to(torch.float8_e4m3fn)
+    output, lse = backend.run_prefill_new_tokens(q, k, v, True, out=out, output_scale=torch.tensor(0.02))
+    start = torch.tensor([0, 3, 7])
+    want, want_lse = kernel(q[:7], k[:7], v[:7], start, start, _SCALE, True)
+    assert output.data_ptr() == out.data_ptr() and output.dtype == torch.float8_e4m3fn
+    assert torch.equal(output[:7].float(), quantize_e4m3(want.double() * float(1 / torch.tensor(0.02)), 1.0).float())
+    torch.testing.assert_close(lse[:, :7], want_lse)
+
+
+def test_no_plan_is_for_one_token(backend: Any, monkeypatch: Any) -> None:
+    keys: list[Any] = []
+    monkeypatch.setattr(
+        "mla_conformance.backends.cudnn_fp8.execute", lambda key, tensors, batch: keys.append(key) or ""
+    )
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    one = RaggedBatch(None, start, start, (1,), (1,))
+    q, k, v = (x[:1] for x in _operands())
+    backend._scale_o = torch.ones(1)
+    backend.attend(q, k, v, one, None)
+    assert (keys[0].max_query_len, keys[0].max_key_len) == (2, 2)
+
+
+def test_declares_quantised_output_alone(backend: Any) -> None:
+    assert backend.supports_quant_output(fp8_static_tensor_sym())
+    assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedConfiguration, match="pass out in e4m3 and output_scale"):
+        backend.run_prefill_new_tokens(*_operands(), False)
+    with pytest.raises(UnsupportedConfiguration, match="context chunk is bfloat16"):
+        backend.run_prefill_context_chunk(0, *_operands())

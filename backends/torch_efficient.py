@@ -1,0 +1,91 @@
+"""TORCH_SDPA[efficient]: the CUTLASS kernel inside PyTorch that its memory-efficient attention runs.
+
+Conventions of ``aten::_efficient_attention_forward`` with offsets, in torch 2.11: operands are [1, tokens, N, D], the
+value may be narrower than the key, and the LSE is natural, float32, [B, N, longest query rounded up to 32].
+"""
+
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.conversions import (
+    ALIGNMENT,
+    RaggedBatch,
+    aligned,
+    blank_lse,
+    blank_output,
+    pad_head_dim,
+    rows_that_count,
+)
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.ragged import RaggedPrefillBackend
+
+_NO_MASK, _BOTTOM_RIGHT = 0, 2
+
+
+class TorchEfficientPrefillBackend(RaggedPrefillBackend):
+    """One call a batch; nothing to install, and float32 as well.
+
+    Attributes:
+        variant: the name in brackets by which it is chosen.
+    """
+
+    variant: ClassVar[str] = "efficient"
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    needed_capability: ClassVar[str] = "8.0 or newer"
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("torch",),
+        deviations=(
+            Deviation("a row without keys is never written, output and LSE", "0 and -inf where the lengths say so"),
+            Deviation("LSE [B, N, longest query], padded to a multiple of 32", "the rows that count are gathered"),
+            Deviation("rows that do not fill multiples of 16 bytes", "are padded with zeros, the output is sliced"),
+            Deviation("refuses rows that do not start at multiples of 16 bytes", "such operands are copied"),
+            Deviation("no out argument", "copies the result into out"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "TORCH_SDPA"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Ampere or newer, where bfloat16 is."""
+        return device_capability is not None and device_capability >= (8, 0)
+
+    @classmethod
+    def missing_dependencies(cls) -> list[str]:
+        """A torch built without CUDA has no such kernel."""
+        return [] if torch.backends.cuda.is_built() else [f"torch {torch.__version__} is built without CUDA"]
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """PyTorch's version and operator."""
+        operator = "aten::_efficient_attention_forward"
+        return {"torch": torch.__version__, "operator": operator, **super().kernel_evidence()}
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`RaggedPrefillBackend`."""
+        output, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            *(self._operand(x) for x in (q, k, v)),
+            None,
+            batch.query_start_loc,
+            batch.key_start_loc,
+            batch.max_query_len,
+            batch.max_key_len,
+            0.0,
+            _BOTTOM_RIGHT if batch.causal else _NO_MASK,
+            True,
+            scale=self.scale,
+        )
+        output = blank_output(output[0, ..., : self.v_head_dim], batch)
+        return output, blank_lse(rows_that_count(lse.mT, batch), batch)
+
+    @staticmethod
+    def _operand(x: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, N, D] with rows that the kernel's vector loads can read."""
+        unit = ALIGNMENT // x.element_size()
+        return aligned(pad_head_dim(x, -(-x.shape[-1] // unit) * unit)).unsqueeze(0)
