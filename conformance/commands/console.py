@@ -1,4 +1,4 @@
-"""What a person sees of a run: header, failures as they come, progress, the outcome per backend, closing line."""
+"""What a person sees of a run: header, progress, what is wrong with each backend, its outcome, closing line."""
 
 import json
 import os
@@ -13,51 +13,31 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
-from mla_conformance.judging.record import Record, describe_failure
+from mla_conformance.judging.record import Record
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, closing_line, header, say
+from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, header, say
 
 BROKEN = 3
 _SIGNALLED = 128
 
 
 class Progress:
-    """The first failure of each capability as it comes; a counter on a terminal, a line per tenth elsewhere."""
+    """A counter on a terminal, a line per tenth elsewhere; failures are told by their causes, at the end."""
 
     def __init__(self, run: Run) -> None:
         self.total = sum(run.request.expected.values()) * len(run.available)
         self.done = self.failed = 0
-        self._shown: set[tuple[str, str]] = set()
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
-        if record.confirmation:
-            self._remark(record)
-            return
+        if record.confirmation or record.is_explained:
+            return  # it was counted when it was judged first
         self.done += 1
-        if record.failed:
-            self.failed += 1
-            self._show(record)
+        self.failed += record.failed
         self._count(record)
-
-    def _show(self, record: Record) -> None:
-        key = (record.backend, record.capability)
-        if key not in self._shown:
-            self._shown.add(key)
-            self._clear()
-            say(describe_failure(record))
-
-    def _remark(self, record: Record) -> None:
-        """What was found out about a failure that was shown before."""
-        remarks = record.remarks if record.failed else (record.message,)
-        for remark in remarks:
-            self._clear()
-            say(f"about {record.backend} {record.capability}: {remark}")
-        if record.after:
-            say(f"     replay: {record.replay}")
 
     def _count(self, record: Record) -> None:
         text = f"{self.done}/{self.total} judged, {self.failed} failed"
@@ -72,11 +52,6 @@ class Progress:
     def _clear(self) -> None:
         if sys.stdout.isatty():
             sys.stdout.write("\r\x1b[K")
-
-    @property
-    def hidden(self) -> int:
-        """Failures that were counted but not shown."""
-        return self.failed - len(self._shown)
 
 
 def run_and_report(
@@ -113,7 +88,7 @@ def run_and_report(
     if as_json:
         say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
     else:
-        _show_outcome(summary, progress, report if keep_report else None)
+        _show_outcome(summary, report if keep_report else None)
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
@@ -178,9 +153,9 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
     return ""
 
 
-def _show_outcome(summary: RunSummary, progress: Progress, report: Path | None) -> None:
-    if progress.hidden:
-        say(f"… and {progress.hidden} more failures of these capabilities, each with its replay line in the report")
+def _show_outcome(summary: RunSummary, report: Path | None) -> None:
+    for line in cause_lines(summary, columns()):
+        say(line)
     for backend in summary.backends:
         for line in backend_lines(backend):
             say(line)

@@ -46,8 +46,6 @@ def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str]]:
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
     if options.report is not None:
         failure = _failure(options.report, options.failure)
-        if failure.remarks:
-            say("; ".join(failure.remarks))
         return failure.case, options.backend or failure.reference, options.after or failure.after
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")

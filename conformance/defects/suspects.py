@@ -1,41 +1,124 @@
-"""Suspects without a report: the first things to think of when numbers are wrong, used by the diagnosis only."""
+"""Suspects of every role: mistakes in a step of the softmax that prefill and decode have in common."""
+
+import math
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import OnlineSoftmax
+from mla_conformance.defects.candidates import suspect
 
 
-class ScaleOfHeadDim(EagerPrefillBackend):
-    """The softmax scale is (P + R)^-1/2, not the given one."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
-
-
-class ScaleOfLatent(EagerPrefillBackend):
-    """The softmax scale is (L + R)^-1/2, not the given one."""
+@suspect("scale")
+class ScaleLeftOut(OnlineSoftmax):
+    """The softmax scale is not applied."""
 
     def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
+        return super()._scores(q, k) / self.scale
 
 
-class Base2Lse(EagerPrefillBackend):
-    """The LSE is in base 2, expected natural logarithm."""
+@suspect("scale")
+class ScaledTwice(OnlineSoftmax):
+    """The softmax scale is applied twice."""
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) * self.scale
+
+
+@suspect("scale", "mla-decode-scale-missing-log2e")
+class FlatSoftmax(OnlineSoftmax):
+    """Powers of two stand where powers of e should, without log2(e) in the scale."""
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) * math.log(2)
+
+
+@suspect("scale")
+class SteepSoftmax(OnlineSoftmax):
+    """The scale has a factor log2(e), and powers of e are taken."""
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) / math.log(2)
+
+
+@suspect(
+    "lse",
+    "lse-base2-merged-as-natural-prefix-chunk",
+    "lse-base-switch-without-abi-change-cutedsl",
+    "lse-base2-dcp-combine-flashinfer-mla",
+)
+class Base2Lse(OnlineSoftmax):
+    """The LSE is in base 2, expected the natural logarithm."""
 
     def _finish(self, state):
         output, lse = super()._finish(state)
-        return output, lse / torch.tensor(2.0).log()
+        return output, lse / math.log(2)
 
 
-class ConvertedTwice(EagerPrefillBackend):
-    """The LSE was multiplied by ln 2 although it was natural already."""
+@suspect("lse")
+class ConvertedTwice(OnlineSoftmax):
+    """The LSE is multiplied by ln 2, as if it had been in base 2."""
 
     def _finish(self, state):
         output, lse = super()._finish(state)
-        return output, lse * torch.tensor(2.0).log()
+        return output, lse * math.log(2)
 
 
-class PositiveInfinity(EagerPrefillBackend):
+@suspect("lse")
+class LseWithoutMaximum(OnlineSoftmax):
+    """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
+
+    def _finish(self, state):
+        output, _ = super()._finish(state)
+        return output, state.total.log().squeeze(-1)
+
+
+@suspect("lse")
+class SumInBase2(OnlineSoftmax):
+    """The LSE adds log2 of the row sum to a natural maximum."""
+
+    def _finish(self, state):
+        output, _ = super()._finish(state)
+        return output, (state.maximum + state.total.log2()).squeeze(-1)
+
+
+@suspect("lse")
+class MaximumAlone(OnlineSoftmax):
+    """The LSE is the row's maximum, without the logarithm of the row sum."""
+
+    def _finish(self, state):
+        output, _ = super()._finish(state)
+        return output, state.maximum.squeeze(-1)
+
+
+@suspect("lse")
+class NegatedLse(OnlineSoftmax):
+    """The LSE has the wrong sign."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, torch.where(lse == -torch.inf, lse, -lse)
+
+
+@suspect("lse")
+class BfloatLse(OnlineSoftmax):
+    """The LSE is rounded to bf16."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse.bfloat16().float()
+
+
+@suspect("lse")
+class HalfLse(OnlineSoftmax):
+    """The LSE is rounded to fp16."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse.half().float()
+
+
+@suspect("empty_rows")
+class PositiveInfinity(OnlineSoftmax):
     """The LSE of a row without keys is +inf."""
 
     def _finish(self, state):
@@ -43,46 +126,26 @@ class PositiveInfinity(EagerPrefillBackend):
         return output, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-class LeakedKey(EagerPrefillBackend):
-    """The causal mask is off by one: a query sees the key after its own."""
+@suspect("empty_rows")
+class ZeroLse(OnlineSoftmax):
+    """The LSE of a row without keys is 0."""
 
-    def _visible(self, queries, keys, tile, device):
-        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries + 1
-        return torch.arange(tile.start, tile.stop, device=device) <= last
-
-
-class HiddenKey(EagerPrefillBackend):
-    """The causal mask is off by one: a query does not see its own key."""
-
-    def _visible(self, queries, keys, tile, device):
-        last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1).clamp(min=0)
-        return torch.arange(tile.start, tile.stop, device=device) <= last
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-class NoMask(EagerPrefillBackend):
-    """There is no causal mask."""
+@suspect("empty_rows", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan")
+class DividesByZero(OnlineSoftmax):
+    """The output of a row without keys is 0 / 0."""
 
-    def _visible(self, queries, keys, tile, device):
-        return torch.ones(queries, tile.stop - tile.start, dtype=torch.bool, device=device)
-
-
-class LastKeyDropped(EagerPrefillBackend):
-    """The last key of a request is dropped."""
-
-    def _attend(self, q, k, v, causal):
-        kept = max(1, k.shape[0] - 1) if k.shape[0] else 0
-        return super()._attend(q, k[:kept], v[:kept], causal and kept == k.shape[0])
+    def _finish(self, state):
+        _, lse = super()._finish(state)
+        return (state.weighted / state.total).transpose(0, 1), lse
 
 
-class LastPageDropped(EagerPrefillBackend):
-    """The last, partly filled page of 16 keys of a context is dropped."""
-
-    def _attend(self, q, k, v, causal):
-        kept = k.shape[0] if causal else k.shape[0] // 16 * 16
-        return super()._attend(q, k[:kept], v[:kept], causal)
-
-
-class FirstTileTwice(EagerPrefillBackend):
+@suspect("indexing")
+class FirstTileTwice(OnlineSoftmax):
     """The first tile of keys is counted twice."""
 
     def _tiles(self, keys):
@@ -90,25 +153,16 @@ class FirstTileTwice(EagerPrefillBackend):
         return iter(tiles[:1] + tiles)
 
 
-class ContiguousValues(EagerPrefillBackend):
-    """V is read as if it were packed."""
+@suspect("indexing")
+class LastTileDropped(OnlineSoftmax):
+    """The last, partly filled tile of 128 keys is dropped."""
 
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        flat = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
-        packed = flat[v.storage_offset() : v.storage_offset() + v.numel()]
-        missing = v.numel() - packed.numel()
-        packed = torch.cat([packed, flat.new_zeros(missing)]).view(v.shape)
-        return super()._batch(q, k, packed, query_start_loc, key_start_loc, causal)
+    def _tiles(self, keys):
+        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == self.key_tile)
 
 
-class ShiftedValues(EagerPrefillBackend):
-    """V is sliced one column off."""
-
-    def _attend(self, q, k, v, causal):
-        return super()._attend(q, k, v.roll(1, -1), causal)
-
-
-class RotatedHeads(EagerPrefillBackend):
+@suspect("indexing")
+class RotatedHeads(OnlineSoftmax):
     """Heads are rotated by one."""
 
     def _finish(self, state):
@@ -116,18 +170,8 @@ class RotatedHeads(EagerPrefillBackend):
         return output.roll(1, 1), lse.roll(1, 0)
 
 
-class SwappedRequests(EagerPrefillBackend):
-    """The keys of the first two requests are swapped."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        if len(key_start_loc) < 3:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        a, b = key_start_loc[1], key_start_loc[2]
-        order = torch.cat([torch.arange(a, b), torch.arange(a), torch.arange(b, k.shape[0])])
-        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
-
-
-class NormalisedTwice(EagerPrefillBackend):
+@suspect("precision")
+class NormalisedTwice(OnlineSoftmax):
     """The output is divided by the row sum twice."""
 
     def _finish(self, state):
@@ -135,7 +179,8 @@ class NormalisedTwice(EagerPrefillBackend):
         return (output / state.total.transpose(0, 1)).nan_to_num(nan=0.0), lse
 
 
-class NeverNormalised(EagerPrefillBackend):
+@suspect("precision")
+class NeverNormalised(OnlineSoftmax):
     """The output is not divided by the row sum."""
 
     def _finish(self, state):
@@ -143,42 +188,10 @@ class NeverNormalised(EagerPrefillBackend):
         return state.weighted.transpose(0, 1), lse
 
 
-class Zeros(EagerPrefillBackend):
+@suspect("precision")
+class Zeros(OnlineSoftmax):
     """The output is 0 everywhere."""
 
     def _finish(self, state):
         output, lse = super()._finish(state)
         return torch.zeros_like(output), lse
-
-
-class RowsNeverWritten(EagerPrefillBackend):
-    """Rows from the second tile of 64 queries on are never written."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        output[64:] = torch.nan
-        return output, lse
-
-
-SUSPECTS: dict[type[EagerPrefillBackend], str] = {
-    ScaleOfHeadDim: "scale",
-    ScaleOfLatent: "scale",
-    Base2Lse: "lse",
-    ConvertedTwice: "lse",
-    PositiveInfinity: "empty_rows",
-    LeakedKey: "masking",
-    HiddenKey: "masking",
-    NoMask: "masking",
-    LastKeyDropped: "indexing",
-    LastPageDropped: "indexing",
-    FirstTileTwice: "indexing",
-    ContiguousValues: "indexing",
-    ShiftedValues: "indexing",
-    RotatedHeads: "indexing",
-    SwappedRequests: "indexing",
-    NormalisedTwice: "precision",
-    NeverNormalised: "precision",
-    Zeros: "precision",
-    RowsNeverWritten: "indexing",
-}
-"""Every suspect with its family, named as the families of the known defects."""

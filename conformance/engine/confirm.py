@@ -3,15 +3,19 @@
 The first failure of each capability of a backend is judged again alone. If it holds then, it is judged after what the
 process that it failed in had judged of the same backend before: the last case, the last few, all. If it holds again, it
 is judged after everything that the process had done: what fails only then is of what another backend left behind.
+
+What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Final
 
 from mla_conformance.engine.messages import Judge, Question
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.verdict import ARITHMETIC, Status
 
 ALONE: Final = "alone"
 AFTER: Final = "after"
@@ -19,6 +23,8 @@ UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3
 """Capabilities of a backend whose first failure is explained."""
 _FEW = 4
+_PATIENCE = 15.0
+"""Seconds that a backend's failures may have taken that are compared with what explains another one."""
 
 
 @dataclass
@@ -76,3 +82,20 @@ class Confirmation:
     def unrepeated(self) -> Record:
         """The record if no attempt failed."""
         return replace(self.failure, confirmation=UNREPEATED)
+
+
+def comparisons(records: Iterable[Record]) -> list[Judge]:
+    """What to run to see which failures of one backend look like those that are explained; quick ones first."""
+    failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
+    told = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
+    pending = [each for each in failures if not each.explanation and each.check in ARITHMETIC and each.key == each.case]
+    spent = accumulate(record.seconds for record in pending)
+    affordable = [record for record, seconds in zip(pending, spent, strict=True) if seconds <= _PATIENCE]
+    return [Judge(each.reference, each.case, explain=True, told=told) for each in affordable if told]
+
+
+def compared(failure: Record, again: Record) -> Record | None:
+    """The failure with the explanation that fits it, too; None if it fails otherwise now, or nothing fits."""
+    if (again.case, again.check) != (failure.case, failure.check) or not again.is_explained:
+        return None
+    return replace(failure, explanation=again.explanation)

@@ -42,6 +42,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
             imported only.
         fresh: in a process that has judged nothing.
         explain: tell, too, what a failure looks like.
+        told: what other failures of the backend look like; only whether this one does as well is to be told.
     """
 
     reference: str
@@ -49,6 +50,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
     before: tuple[Question, ...] = ()
     fresh: bool = False
     explain: bool = False
+    told: tuple[str, ...] = ()
 
     @property
     def question(self) -> Question:

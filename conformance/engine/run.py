@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import msgspec
 
-from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation
+from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.limits import machine_memory
@@ -175,6 +175,9 @@ class Run:
             for record in self._confirmed(pending):
                 records[question_of(record)] = record
                 self._keep(record, on_record)
+        for record in self._compared(records):
+            records[question_of(record)] = record
+            self._keep(record, on_record)
         if self.device == "cuda":
             self._trace(list(records.values()))
         self._append("end")
@@ -255,6 +258,16 @@ class Run:
                     yield settled
                 else:
                     pending.append(confirmation)
+
+    def _compared(self, records: Mapping[Question, Record]) -> Iterator[Record]:
+        """Failures that look like another one of their backend that is explained."""
+        groups = by_backend(list(records.values())).values()
+        tasks = Tasks.of([[task] for group in groups for task in comparisons(group)])
+        for outcome in self.supervisor.run(tasks):
+            assert outcome.record is not None and isinstance(outcome.task, Judge)
+            found = compared(records[outcome.task.question], outcome.record)
+            if found:
+                yield found
 
     def _keep(self, record: Record, on_record: Callable[[Record], None]) -> None:
         self._append("verdict", record=record.to_json())

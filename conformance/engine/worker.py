@@ -105,7 +105,7 @@ class Worker:
         trial, record = self._judge(subject, task.case)
         if task.explain and record.status is Status.FAIL and not device_lost(self._device):
             self._send(Judged(record.to_json()))
-            record = replace(record, explanation=explain(trial, record))
+            record = replace(record, explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed))

@@ -1,47 +1,64 @@
-"""What a failure looks like: closed-form suspects, compared with what the backend returned."""
+"""Findings: what a failure's own numbers give away, in closed form. A finding is told only where nothing else fits."""
 
 import math
-from typing import Any
 
 import torch
 
-from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.problems.operands import segments
-
 _CLOSE = 1e-3
-_LSE_FACTORS = {1 / math.log(2): "base 2, expected natural log", math.log(2): "converted from base 2 once too often"}
+_TELLING = 0.05
+"""Least spread of values, by their size, by which a factor is told from an offset."""
+_LSE_FACTORS = {
+    1 / math.log(2): "in base 2, expected the natural logarithm",
+    math.log(2): "multiplied by ln 2, as if it had been in base 2",
+}
 
 
-def explain_lse(rows: JudgedRows, lse: torch.Tensor, golden: torch.Tensor) -> str:
-    """A sentence for a wrong LSE [N, T] whose cause its values give away; empty if none fits."""
-    for request, row in enumerate(segments(rows.start_loc)):
-        got, want = lse[:, row], golden[:, row]
-        seen = want.isfinite() & (want.abs() > 0.1)
-        if not bool(seen.any()):
-            continue
-        ratio = float((got[seen] / want[seen]).median())
-        for factor, what in _LSE_FACTORS.items():
-            if bool(((got[seen] - factor * want[seen]).abs() <= _CLOSE * want[seen].abs() + _CLOSE).all()):
-                return f"LSE of request {request} is {ratio:.4f} × the golden value: {what}"
-    if lse.shape[0] == lse.shape[1] and torch.allclose(lse.mT, golden, atol=_CLOSE, rtol=_CLOSE):
-        return "LSE is transposed, expected [heads, tokens]"
-    return ""
+def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
+    """A finding for a wrong LSE [N, T] of rows of which some see several keys; empty if none fits.
+
+    A row that sees one key has its score as LSE, so that a wrong softmax scale would pass for a wrong base.
+    """
+    for factor, what in _LSE_FACTORS.items():
+        if _has_factor(lse, golden, factor):
+            return f"the LSE is {what}"
+    return TRANSPOSED if lse.shape[0] == lse.shape[1] and _is_rather(lse, golden.mT, golden) else ""
 
 
-def explain_mask(part: Any) -> str:
-    """A hint for an output that is not finite."""
-    untouched = part.whole.isnan().all(dim=-1).all(dim=-1)
-    if bool(untouched.any()):
-        return f"; {int(untouched.sum())} of {len(untouched)} rows hold nothing but NaN, as if never written"
-    return ""
+TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
+
+
+def _has_factor(got: torch.Tensor, want: torch.Tensor, factor: float) -> bool:
+    """Whether an LSE is ``factor`` × the golden one, whose values vary enough to tell that."""
+    finite = want.isfinite()
+    want, got = want[finite], got[finite]
+    if want.numel() < 3 or float(want.max() - want.min()) <= _TELLING * float(want.abs().max()):
+        return False
+    return bool(((got - factor * want).abs() <= _CLOSE * want.abs() + _CLOSE).all())
+
+
+def explain_form(shape: torch.Size, expected: torch.Size, what: str) -> str:
+    """A finding for a tensor of a wrong shape; empty if none fits."""
+    return TRANSPOSED if what == "LSE" and list(shape) == list(expected)[::-1] else ""
+
+
+def explain_mask(whole: torch.Tensor) -> str:
+    """A hint for an output [T, N, V] that is not finite; empty if none fits."""
+    rows = whole.isnan().all(dim=-1).all(dim=-1)
+    return f"; {int(rows.sum())} of {len(rows)} rows hold nothing but NaN" if bool(rows.any()) else ""
 
 
 def explain_output(output: torch.Tensor, golden: torch.Tensor) -> str:
-    """A hint for a wrong output [T, N, V]; empty if none fits."""
+    """A finding for a wrong output [T, N, V]; empty if none fits."""
     if not bool(output.any()):
-        return "; the whole output is 0"
-    heads = golden.shape[1]
-    for shift in range(1, heads):
-        if torch.allclose(output, golden.roll(shift, dims=1), atol=1e-2, rtol=1e-2):
-            return f"; heads are rotated by {shift}"
-    return ""
+        return "the whole output is 0"
+    shifts = [s for s in range(1, golden.shape[1]) if _is_rather(output, golden.roll(s, dims=1), golden)]
+    return f"heads are rotated by {shifts[0]}" if len(shifts) == 1 else ""
+
+
+def _is_rather(got: torch.Tensor, other: torch.Tensor, golden: torch.Tensor) -> bool:
+    """Whether a result is ``other`` where that is not nearly the golden one; infinities stand where they stand."""
+    if not torch.equal(got.isfinite(), other.isfinite()):
+        return False
+    got, other, golden = (x.nan_to_num(0.0, 0.0, 0.0) for x in (got, other, golden))
+    size = float(golden.norm())
+    return float((got - other).norm()) <= 0.01 * size and float((other - golden).norm()) > 0.1 * size

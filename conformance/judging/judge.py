@@ -14,10 +14,11 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import parts_of, type_name, why_not_plain
 from mla_conformance.judging.budgets import Budget
-from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
+from mla_conformance.judging.diagnosis import explain_form, explain_lse, explain_mask, explain_output
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import Place, extent, worst_place
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
@@ -40,6 +41,7 @@ class _Part:
         whole: [T, N, V], the output of all rows; of any float dtype.
         output: [rows, N, V], of the judged rows.
         lse: [N, rows], or None if it was not asked for.
+        merged: how it was merged, if it was.
     """
 
     name: str
@@ -48,6 +50,7 @@ class _Part:
     whole: torch.Tensor
     output: torch.Tensor
     lse: torch.Tensor | None
+    merged: Merged | None
 
 
 def judge(
@@ -69,6 +72,16 @@ def judge(
     return _Judge(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 
 
+def measure(
+    problem: Problem, expectation: Expectation, observation: Observation, declaration: Declaration
+) -> list[Measured]:
+    """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
+    examined = _Judge(problem, expectation, declaration, tolerance())
+    if observation.merge_error or not examined.has_form(observation):
+        return []
+    return list(examined.measured(observation))
+
+
 class _Judge:
     def __init__(
         self, problem: Problem, expectation: Expectation, declaration: Declaration, numbers: Tolerance
@@ -83,20 +96,32 @@ class _Judge:
                 return replace(verdict, sampled=self.rows.to_json())
         return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
 
+    def has_form(self, observation: Observation) -> bool:
+        """Whether every call returned tensors that can be compared with golden ones."""
+        return all(_raised(returned) is None and self._form(returned) is None for returned in observation.returned)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """The numbers of all parts; of an observation whose form is right."""
+        for part in (*self._called(observation), *self._merged(observation)):
+            budget = self._budget(part)
+            if self.problem.output_scale is None:
+                element = budget.element * self.numbers.element_limit
+                yield Measured.of_output(part.output, part.golden.output, element)
+            else:
+                yield Measured.of_codes(part.output, *self._allowed_codes(part, budget))
+            if part.lse is not None:
+                yield Measured.of_lse(part.lse, part.golden.lse, budget.lse * self.numbers.lse_limit)
+
     def _steps(self, observation: Observation) -> Iterator[Verdict | None]:
-        expectation = self.expectation
         for returned in observation.returned:
             yield _raised(returned)
             yield self._form(returned)
-        for returned, golden in zip(observation.returned, expectation.calls, strict=True):
-            merges = returned.call.merges
-            yield from self._values(self._part(returned, golden), Merged(merges, stored=True) if merges else None)
+        for part in self._called(observation):
+            yield from self._values(part)
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
-        if expectation.merged is not None and observation.merged is not None:
-            name = "all parts merged in place" if self.problem.case.merges_in_place else "all parts merged"
-            merged = self._picked(name, self.problem.calls, expectation.merged, *observation.merged)
-            yield from self._values(merged, self._merged())
+        for part in self._merged(observation):
+            yield from self._values(part)
         yield from (self._out_tensor(returned) for returned in observation.returned)
         yield from (_miswritten(returned) for returned in observation.returned)
         if observation.mutated:
@@ -104,10 +129,21 @@ class _Judge:
         if observation.disturbed:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
-    def _part(self, returned: Returned, golden: AttentionState) -> _Part:
-        output, lse = _unpack(returned.value)
-        judged = lse if returned.call.judges_lse else None
-        return self._picked(returned.call.name, [returned.call], golden, output, judged)
+    def _called(self, observation: Observation) -> Iterator[_Part]:
+        """What each call returned."""
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            output, lse = _unpack(returned.value)
+            judged, merges = lse if returned.call.judges_lse else None, returned.call.merges
+            merged = Merged(merges, stored=True) if merges else None
+            yield self._picked(returned.call.name, [returned.call], golden, output, judged, merged)
+
+    def _merged(self, observation: Observation) -> Iterator[_Part]:
+        """What all calls together gave, where there is something to merge."""
+        calls, golden = self.problem.calls, self.expectation.merged
+        if golden is not None and observation.merged is not None:
+            merged = Merged(merges=len(calls) - 1, stored=self.problem.case.own_merge)
+            name = "all parts merged in place" if self.problem.case.merges_in_place else "all parts merged"
+            yield self._picked(name, calls, golden, *observation.merged, merged)
 
     def _picked(
         self,
@@ -116,11 +152,13 @@ class _Judge:
         golden: AttentionState,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        merged: Merged | None,
     ) -> _Part:
         lengths = ([rows.stop - rows.start for rows in segments(call.key_start_loc)] for call in calls)
         keys = max(map(sum, zip(*lengths, strict=True)))
         whole, judged = output[: self.rows.total], self.rows.pick(output)
-        return _Part(name, keys, golden, whole, judged, None if lse is None else self.rows.pick(lse, dim=1))
+        picked = None if lse is None else self.rows.pick(lse, dim=1)
+        return _Part(name, keys, golden, whole, judged, picked, merged)
 
     def _form(self, returned: Returned) -> Verdict | None:
         """Number of tensors, shapes, dtypes and device of what a call returned."""
@@ -133,31 +171,35 @@ class _Judge:
             if instead := why_not_plain(value):
                 return failed(Check.SHAPE, f"{name}: expected a strided torch.Tensor as {what}, got {instead}")
             if value.shape != shape:
-                return failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
+                wrong = failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
+                return replace(wrong, finding=explain_form(value.shape, shape, what))
             if value.dtype != dtype:
                 return failed(Check.DTYPE, f"{name}: expected {what} of {dtype}, got {value.dtype}")
             if value.device != self.problem.device:
                 return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
         return None
 
-    def _merged(self) -> Merged:
-        """What merging the calls of the problem rounds."""
-        return Merged(merges=len(self.problem.calls) - 1, stored=self.problem.case.own_merge)
-
-    def _values(self, part: _Part, merged: Merged | None = None) -> Iterator[Verdict | None]:
+    def _values(self, part: _Part) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
-        declared = self.declaration.rounding_of(self.problem.dtype)
-        projected = part.golden.projected is not None
-        allowed = roundoffs(
-            self.problem.output_dtype, declared, self.numbers, merged, part.keys, dequantised, projected
-        )
-        budget = self.expectation.budgets.of(part.golden, self.rows, allowed, self.numbers.row_deviations)
-        fp8 = self.problem.output_scale is not None
+        budget, allowed = self._budget(part), self._allowed(part)
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:
             yield self._lse(part, budget)
+        fp8 = self.problem.output_scale is not None
         yield self._codes(part, budget) if fp8 else self._output(part, budget, allowed)
+
+    def _budget(self, part: _Part) -> Budget:
+        allowed = self._allowed(part)
+        return self.expectation.budgets.of(part.golden, self.rows, allowed, self.numbers.row_deviations)
+
+    def _allowed(self, part: _Part) -> Roundoffs:
+        """What the kernel may have rounded on its way to a part."""
+        dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
+        declared = self.declaration.rounding_of(self.problem.dtype)
+        projected = part.golden.projected is not None
+        return roundoffs(
+            self.problem.output_dtype, declared, self.numbers, part.merged, part.keys, dequantised, projected
+        )
 
     def _mask(self, part: _Part, empty: torch.Tensor) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible, in the rows ``empty`` [N, T]."""
@@ -185,7 +227,8 @@ class _Judge:
         every, output = JudgedRows(self.rows.query_start_loc), part.whole.double()
         place = Place.of(every, (~output.isfinite()).nonzero()[0].tolist())
         value = output[place.row, place.head, place.column or 0].item()
-        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{explain_mask(part)}", place.to_json())
+        hint = explain_mask(part.whole)
+        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
 
     def _lse(self, part: _Part, budget: Budget) -> Verdict | None:
         assert part.lse is not None
@@ -197,11 +240,11 @@ class _Judge:
             return None
         place = worst_place(self.rows, share.mT)
         got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
-        sentence = explain_lse(self.rows, part.lse.double(), part.golden.lse) or (
-            f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
-            f"{extent(self.rows, share.mT > 1)}"
-        )
-        return failed(Check.LSE, f"{part.name}: {sentence}", place.to_json(), self.used)
+        detail = f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
+        detail += extent(self.rows, share.mT > 1)
+        verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
+        finding = explain_lse(part.lse.double(), part.golden.lse) if part.keys > 1 else ""
+        return replace(verdict, finding=finding)
 
     def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
@@ -221,8 +264,8 @@ class _Judge:
         else:
             place = worst_place(self.rows, row)
             detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
-        hint = explain_output(part.output.double(), part.golden.output)
-        return failed(Check.OUTPUT, f"{part.name}: {detail}{hint}", place.to_json(), self.used)
+        verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
+        return replace(verdict, finding=explain_output(part.output.double(), part.golden.output))
 
     def _worst_rms(self, ratio: torch.Tensor, budget: Budget, allowed: Roundoffs) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
@@ -245,11 +288,9 @@ class _Judge:
         """A stored code lies between the codes of both ends of the allowed interval (SPEC 3.5)."""
         assert self.problem.output_scale is not None
         scale = float(self.problem.output_scale)
-        low, high = (
-            e4m3_ordinal(quantize_e4m3(part.golden.output + sign * budget.element, scale)).int() for sign in (-1.0, 1.0)
-        )
-        code = e4m3_ordinal(part.output).int()
-        outside = torch.maximum(low - code, code - high).clamp(min=0).double()
+        low, _, high = self._allowed_codes(part, budget)
+        code = e4m3_ordinal(part.output).double()
+        outside = torch.maximum(low - code, code - high).clamp(min=0)
         if not bool(outside.any()):
             return None
         place = worst_place(self.rows, outside)
@@ -262,6 +303,13 @@ class _Judge:
             place.to_json(),
             self.used,
         )
+
+    def _allowed_codes(self, part: _Part, budget: Budget) -> tuple[torch.Tensor, ...]:
+        """Places of the least allowed code, of the golden one and of the largest, in the order of codes."""
+        assert self.problem.output_scale is not None
+        golden, scale = part.golden.output, float(self.problem.output_scale)
+        ends = (golden - budget.element, golden, golden + budget.element)
+        return tuple(e4m3_ordinal(quantize_e4m3(value, scale)).double() for value in ends)
 
     def _out_tensor(self, returned: Returned) -> Verdict | None:
         if returned.out is None:

@@ -18,6 +18,8 @@ Share = Annotated[float, msgspec.Meta(ge=0)] | Literal["nan", "inf"]
 Used = Annotated[dict[str, Share], msgspec.Meta(description="Share of the error budget by rule; 1 is the limit.")]
 Confirmation = Literal["", "alone", "after", "unrepeated"]
 
+UNLIKE: Final = "unlike every known defect"
+"""The explanation of a failure that nothing explains."""
 _SHOWN_CASES = 3
 
 
@@ -52,7 +54,7 @@ class Record:
         clause: clause of SPEC.md, or empty.
         where: position of the worst element.
         used: share of the error budget by rule.
-        explanation: what the failure looks like beside the known defects, for a capability's first failure.
+        explanation: what the failure looks like beside wrong kernels that are known; empty if it was not compared.
         seconds: wall time of the trial.
         detail: traceback of a harness error, a crash or a hang.
         phases: seconds of it by phase: the golden result, the backend's calls, the judge.
@@ -64,6 +66,7 @@ class Record:
         confirmation: whether a failure repeats in a fresh process: "alone", only "after" other cases, or "unrepeated"
             either way; empty if it is no failure, or was not tried again.
         after: ids of the cases that ran before it in the same process, if it fails only after these.
+        finding: what the numbers of a failure give away, or empty.
     """
 
     backend: str
@@ -87,6 +90,7 @@ class Record:
     sampled: dict[str, int] = field(default_factory=dict)
     confirmation: Confirmation = ""
     after: tuple[str, ...] = ()
+    finding: str = ""
 
     @property
     def key(self) -> str:
@@ -125,9 +129,20 @@ class Record:
         return f"fails only after {count}: {', '.join([*self.after[:_SHOWN_CASES], *more])}"
 
     @property
+    def is_explained(self) -> bool:
+        """Whether it fails as a wrong kernel does that is known."""
+        return self.explanation not in ("", UNLIKE)
+
+    @property
+    def looks_like(self) -> str:
+        """What is wrong, in one sentence: what explains it or, without that, what its numbers give away."""
+        return self.explanation if self.is_explained else self.finding or self.explanation
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What every view says of a failure below its message: what it looks like, and what confirming it found."""
-        return tuple(filter(None, (self.explanation, self.confirmed)))
+        looks_like = self.looks_like if self.looks_like in ("", UNLIKE) else f"looks like: {self.looks_like}"
+        return tuple(filter(None, (looks_like, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""

@@ -47,6 +47,8 @@ class Check(StrEnum):
     UNSAFE_REFUSAL = "unsafe_refusal"
 
 
+ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)
+"""The checks that a wrong number fails."""
 CLAUSES = {
     Check.CALL: "3.8",
     Check.SHAPE: "3.1",
@@ -99,6 +101,7 @@ class Verdict:
         used: share of the error budget.
         detail: the traceback of a call that raised.
         sampled: judged rows, rows of the batch, and how many were drawn, where not every row was judged.
+        finding: what the numbers of a failure give away, as a clause for a person; empty if nothing.
     """
 
     status: Status
@@ -108,6 +111,7 @@ class Verdict:
     used: BudgetUse = BudgetUse()
     detail: str = ""
     sampled: dict[str, int] = field(default_factory=dict)
+    finding: str = ""
 
     @property
     def clause(self) -> str:

@@ -32,9 +32,10 @@ class Said(_Form, frozen=True, kw_only=True):
     check: Annotated[str, Meta(description="What failed.")] = ""
     clause: Annotated[str, Meta(description="Clause of SPEC.md.")] = ""
     message: str = ""
+    finding: Annotated[str, Meta(description="What the numbers of a failure give away.")] = ""
     where: Annotated[dict[str, int], Meta(description="Position of the worst element.")] = field(default_factory=dict)
     used: Used = field(default_factory=dict)
-    explanation: Annotated[str, Meta(description="What it looks like beside the known defects.")] = ""
+    explanation: Annotated[str, Meta(description="What it looks like beside known wrong kernels.")] = ""
     detail: Annotated[str, Meta(description="Traceback, if any.")] = ""
     judged: Annotated[Status | None, Meta(description="Status before an expectation was applied.")] = None
     expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
@@ -78,6 +79,18 @@ class CapabilityForm(Counts, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failures: tuple[FailureForm, ...]
 
 
+class CauseForm(_Form, frozen=True, kw_only=True):
+    """What is wrong with a backend, and the failures of it."""
+
+    sentence: str
+    capabilities: tuple[str, ...]
+    clauses: Annotated[tuple[str, ...], Meta(description="Clauses of SPEC.md that are broken.")]
+    cases: Annotated[tuple[str, ...], Meta(description="Ids of the cases that fail of it.")]
+    example: Annotated[str, Meta(description="The smallest of them, by tokens × heads.")]
+    replay: Annotated[str, Meta(description="The command that runs the example again.")]
+    used: Annotated[tuple[float, float] | None, Meta(description="Least and largest error by its budget.")]
+
+
 class DeviationForm(_Form, frozen=True, kw_only=True):
     """A convention of a library that differs from the contract, and what the adapter does about it."""
 
@@ -99,6 +112,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
+    causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, the cause of most failures first.")]
     capabilities: dict[str, CapabilityForm]
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 

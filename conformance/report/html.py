@@ -8,7 +8,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
-from mla_conformance.report.terminal import SIGN, closing_line
+from mla_conformance.report.terminal import SIGN, closing_line, counted
 
 _CLOSEST = 8
 
@@ -45,6 +45,7 @@ def html(run: RunSummary) -> str:
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
         anchor=_anchor,
+        counted=counted,
     )
 
 

@@ -8,9 +8,11 @@ import msgspec
 
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import EXPLORED, Record, written
+from mla_conformance.report.causes import Cause
 from mla_conformance.report.form import (
     BackendForm,
     CapabilityForm,
+    CauseForm,
     DeviationForm,
     FailureForm,
     RecordForm,
@@ -52,8 +54,21 @@ def _backend(backend: BackendSummary) -> BackendForm:
         rounding=facts.rounding,
         deviations=tuple(DeviationForm(library=library, adapter=adapter) for library, adapter in facts.deviations),
         fingerprint=facts.fingerprint,
+        causes=tuple(map(_cause, backend.causes)),
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
         records=tuple(_record(record, evidence) for record in backend.records),
+    )
+
+
+def _cause(cause: Cause) -> CauseForm:
+    return CauseForm(
+        sentence=cause.sentence,
+        capabilities=cause.capabilities,
+        clauses=cause.clauses,
+        cases=tuple(record.case for record in cause.failures),
+        example=cause.example.case,
+        replay=cause.example.replay,
+        used=cause.used,
     )
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from mla_conformance.judging.record import Record
+from mla_conformance.report.causes import Cause
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
-from mla_conformance.report.terminal import closing_line
+from mla_conformance.report.terminal import closing_line, counted
 
 SIGN = {
     Outcome.PASS: "✅",
@@ -13,16 +13,13 @@ SIGN = {
     Outcome.UNAVAILABLE: "⚪",
     Outcome.NOT_RUN: "❔",
 }
-_SHOWN_FAILURES = 20
+_MOST_CAUSES = 7
 
 
 def markdown(run: RunSummary) -> str:
-    """A table of the backends, the failures with their replay lines, and what is not in order."""
+    """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
     lines = ["## MLA conformance", "", _inline(closing_line(run)), "", *_backends(run), ""]
-    failures = [record for record in run.records if record.failed]
-    lines += [line for record in failures[:_SHOWN_FAILURES] for line in _failure(record)]
-    if len(failures) > _SHOWN_FAILURES:
-        lines += [f"… and {len(failures) - _SHOWN_FAILURES} more failures, each with its replay line in the report", ""]
+    lines += [line for backend in run.backends for line in _causes(backend)]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items())
     return "\n".join([*lines, f"<sub>{_inline(facts)}</sub>", ""])
 
@@ -46,13 +43,33 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    return [_inline(backend.name), sign, *numbers, f"{worst_of_passes(backend.records):.2f}", _inline("; ".join(notes))]
+    return [_inline(backend.name), sign, *numbers, _worst(backend), _inline("; ".join(notes))]
 
 
-def _failure(record: Record) -> Iterator[str]:
-    yield f"**{_inline(record.backend)} · {record.capability}** · {_inline(record.message)}"
-    yield from (f"<br>{_inline(remark)}" for remark in record.remarks)
-    yield from ("", "```sh", record.replay, "```", "")
+def _worst(backend: BackendSummary) -> str:
+    return f"{worst_of_passes(backend.records):.2f}" if backend.counts.passed else "–"
+
+
+def _causes(backend: BackendSummary) -> Iterator[str]:
+    for cause in backend.causes[:_MOST_CAUSES]:
+        yield f"**{_inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {_inline(_said(cause))}"
+        yield from (f"<br>{_inline(text)}" for text in _example(cause))
+        yield from ("", "```sh", cause.example.replay, "```", "")
+    hidden = len(backend.causes) - _MOST_CAUSES
+    if hidden > 0:
+        yield from (f"… and {counted(hidden, 'more cause')} of {_inline(backend.name)} in the report", "")
+
+
+def _said(cause: Cause) -> str:
+    return cause.sentence + cause.extent
+
+
+def _example(cause: Cause) -> Iterator[str]:
+    """The smallest case, with what was seen, and what confirming it found."""
+    example = cause.example
+    yield f"{example.case}: {example.message}"
+    if example.confirmed:
+        yield example.confirmed
 
 
 def _inline(text: str) -> str:
@@ -63,8 +80,8 @@ def _inline(text: str) -> str:
 
 
 def annotations(run: RunSummary) -> str:
-    """One ``::error`` line for each failure, and one ``::warning`` for each backend that could not be judged."""
-    lines = [_annotation(record) for record in run.records if record.failed]
+    """One ``::error`` line for each cause, and one ``::warning`` for each backend that could not be judged."""
+    lines = [_annotation(backend, cause) for backend in run.backends for cause in backend.causes]
     lines += [
         f"::warning title={_property(f'{backend.name} unavailable')}::{_data('; '.join(backend.reasons))}"
         for backend in run.backends
@@ -73,9 +90,10 @@ def annotations(run: RunSummary) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _annotation(record: Record) -> str:
-    text = "\n".join(filter(None, (record.message, *record.remarks, f"replay: {record.replay}")))
-    return f"::error title={_property(f'{record.backend} {record.capability}')}::{_data(text)}"
+def _annotation(backend: BackendSummary, cause: Cause) -> str:
+    text = "\n".join((_said(cause), *_example(cause), f"replay: {cause.example.replay}"))
+    title = f"{backend.name}: {counted(len(cause.failures), 'case')} of {', '.join(cause.capabilities)}"
+    return f"::error title={_property(title)}::{_data(text)}"
 
 
 def _data(text: str) -> str:

@@ -12,6 +12,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts
 
 
@@ -111,6 +112,11 @@ class BackendSummary:
     def records(self) -> list[Record]:
         """Every record of the backend."""
         return [record for capability in self.capabilities for record in capability.records]
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """What is wrong, the cause of most failures first."""
+        return causes(self.records)
 
     @property
     def evidence(self) -> list[dict[str, str]]:

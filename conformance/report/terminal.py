@@ -2,10 +2,14 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.record import Record, describe_failure, detection
+from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import Cause
 from mla_conformance.report.summary import (
     BackendSummary,
     CapabilitySummary,
@@ -27,6 +31,8 @@ _NAME_WIDTH = 14
 _LINE_WIDTH = 118
 _TOUCHED = 0.01
 _SHOWN_KERNELS, _NAME_LENGTH = 2, 60
+_MOST_CAUSES = 7
+_INDENT = " " * 7
 
 
 def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
@@ -59,7 +65,7 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
         return
     line = name
     for text in map(capability_text, backend.capabilities):
-        if len(line) > len(name) and len(line) + len(text) > _LINE_WIDTH:
+        if len(line) > len(name) and len(line) + len(text) > columns():
             yield line.rstrip()
             line = " " * len(name)
         line += text + "  "
@@ -113,16 +119,54 @@ def capability_lines(records: Sequence[Record]) -> Iterator[str]:
         yield from backend_lines(BackendSummary(BackendFacts(name), summarise(group, {})))
 
 
+def worst_error(records: Sequence[Record]) -> str:
+    """How much of its budget the largest error of a passed case used; without a pass there is none."""
+    if not any(record.status is Status.PASS for record in records):
+        return "no case passed"
+    return f"worst error {worst_of_passes(records):.2f} of budget"
+
+
 def closing_line(run: RunSummary) -> str:
     """The worst use of the error budget and the counts."""
     counts = run.counts
-    line = f"worst error {worst_of_passes(run.records):.2f} of budget · {counts.run} run · {counts.failed} failed"
+    line = f"{worst_error(run.records)} · {counts.run} run · {counts.failed} failed"
     missing = f" · {counts.not_run} NOT RUN" if counts.not_run else ""
     return f"{line} · {counts.unsupported} unsupported (declared){missing}"
 
 
-def failure_lines(run: RunSummary) -> Iterator[str]:
-    """Every failure with its replay line."""
-    for record in run.records:
-        if record.failed:
-            yield describe_failure(record)
+def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
+    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
+    for backend in run.backends:
+        failed = sum(len(cause.failures) for cause in backend.causes)
+        told = backend.causes[:_MOST_CAUSES]
+        for number, cause in enumerate(told, start=1):
+            head = f"wrong: {backend.name}, {counted(len(backend.causes), 'cause')}, {counted(failed, 'case')}"
+            if len(backend.causes) > 1:
+                yield from [head] if number == 1 else []
+                head = f"    {number}. {counted(len(cause.failures), 'case')}"
+            yield from _cause(f"{head}: {cause.sentence}{cause.extent}", cause, width)
+        if hidden := len(backend.causes) - len(told):
+            yield f"    … and {counted(hidden, 'more cause')} in the report"
+
+
+def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
+    example = cause.example
+    said = example.message.removesuffix(f" (SPEC {example.clause})")
+    smallest = "" if len(cause.failures) == 1 else "smallest case: "
+    details = ["" if said.endswith(cause.sentence) else f"{smallest}{said}", example.confirmed]
+    whole = TextWrapper(width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+    yield from whole.wrap(head)
+    whole.initial_indent = _INDENT
+    for detail in details:
+        yield from whole.wrap(detail)
+    yield f"{_INDENT}replay: {example.replay}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number with its noun."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def columns() -> int:
+    """Width of the terminal, or what COLUMNS says; of no use below 60, nor for reading above 140."""
+    return min(max(get_terminal_size((_LINE_WIDTH, 24)).columns, 60), 140)

@@ -28,10 +28,11 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
-    assert "FAIL Base2 lse · case lse:" in printed and "base 2, expected natural log" in printed
+    said = "1 cause, 3 cases: The LSE is in base 2, expected the natural logarithm, as reported in sgl-project/sglang#"
+    assert f"wrong: Base2, {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
     assert command == "mla-conformance" and main(arguments) == 1
-    assert "base 2, expected natural log" in capsys.readouterr().out
+    assert "wrong: Base2, 1 cause, 1 case: The LSE is in base 2" in capsys.readouterr().out
 
 
 def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(

@@ -14,7 +14,7 @@ from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.report.terminal import backend_lines, closing_line, failure_lines
+from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
 
@@ -84,7 +84,7 @@ def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
     (failure,) = report_json(run(backend(FAIL)))["backends"]["B"]["capabilities"]["lse"]["failures"]
     words = shlex.split(failure["replay"])
     assert words == ["mla-conformance", "replay", "lse:q=[1]", "--backend", "path with space.py:B"]
-    (text,) = failure_lines(run(backend(PASS, FAIL)))
+    *_, text = cause_lines(run(backend(PASS, FAIL)), 80)
     assert text.endswith(f"replay: {failure['replay']}")
 
 
@@ -93,6 +93,7 @@ def test_the_text_shows_what_did_not_count() -> None:
     assert line.endswith("lse ✔ 2/2 (1 unsupported)")
     assert "1 NOT RUN" in closing_line(run(backend(PASS, listed=2)))
     assert "worst error 0.50 of budget · 2 run · 1 failed" in closing_line(run(backend(PASS), backend(FAIL)))
+    assert closing_line(run(backend(FAIL))).startswith("no case passed · 1 run · 1 failed")
 
 
 def test_a_verdict_becomes_a_record_and_reads_back() -> None:

@@ -121,7 +121,7 @@ def test_text_stands_out_in_light_and_dark() -> None:
 
 def test_nothing_of_a_report_is_markup() -> None:
     page = Page(html(nasty_run()))
-    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 5
+    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 7
     text = markdown(nasty_run())
     assert "<script" not in text.replace(r"\<script", "") and r"a\|b \`c\`" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
@@ -130,7 +130,7 @@ def test_nothing_of_a_report_is_markup() -> None:
 
 def test_annotations_are_one_escaped_line_each() -> None:
     error, warning = annotations(nasty_run()).splitlines()
-    assert error.startswith("::error title=B' lse::a|b `c` <script>") and "50%25%0A::error::d" in error
+    assert error.startswith("::error title=B'%3A 1 case of lse::a|b `c` <script>") and "50%25%0A::error::d" in error
     assert error.endswith(f"replay: {nasty_run().records[0].replay}") and warning.startswith(
         "::warning title=C unavail"
     )
@@ -187,7 +187,7 @@ def test_the_page_shows_expected_failures_with_their_reason() -> None:
     backend = replace(run.backends[0], capabilities=summarise([waived], {"lse": 1}))
     words = " ".join(" ".join(Page(html(replace(run, backends=(backend,)))).words).split())
     assert "Expected failures" in words and "mine: known & filed" in words and "1 expected to fail" in words
-    assert waived.replay in words and "! 0/1" in words and "worst error 0.00 of budget" in words
+    assert waived.replay in words and "! 0/1" in words and "no case passed" in words
 
 
 CONFIRMED: dict[Confirmation, tuple[tuple[str, ...], str]] = {
@@ -225,9 +225,9 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
     ("kind", "said"),
     [
         ("junit", '<testsuite name="Broken"'),
-        ("text", "FAIL Broken lse · case lse:"),
+        ("text", "wrong: Broken, 1 cause, 2 cases: The LSE is in base 2, expected the natural logarithm"),
         ("markdown", "| Broken |"),
-        ("annotations", "::error title=Broken lse::"),
+        ("annotations", "::error title=Broken%3A 2 cases of lse::"),
     ],
 )
 def test_render_prints_or_writes(

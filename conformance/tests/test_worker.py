@@ -91,7 +91,7 @@ def test_cases_before_are_run_first_in_the_same_process() -> None:
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record: "as one that is off by one")
+    monkeypatch.setattr(room, "explain", lambda trial, record, told: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, Judged) and not judged.record["explanation"]
     assert answer.record["explanation"] == "as one that is off by one" and not answer.leaves

@@ -25,6 +25,15 @@ from mla_conformance.trials.context import Context
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What running a problem showed, and what was expected of it."""
+
+    problem: Problem
+    expectation: Expectation
+    observation: Observation
+
+
 @dataclass
 class Trial:
     """Runs a subject and collects the verdict of everything that is judged on the way.
@@ -34,7 +43,7 @@ class Trial:
         case: the case.
         context: what the process has made before.
         verdict: the verdict so far; a pass carries the budget used by all judged steps.
-        last: what was judged last, and beside what.
+        last: what was judged last.
         disturbed: whether the backend left the process other than it found it.
         clock: where the time goes.
     """
@@ -43,7 +52,7 @@ class Trial:
     case: Case
     context: Context
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.HARNESS_ERROR, "nothing was judged"))
-    last: tuple[Expectation, Observation] | None = None
+    last: Observed | None = None
     disturbed: bool = False
     clock: Clock = field(default_factory=Clock)
 
@@ -152,7 +161,7 @@ class Trial:
         self, problem: Problem, expectation: Expectation, observation: Observation, step: str = ""
     ) -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
-        self.last = (expectation, observation)
+        self.last = Observed(problem, expectation, observation)
         with self.clock.phase("judge"):
             verdict = judge(problem, expectation, observation, self.declaration)
         if step and verdict.status is not Status.PASS:

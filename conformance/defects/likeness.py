@@ -1,0 +1,79 @@
+"""How alike two failures of the same case are, by every number that was judged.
+
+A number of one kernel is like that of another if they differ by no more than two roundings may make them; NaN and
+infinities are like themselves only. Of the numbers that one of the two got wrong, the likeness is the share that are
+like each other, or the share of the error that the other one shows as well, whichever is less, in the output or LSE
+where it is least.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.judging.judge import measure
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.record import Record
+from mla_conformance.trials.trial import Trial
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a kernel did on a case.
+
+    Attributes:
+        failure: what failed and where in the procedure; empty if the case passed.
+        numbers: every output and LSE of the step that was judged last; none where they have not the right form.
+    """
+
+    failure: tuple[str, str, str]
+    numbers: tuple[Measured, ...]
+
+    @staticmethod
+    def of(trial: Trial, record: Record) -> "Behaviour":
+        """That of a trial with this record."""
+        if not record.failed or trial.last is None:
+            return Behaviour(("", "", ""), ())
+        last, step = trial.last, record.message.partition(":")[0]
+        numbers = measure(last.problem, last.expectation, last.observation, trial.declaration)
+        return Behaviour((record.check, step, last.problem.key), tuple(numbers))
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether something finite is wrong."""
+        return any(bool((wrong_numbers(each) & each.got.isfinite()).any()) for each in self.numbers)
+
+
+def likeness(observed: Behaviour, suspected: Behaviour) -> float:
+    """1 for the same failure, 0 for none of it; both from the same case."""
+    if observed.failure != suspected.failure or not observed.numbers:
+        return 0.0
+    if len(observed.numbers) != len(suspected.numbers):
+        return 0.0
+    return min(_alike(mine, theirs) for mine, theirs in zip(observed.numbers, suspected.numbers, strict=True))
+
+
+def _alike(a: Measured, b: Measured) -> float:
+    """Likeness of one output or LSE; 1 where neither is wrong. What the observed kernel may round decides for both."""
+    wrong = wrong_numbers(a) | _differ(b.got, b.golden, a.allowed)
+    unlike = _differ(a.got, b.got, 2 * a.allowed) & wrong
+    if not bool(wrong.any()):
+        return 1.0
+    counted = 1.0 - float(unlike.sum()) / float(wrong.sum())
+    error = _norm(a.got - a.golden, wrong)
+    return min(counted, 1.0 - _norm(a.got - b.got, unlike) / error if error else counted)
+
+
+def wrong_numbers(measured: Measured) -> torch.Tensor:
+    """Which numbers are wrong."""
+    return _differ(measured.got, measured.golden, measured.allowed)
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    finite = x.isfinite() & y.isfinite()
+    same = (x == y) | (x.isnan() & y.isnan())
+    return torch.where(finite, (x - y).abs() > allowed, ~same)
+
+
+def _norm(difference: torch.Tensor, where: torch.Tensor) -> float:
+    """Of the finite differences."""
+    return float(torch.where(where & difference.isfinite(), difference, 0.0).norm())

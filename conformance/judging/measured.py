@@ -1,0 +1,45 @@
+"""Numbers that a backend returned, beside the golden ones and the error that rounding may leave in them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.reference.quantization import e4m3_ordinal
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The output or the LSE of one part: of a call, or of all calls merged.
+
+    Attributes:
+        got: what was returned, float64; e4m3 codes by their place in the order of codes.
+        golden: what is expected, in the same form; -inf where the LSE of a row without keys is.
+        allowed: error that rounding may leave in ``got``, which is as large as it is wrong.
+    """
+
+    got: torch.Tensor
+    golden: torch.Tensor
+    allowed: torch.Tensor
+
+    @staticmethod
+    def of_output(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
+        """Of an output [T, N, V] in a float dtype: a row that came out larger was rounded more coarsely."""
+        got = got.double()
+        sizes = got.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1, keepdim=True), golden.norm(dim=-1, keepdim=True)
+        growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
+        return Measured(got, golden, budget * growth)
+
+    @staticmethod
+    def of_codes(got: torch.Tensor, low: torch.Tensor, golden: torch.Tensor, high: torch.Tensor) -> "Measured":
+        """Of e4m3 codes [T, N, V] between the codes of both ends of what is allowed."""
+        not_a_number = got.double().isnan()
+        codes = got.view(torch.uint8).masked_fill(not_a_number, 0).view(got.dtype)
+        places = e4m3_ordinal(codes).double().masked_fill(not_a_number, torch.nan)
+        return Measured(places, golden, torch.maximum(high - golden, golden - low))
+
+    @staticmethod
+    def of_lse(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
+        """Of an LSE [N, T]."""
+        got = got.double()
+        growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
+        return Measured(got, golden, budget.nan_to_num(0.0) * growth.clamp(min=1.0))

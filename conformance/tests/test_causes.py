@@ -1,0 +1,109 @@
+"""Failures by cause: what is told once, what is kept apart, and how much of it a terminal shows."""
+
+import msgspec
+import pytest
+
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import Cause, causes
+from mla_conformance.report.json_report import report_form
+from mla_conformance.report.markdown import annotations, markdown
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.report.terminal import cause_lines
+
+ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
+BASE_2 = "The LSE is in base 2, as reported in someone/something#1"
+
+
+def failure(case: str = "lse:q=[4]", **changes: object) -> Record:
+    told = {"message": "LSE is 5 (SPEC 4.2)", "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, **changes}
+    record = Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL)
+    return msgspec.convert({**msgspec.to_builtins(record), **told}, Record)
+
+
+def raised(text: str, case: str = "lse:q=[4]") -> Record:
+    return failure(case, check="call", clause="3.8", message=f"new tokens: the call raised {text} (SPEC 3.8)", used={})
+
+
+def run(*records: Record) -> RunSummary:
+    return RunSummary(ENVIRONMENT, (BackendSummary(BackendFacts("B", "b.py:B"), summarise(records, {})),))
+
+
+def test_one_cause_has_its_extent_and_its_smallest_case() -> None:
+    shares = {"lse:q=[64]": 300.0, "lse:heads=2;q=[9]": 12.0, "decode:q=[1];kv=[500]": 4.0}
+    (cause,) = causes(failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items())
+    assert (cause.sentence, cause.used, cause.capabilities) == (BASE_2, (4.0, 300.0), ("lse", "decode"))
+    assert cause.example.case == "lse:heads=2;q=[9]" and cause.extent == ", 4 to 300 × its budget (SPEC 4.2)"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"finding": "the LSE is transposed"},
+        {"explanation": "The LSE is rounded to bf16"},
+        {"check": "output"},
+        {"check": "call", "message": "the call raised ValueError: no"},
+        {"status": "crash", "check": "", "message": "the process died: Segmentation fault"},
+    ],
+)
+def test_other_causes_are_kept_apart(others: dict[str, str]) -> None:
+    found = causes([failure(), failure("lse:q=[5]"), failure("lse:q=[6]", **others)])
+    assert [len(cause.failures) for cause in found] == [2, 1]
+
+
+def test_a_finding_joins_what_explains_it_elsewhere() -> None:
+    finding = "the LSE is in base 2"
+    (cause,) = causes([failure(finding=finding), failure("lse:q=[5]", finding=finding, explanation=BASE_2)])
+    assert cause.sentence == BASE_2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("RuntimeError: no page of 16 at 0x7fa0", "RuntimeError: no page of 64 at 0x11b0", True),
+        ("OSError: /home/a/libfast.so: cannot open", "OSError: /opt/libfast.so: cannot open", True),
+        ("RuntimeError: does not support paged KV", "ModuleNotFoundError: No module named 'x'", False),
+    ],
+)
+def test_exceptions_are_grouped_by_their_text(one: str, other: str, alike: bool) -> None:
+    found = causes([raised(one), raised(other, "decode:q=[1];kv=[500]")])
+    assert (len(found) == 1) is alike and found[0].sentence == one
+
+
+def test_a_failure_that_was_compared_in_vain_says_so() -> None:
+    (cause,) = causes([failure(), failure("lse:q=[5]", explanation=UNLIKE)])
+    assert cause.sentence == f"the LSE is wrong, {UNLIKE}"
+
+
+def test_a_failure_that_needs_others_is_the_example() -> None:
+    after = failure("lse:q=[90]", confirmation="after", after=["lse:q=[3]"])
+    (cause,) = causes([failure(), after])
+    assert cause.example.case == "lse:q=[90]" and "--after" in cause.example.replay
+
+
+def test_a_terminal_shows_a_cause_once_and_seven_causes_at_most() -> None:
+    records = [failure(f"lse:q=[{n}]", explanation=f"mistake number {'x' * n} of a kernel") for n in range(1, 10)]
+    lines = list(cause_lines(run(*records, failure("lse:q=[64]", explanation=records[0].explanation)), 80))
+    assert lines[0] == "wrong: B, 9 causes, 10 cases" and lines[-1] == "    … and 2 more causes in the report"
+    assert lines[1].startswith("    1. 2 cases: mistake number x of a kernel, 9 × its budget (SPEC 4.2)")
+    assert sum("replay: mla-conformance replay" in line for line in lines) == 7
+    assert all(len(line) <= 80 for line in lines if "replay:" not in line)
+
+
+def test_an_exception_is_not_said_twice() -> None:
+    head, replay = cause_lines(run(raised("ValueError: no page of 16")), 80)
+    assert head == "wrong: B, 1 cause, 1 case: ValueError: no page of 16 (SPEC 3.8)" and "replay: " in replay
+
+
+def test_views_tell_a_cause_once() -> None:
+    many = run(*(failure(f"lse:q=[{n}]", explanation=BASE_2) for n in range(1, 53)))
+    assert annotations(many).count("::error") == 1 and markdown(many).count("mla-conformance replay") == 1
+    (form,) = report_form(many).backends["B"].causes
+    assert len(form.cases) == 52 and form.example == "lse:q=[1]" and form.used == (9.0, 9.0)
+
+
+def test_no_failure_no_cause() -> None:
+    assert causes([Record("B", "B", "lse", "lse:q=[1]", Status.PASS)]) == ()
+    assert list(cause_lines(run(), 80)) == []
+    assert isinstance(causes([failure()])[0], Cause)
