@@ -60,8 +60,8 @@ def _latents() -> Iterator[Fields]:
 def _dense() -> Iterator[Fields]:
     """Weights that each weigh all latents, so that absorbing and multiplying out round."""
     yield layer((5, 9, 1, 1), (0, 140, 33, 7), 2, data="needle", weights="dense", workspace=64)
-    yield layer((2, 2, 9), (33, 150, 40), 2, weights="dense", heads=2, order=Order.DECODES_FIRST)
     yield layer((3, 2, 1), (40, 33, 130), 2, weights="dense", heads=16, data="needle")
+    yield layer((2, 2, 9), (33, 150, 40), 2, weights="dense", heads=2, order=Order.DECODES_FIRST)
     yield layer((5, 1), (40, 33), 1, weights="dense", heads=2, dtype="fp16")
     yield layer((5, 1), (40, 33), 1, weights="dense", dtype="fp32", **_LATENT)
     yield layer((5, 1), (40, 33), 1, weights="dense", heads=2, cache="fp8", kscale=31000)

@@ -35,11 +35,42 @@ class UncountedUnwritten(EagerLayer):
     """Rows that the metadata does not count hold what the buffer held."""
 
     class impl_class(MLACommonImpl):
-        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *outputs):
-            result = super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *outputs)
+        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs):
+            result = super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs)
             result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
             return result
 
 
-HONEST_LAYERS: tuple[type[EagerLayer], ...] = (EagerLayer, ReciprocalCacheScale, LastChunkFirst, UncountedUnwritten)
+class ProjectsInFloat32(EagerLayer):
+    """Absorbed weights are held in float32, and each product with them is rounded once."""
+
+    class impl_class(MLACommonImpl):
+        def process_weights_after_loading(self, act_dtype):
+            super().process_weights_after_loading(act_dtype)
+            self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
+
+        def _absorb(self, q_nope):
+            return super()._absorb(q_nope.float()).to(q_nope.dtype)
+
+        def _v_up_proj(self, x):
+            return super()._v_up_proj(x.float()).to(x.dtype)
+
+
+class OneBlockAfterTheOther(EagerLayer):
+    """Blocks are copied in the order of the list, each before the next is read."""
+
+    @staticmethod
+    def copy_blocks(kv_caches, src_to_dists):
+        for pair in src_to_dists.split(1):
+            EagerLayer.copy_blocks(kv_caches, pair)
+
+
+HONEST_LAYERS: tuple[type[EagerLayer], ...] = (
+    EagerLayer,
+    ReciprocalCacheScale,
+    LastChunkFirst,
+    UncountedUnwritten,
+    ProjectsInFloat32,
+    OneBlockAfterTheOther,
+)
 """Every honest layer."""

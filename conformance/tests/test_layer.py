@@ -165,6 +165,65 @@ def test_rows_of_padding_count_unless_they_stand_behind_prefills() -> None:
     assert not behind.padding_counts and (behind.q.shape[0], behind.query.shape[0]) == (6, 8)
 
 
+def test_special_tiles_stand_in_another_place_of_each_entry() -> None:
+    text = "cache_write:call=layer;heads=1;q=[5];kv=[12];cache=fp8_ds_mla;latents="
+    for kind, low, high in (("zero_tiles", 0.0, 0.0), ("tiny_tiles", 1e-7, 1e-5)):
+        tiles = layer_call(f"{text}{kind}").image.latents[0].float().unflatten(1, (4, 128)).abs().amax(2)
+        place = tiles.argmin(1)
+        assert place.tolist() == [0, 1, 2, 3, 0] and bool((tiles.amax(1) > 1).all())
+        smallest = tiles.amin(1)
+        assert low <= float(smallest.min()) and float(smallest.max()) <= high
+
+
+@pytest.mark.parametrize("latents", ["outliers", "low_rank", "integers", "rising", "tiny_values", "large"])
+def test_latents_are_those_of_the_name_and_queries_and_weights_stay(latents: str) -> None:
+    text = "mixed_batch:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[40,33];decodes=1"
+    normal, shaped = layer_call(text), layer_call(f"{text};latents={latents}")
+    assert torch.equal(shaped.query, normal.query) and torch.equal(shaped.weight, normal.weight)
+    assert not torch.equal(shaped.kv_c, normal.kv_c)
+    size = float(shaped.latents.std() / normal.latents.std())
+    assert {"large": 60, "outliers": 2}.get(latents, 0) < size < {"tiny_values": 0.01}.get(latents, 70)
+
+
+def test_latents_of_a_sliced_layout_lie_beside_poison_with_the_same_values() -> None:
+    packed, sliced = (layer_call(f"{WRITES}{layout}") for layout in ("", ";layout=sliced"))
+    assert torch.equal(packed.kv_c, sliced.kv_c) and torch.equal(packed.k_pe, sliced.k_pe)
+    assert sliced.kv_c.stride(0) == sliced.k_pe.stride(0) > 64 + 16
+    assert sliced.kv_c.untyped_storage().data_ptr() == sliced.k_pe.untyped_storage().data_ptr()
+    beside = storage_bytes(sliced.kv_c).view(torch.bfloat16).view(-1, sliced.kv_c.stride(0))
+    assert int(beside.isnan().sum()) == len(beside) * (sliced.kv_c.stride(0) - 64 - 16)
+
+
+def test_batches_of_a_model_have_its_weights() -> None:
+    text = "call_order:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[40,33];decodes=1;weights=dense"
+    case = Case.parse(f"{text};model=1")
+    one, other = layer_call(case.id), layer_call(case.varied().id)
+    assert torch.equal(one.weight, other.weight) and not torch.equal(one.weight, layer_call(text).weight)
+    assert other.image.case.cache_scale == pytest.approx(3 * one.image.case.cache_scale)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dense_weights_weigh_every_latent_and_are_exact_in_the_model_s_dtype_and_in_codes(dtype: str) -> None:
+    call = layer_call(f"weight_absorption:call=layer;dtype={dtype};dims=32-16-48-64;heads=3;q=[2];kv=[3];weights=dense")
+    assert float((call.weight != 0).double().mean()) > 0.9
+    assert float(call.weight.square().sum(0).mean()) == pytest.approx(1.0, rel=0.1)
+    dense = as_linear(call.weight, call.query.dtype, CPU)
+    assert torch.equal(dense.weight.double(), call.weight.flatten(1).mT)
+    packed = PackedLinear(dense)
+    assert torch.equal(packed.qweight.double() * packed.unit, dense.weight.double())
+
+
+def test_ranks_write_each_new_token_once_and_share_the_keys() -> None:
+    problem = build_problem(
+        Case.parse("layer_dcp:call=layer;dims=32-16-32-64;q=[3,1];kv=[40,7];decodes=2;ranks=3"), CPU
+    )
+    calls = [call for call in problem.calls if isinstance(call, LayerCall)]
+    assert [call.name for call in calls] == ["rank 0", "rank 1", "rank 2"]
+    assert sum(len(call.image.slots) for call in calls) == 4
+    assert sum(len(call.k) for call in calls) == 43 + 8
+    assert problem.whole is not None and len(problem.whole.k) == 43 + 8
+
+
 SOURCE = """
 from types import SimpleNamespace
 
@@ -216,6 +275,19 @@ class Present(EagerLayer):
         return Builder
 
 
+class NoBuffer(EagerLayer):
+    accept_output_buffer = False
+
+
+class Collective(EagerLayer):
+    class impl:
+        pass
+
+    @classmethod
+    def get_impl_cls(cls):
+        return cls.impl
+
+
 class Unprepared(EagerLayer):
     @classmethod
     def validate_configuration(cls, **settings):
@@ -259,6 +331,33 @@ def test_a_builder_that_takes_no_requests_is_judged_with_decodes_first(source: s
 def test_what_a_layer_declares_unsupported_is_not_asked(source: str) -> None:
     found = judged(Case.parse(f"{WRITES};cache=fp8"), f"{source}:Unprepared")
     assert (found.status, found.message) == (Status.UNSUPPORTED, "codes not supported")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "said"),
+    [
+        ("q=[5,1];kv=[12,15];decodes=1;out=1", "NoBuffer", "output buffer not declared (accept_output_buffer)"),
+        (
+            "q=[1];kv=[15];decodes=1;ranks=2",
+            "Collective",
+            "its computation does not tell the LSE of a rank (decode_lse)",
+        ),
+    ],
+)
+def test_what_a_layer_cannot_be_driven_with_is_unsupported(fields: str, name: str, said: str, source: str) -> None:
+    found = judged(Case.parse(f"cache_write:call=layer;dims=32-16-32-64;{fields}"), f"{source}:{name}")
+    assert found.status is Status.UNSUPPORTED and found.message.endswith(said)
+
+
+def test_weights_that_stay_are_processed_once_and_others_anew() -> None:
+    layer = Subject.of(EAGER, CPU).create(writes())
+    call = layer_call(WRITES)
+    call.prepare(layer)
+    absorbed = layer.impl.W_UV = layer.impl.W_UV.clone()
+    call.prepare(layer)
+    assert layer.impl.W_UV is absorbed
+    replace(call, weight=call.weight * 2).prepare(layer)
+    assert torch.equal(layer.impl.W_UV, absorbed * 2)
 
 
 def test_a_layer_class_has_the_roles_that_it_names_kernels_for() -> None:
