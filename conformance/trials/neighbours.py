@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.driving.driver import Observation, State
 from mla_conformance.driving.plain import parts_of, why_not_plain
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.spoiled import KINDS, spoil_keys, spoil_queries
@@ -41,13 +42,13 @@ class _Clean:
     """The results of a run in which nothing was spoiled."""
 
     def __init__(self, observation: Observation) -> None:
-        self._parts = [_copies(parts_of(returned.value)) for returned in observation.returned]
+        self._parts = [[part.clone() for part in parts_of(returned.value)] for returned in observation.returned]
         self._merged = observation.merged
 
     def excusing(self, rows: slice, observation: Observation) -> Observation:
         """``observation`` with the clean results in ``rows``, the spoiled request's own, which are not judged."""
         returned = tuple(
-            replace(part, value=_patched(part.value, clean, rows), out=None)
+            replace(part, value=_patched(part.value, clean, rows, part.out))
             for part, clean in zip(observation.returned, self._parts, strict=False)
         )
         merged: State | None = observation.merged
@@ -56,16 +57,18 @@ class _Clean:
         return replace(observation, returned=returned, merged=merged)
 
 
-def _copies(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part.clone() for part in parts]
-
-
-def _patched(value: Any, clean: Sequence[torch.Tensor], rows: slice) -> Any:
+def _patched(value: Any, clean: Sequence[torch.Tensor], rows: slice, out: Guarded | None = None) -> Any:
     """Output [T, N, V], and LSE [N, T] if there is one, with the rows of ``clean``; anything else as it is."""
     parts = parts_of(value)
     if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
         return value
-    patched, count = _copies(parts), rows.stop - rows.start
+    # What lies in the output tensor that was handed in must stay there.
+    patched = [part if out and _within(part, out) else part.clone() for part in parts]
     for mine, theirs, dim in zip(patched, clean, (0, 1), strict=False):  # they count tokens in different dimensions
+        count = rows.stop - rows.start
         mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
     return tuple(patched) if len(patched) > 1 else patched[0]
+
+
+def _within(part: torch.Tensor, out: Guarded) -> bool:
+    return part.untyped_storage().data_ptr() == out.storage.untyped_storage().data_ptr()
