@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mla_conformance.backends import dependencies
 from mla_conformance.backends.dependencies import Library, extra
 
 
@@ -58,3 +59,26 @@ def test_a_part_of_a_namespace_package_is_found_without_the_rest(site: Any) -> N
     assert _library("namespace_library.interface").missing() != []
     assert _library("namespace_library.cute").broken() == []
     assert _library("namespace_library.cute").load().answer == 42
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("1.5", "1.5"),
+        ("1.6rc1", "1.6rc1"),
+        ("2.0", "2.0, never tried (the-library<2,>=1 was)"),
+    ],
+)
+def test_a_version_that_was_never_tried_says_so(found: str, said: str, monkeypatch: Any) -> None:
+    dependencies._version.cache_clear()
+    monkeypatch.setattr(dependencies, "version", lambda distribution: found)
+    monkeypatch.setattr(
+        dependencies, "requires", lambda distribution: ["torch>=2.9", 'The_Library>=1,<2; extra == "x"']
+    )
+    assert _library("no_such_library").version() == said
+    dependencies._version.cache_clear()
+
+
+def test_a_library_without_an_extra_has_no_range(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dependencies, "requires", lambda distribution: ["torch>=2.9"])
+    assert not dependencies._tried("vllm")

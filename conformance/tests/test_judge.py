@@ -213,6 +213,12 @@ class RunsItWrongly(DeniesFloat16):
         return results[0] * 2, *results[1:]
 
 
+class WritesCodesOnly(EagerPrefillBackend):
+    @classmethod
+    def supports_unquantised_output(cls, dtype: torch.dtype) -> bool:
+        return dtype != torch.bfloat16
+
+
 class RefusesAtOnce(DeniesFloat16):
     def __init__(self, **arguments: Any) -> None:
         raise ValueError("no fp16")
@@ -323,6 +329,13 @@ def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPa
 def test_what_is_declared_unsupported_does_not_fail(case_id: str, said: str) -> None:
     record = judged("TORCH_SDPA", case_id)
     assert (record.status, record.message) == (Status.UNSUPPORTED, said)
+
+
+def test_a_backend_may_write_codes_only_of_a_dtype() -> None:
+    found = {text: judged(WritesCodesOnly, f"lse:dims=small;q=[5]{text}") for text in ("", ";dtype=fp16")}
+    assert found[""].message == "unquantised output of torch.bfloat16 not declared"
+    assert [record.status for record in found.values()] == [Status.UNSUPPORTED, Status.PASS]
+    assert judged(WritesCodesOnly, FP8).status is Status.PASS
 
 
 def test_a_backend_that_cannot_say_what_it_supports_fails() -> None:

@@ -1,7 +1,9 @@
 """Judging a whole layer: the honest one passes, and each kind of wrong byte, weight and configuration is found."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.cases.shrink import simpler
+from mla_conformance.driving.layer import Layer
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -423,3 +426,18 @@ def test_weights_pick_latents_and_round_nothing(dtype: str) -> None:
     exact = torch.einsum("tl,lnc->tnc", latents.double(), call.weight).flatten(1)
     assert torch.equal(dense(latents)[0].double(), exact)
     assert torch.equal(PackedLinear(dense)(latents)[0].double(), exact)
+
+
+def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the host, from where a GPU copies nothing during a capture."""
+
+    def capturing(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+        def replay() -> Any:
+            with monkeypatch.context() as during:
+                during.setattr(Layer, "attention_layer", None)
+                return call()
+
+        return replay, replay()
+
+    monkeypatch.setattr("mla_conformance.trials.layer_graph.captured", capturing)
+    assert judged(Case.parse(REPLAYS)).status is Status.PASS
