@@ -4,6 +4,7 @@ One latent row of L + R elements a token serves all heads: its first L elements 
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,6 +63,7 @@ class MLADecodeSelectorConfig(NamedTuple):
         max_query_len: most query tokens of a request.
         uniform: whether all requests have that many.
         dcp_world_size: ranks that share a sequence.
+        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
     """
 
     dtype: torch.dtype
@@ -72,6 +74,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     max_query_len: int = 1
     uniform: bool = True
     dcp_world_size: int = 1
+    tile_scales: str = "float32"
 
 
 class MLADecodeBackend(KernelBackend):
@@ -81,6 +84,7 @@ class MLADecodeBackend(KernelBackend):
 
     Attributes:
         supported_kv_cache_dtypes: layouts of the cache that the kernel reads.
+        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
         supported_latent_dims: pairs (L, R); empty means any.
         supported_query_len: most query tokens of a request; None means any number.
         supports_nonuniform_queries: whether requests may have different numbers of query tokens.
@@ -89,6 +93,7 @@ class MLADecodeBackend(KernelBackend):
     """
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
     supported_query_len: ClassVar[int | None] = 1
     supports_nonuniform_queries: ClassVar[bool] = False
@@ -107,14 +112,22 @@ class MLADecodeBackend(KernelBackend):
         """Reasons why the backend cannot be used; an empty list means that it can."""
         reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
         dims = (selector_config.kv_lora_rank, selector_config.qk_rope_head_dim)
-        if layout_of(selector_config.kv_cache_dtype) not in cls.supported_kv_cache_dtypes:
-            reasons.append(f"kv_cache_dtype {selector_config.kv_cache_dtype} not supported")
-        reasons.extend(filter(None, [contradiction(selector_config.kv_cache_dtype, selector_config.dtype)]))
+        reasons.extend(cls._cache_reasons(selector_config))
         if not accepts_block_size(cls.get_supported_kernel_block_sizes(), selector_config.block_size):
             reasons.append(f"block_size {selector_config.block_size} not supported")
         if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
             reasons.append(f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})")
         return reasons + cls._query_reasons(selector_config)
+
+    @classmethod
+    def _cache_reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
+        if layout_of(config.kv_cache_dtype) not in cls.supported_kv_cache_dtypes:
+            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
+        elif config.kv_cache_dtype == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
+            read = ", ".join(cls.supported_tile_scales)
+            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
+        if reason := contradiction(config.kv_cache_dtype, config.dtype):
+            yield reason
 
     @classmethod
     def _query_reasons(cls, config: MLADecodeSelectorConfig) -> list[str]:

@@ -94,7 +94,8 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
 
     def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
         """[tile, L + R] keys in float32."""
-        return dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
+        keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
+        return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
         """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""

@@ -8,7 +8,7 @@ _TILES = 4
 
 
 def dequantise(rows: torch.Tensor, layout: str, k_scale: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
-    """Keys [..., L + R] in float32.
+    """Keys [..., L + R] in float32; of an ``fp8_ds_mla`` entry always 512 + 64, zeros where a model has no rope.
 
     Args:
         rows: [..., width] entries of the cache's dtype.

@@ -72,6 +72,7 @@ class TorchSDPADecodeBackend(MLADecodeBackend):
         rows = _gather(metadata, kv_cache, request)
         visible = _positions(metadata, rows.shape[1]) <= last.unsqueeze(1)
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, ql_nope.dtype)
+        keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
         # What no query may see must not be multiplied by a weight of 0: it may be NaN.
         keys = keys.masked_fill(~visible.unsqueeze(-1), 0.0).to(ql_nope.dtype).unsqueeze(1)
         mask = torch.zeros_like(visible, dtype=ql_nope.dtype).masked_fill(~visible, -torch.inf)

@@ -2,13 +2,16 @@
 
 ``auto``: L + R values of the model's dtype. ``fp8``: L + R e4m3 codes of value / k_scale, latent and rope alike.
 ``fp8_ds_mla``: 656 bytes for L 512 and R 64: 512 e4m3 codes in four tiles of 128, the four tiles' float32 scales, 64
-rope values of the 16-bit model dtype. Source of the last: vLLM's ``concat_and_cache_ds_mla``, FlashMLA's FP8 cache.
+rope values of the 16-bit model dtype; 0 there for a model without rope. Source of the last: vLLM's
+``concat_and_cache_ds_mla``, FlashMLA's FP8 cache. A tile's scale is its largest magnitude over 448, as SGLang writes it
+(``float32``), or the next power of two, as vLLM and FlashMLA do since 2026 (``pow2``).
 """
 
 import torch
 from torch import Tensor
 
 from mla_conformance.reference.quantization import E4M3_MAX, dequantize_e4m3, quantize_e4m3, require_float8
+from mla_conformance.reference.tile_scales import TILE_SCALES
 
 CACHE_LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
 """Layouts by the name that a configuration gives them."""
@@ -16,7 +19,9 @@ CACHE_LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
 DS_MLA_BYTES = 656
 """Bytes of an ``fp8_ds_mla`` entry: 512 codes, 4 · 4 bytes of scales, 64 · 2 bytes of rope."""
 
-_DS_DIMS = (512, 64)
+_DS_DIMS = ((512, 64), (512, 0))
+_LEAST_SCALE = 1e-4
+"""Of a power of two before it is rounded up, for tiles of zeros and small ones: 2^-13."""
 _DS_TILE = 128
 _DS_SCALES = slice(512, 528)
 _DS_ROPE = slice(528, DS_MLA_BYTES)
@@ -49,11 +54,12 @@ def cache_dtype(layout: str, model_dtype: torch.dtype) -> torch.dtype:
     return torch.uint8
 
 
-def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float) -> Tensor:
+def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float, tile_scales: str = "float32") -> Tensor:
     """The entries of T tokens.
 
     kv_c: [T, L]. k_pe: [T, R], of the same dtype, the model's. k_scale: what an ``fp8`` code of 1.0 stands for; no
-    other layout depends on it. Returns [T, entry_width] of :func:`cache_dtype`.
+    other layout depends on it. tile_scales: one of :data:`TILE_SCALES`, of ``fp8_ds_mla``. Returns [T, entry_width] of
+    :func:`cache_dtype`.
     Raises ValueError for an unknown layout, shapes that do not fit it, or a scale that is not positive.
     """
     _require_layout(layout)
@@ -63,7 +69,7 @@ def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float) -> Tensor:
         return torch.cat((kv_c, k_pe), dim=-1)
     if layout == "fp8":
         return quantize_e4m3(torch.cat((kv_c, k_pe), dim=-1), k_scale)
-    return _encode_ds_mla(kv_c, k_pe)
+    return _encode_ds_mla(kv_c, k_pe, tile_scales)
 
 
 def decode_rows(
@@ -83,7 +89,7 @@ def decode_rows(
     if rows.dim() != 2 or rows.shape[1] != width:
         raise ValueError(f"expected {layout} entries [S, {width}], got {list(rows.shape)}")
     if layout == "fp8_ds_mla":
-        return _decode_ds_mla(rows, rope_dtype)
+        return _decode_ds_mla(rows, qk_rope_head_dim, rope_dtype)
     values = rows.to(torch.float64) if layout == "auto" else dequantize_e4m3(rows, k_scale)
     return values[:, :kv_lora_rank], values[:, kv_lora_rank:]
 
@@ -110,25 +116,36 @@ def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     _bytes(dst)[pairs[:, 1].to(dst.device)] = _bytes(src)[pairs[:, 0].to(src.device)].to(dst.device)
 
 
-def _encode_ds_mla(kv_c: Tensor, k_pe: Tensor) -> Tensor:
+def _encode_ds_mla(kv_c: Tensor, k_pe: Tensor, tile_scales: str) -> Tensor:
     _require_ds_dims(kv_c.shape[1], k_pe.shape[1])
     _require_16_bits(k_pe.dtype)
     require_float8()
     tiles = kv_c.to(torch.float64).unflatten(-1, (-1, _DS_TILE))
-    scales = (tiles.abs().amax(dim=-1) / E4M3_MAX).to(torch.float32)
-    # A tile of zeros, or one so small that its scale is not representable, must not be divided by 0.
-    scales = torch.where(scales == 0, 1.0, scales)
+    scales = _tile_scales(tiles.abs().amax(dim=-1) / E4M3_MAX, tile_scales)
     codes = quantize_e4m3(tiles / scales.to(torch.float64).unsqueeze(-1), 1.0)
-    parts = (codes.flatten(1), scales, k_pe)
+    rope = torch.nn.functional.pad(k_pe, (0, _DS_DIMS[0][1] - k_pe.shape[1]))
+    parts = (codes.flatten(1), scales, rope)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 
 
-def _decode_ds_mla(rows: Tensor, rope_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _tile_scales(least: Tensor, kind: str) -> Tensor:
+    """Float32 scales of tiles that need at least ``least``, float64."""
+    if kind == "pow2":
+        return torch.exp2(least.clamp(min=_LEAST_SCALE).log2().ceil()).to(torch.float32)
+    if kind not in TILE_SCALES:
+        raise ValueError(f"unknown tile scales {kind!r}; expected one of {', '.join(TILE_SCALES)}")
+    scales = least.to(torch.float32)
+    # A tile of zeros, or one so small that its scale is not representable, must not be divided by 0.
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _decode_ds_mla(rows: Tensor, qk_rope_head_dim: int, rope_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     _require_16_bits(rope_dtype)
     codes = rows[:, : _DS_SCALES.start].contiguous().view(torch.float8_e4m3fn)
     scales = rows[:, _DS_SCALES].contiguous().view(torch.float32).to(torch.float64)
     values = codes.to(torch.float64).unflatten(-1, (-1, _DS_TILE)) * scales.unsqueeze(-1)
-    return values.flatten(1), rows[:, _DS_ROPE].contiguous().view(rope_dtype).to(torch.float64)
+    rope = rows[:, _DS_ROPE].contiguous().view(rope_dtype).to(torch.float64)
+    return values.flatten(1), rope[:, :qk_rope_head_dim]
 
 
 def _bytes(cache: Tensor) -> Tensor:
@@ -142,9 +159,9 @@ def _require_layout(layout: str) -> None:
 
 
 def _require_ds_dims(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
-    if (kv_lora_rank, qk_rope_head_dim) != _DS_DIMS:
+    if (kv_lora_rank, qk_rope_head_dim) not in _DS_DIMS:
         raise ValueError(
-            f"fp8_ds_mla holds latents of 512 and rope keys of 64, got {kv_lora_rank} and {qk_rope_head_dim}"
+            f"fp8_ds_mla holds latents of 512 and rope keys of 64 or none, got {kv_lora_rank} and {qk_rope_head_dim}"
         )
 
 

@@ -11,8 +11,10 @@ import torch
 
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.reference.quantization import E4M3_MAX
+from mla_conformance.reference.tile_scales import TILE_SCALES
 
 _LATENT, _ROPE, _TILE = 512, 64, 128
+_LEAST_SCALE = 1e-4
 _TILES = _LATENT // _TILE
 _ENTRY_BYTES = _LATENT + 4 * _TILES + 2 * _ROPE
 
@@ -101,10 +103,10 @@ class DeepSeekFormat(CacheFormat):
     name = "fp8_ds_mla"
 
     def entry_width(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """656 bytes; ValueError for other latents than 512 + 64."""
-        if (kv_lora_rank, qk_rope_head_dim) != (_LATENT, _ROPE):
+        """656 bytes; ValueError for other latents than 512 with a rope of 64 or none."""
+        if kv_lora_rank != _LATENT or qk_rope_head_dim not in (0, _ROPE):
             raise ValueError(
-                f"an fp8_ds_mla entry holds L = {_LATENT} and R = {_ROPE}, got L = {kv_lora_rank} and "
+                f"an fp8_ds_mla entry holds L = {_LATENT} and R = {_ROPE} or 0, got L = {kv_lora_rank} and "
                 f"R = {qk_rope_head_dim}; use the cache dtype auto or fp8"
             )
         return _ENTRY_BYTES
@@ -121,9 +123,14 @@ class DeepSeekFormat(CacheFormat):
         """Bytes of the codes, of the tiles' scales and of the rotated key."""
         tiles = kv_c.float().unflatten(-1, (_TILES, _TILE))
         amax = tiles.abs().amax(dim=-1, keepdim=True)
-        scales = torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
-        parts = (_codes(tiles / scales).flatten(-2), scales.squeeze(-1), k_pe.contiguous())
+        scales = self.tile_scales(amax)
+        rope = torch.nn.functional.pad(k_pe, (0, _ROPE - k_pe.shape[-1]))
+        parts = (_codes(tiles / scales).flatten(-2), scales.squeeze(-1), rope.contiguous())
         return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+    def tile_scales(self, amax: torch.Tensor) -> torch.Tensor:
+        """Float32 scales of tiles with these largest magnitudes: a 448th of them."""
+        return torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
 
     def decode(self, entries: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
         """Code · its tile's scale, then the rotated key as it is."""
@@ -133,6 +140,14 @@ class DeepSeekFormat(CacheFormat):
         return torch.cat((latent.flatten(-2).to(dtype), rope.contiguous().view(dtype)), dim=-1)
 
 
+class PowerOfTwoFormat(DeepSeekFormat):
+    """The same with powers of two for scales, as vLLM and FlashMLA write them since 2026."""
+
+    def tile_scales(self, amax: torch.Tensor) -> torch.Tensor:
+        """The least power of two at which a tile fits, and at least 2^-13."""
+        return torch.exp2((amax / E4M3_MAX).clamp(min=_LEAST_SCALE).log2().ceil())
+
+
 def _codes(quotient: torch.Tensor) -> torch.Tensor:
     """Nearest e4m3, saturated: a cast alone makes NaN of what lies beyond 448."""
     return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
@@ -140,15 +155,22 @@ def _codes(quotient: torch.Tensor) -> torch.Tensor:
 
 CACHE_FORMATS = MappingProxyType({f.name: f for f in (PlainFormat(), Float8Format(), DeepSeekFormat())})
 """The layouts by name."""
+_POWER_OF_TWO = PowerOfTwoFormat()
 
 
-def cache_format(kv_cache_dtype: str) -> CacheFormat:
+def cache_format(kv_cache_dtype: str, tile_scales: str = "float32") -> CacheFormat:
     """The layout of that name.
+
+    Args:
+        kv_cache_dtype: the name.
+        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written, ``float32`` or ``pow2``.
 
     Raises:
         ValueError: there is none.
     """
+    if tile_scales not in TILE_SCALES:
+        raise ValueError(f"expected tile scales of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
     layout = layout_of(kv_cache_dtype)
     if layout not in CACHE_FORMATS:
         raise ValueError(f"expected a cache dtype of {', '.join(CACHE_FORMATS)}, got {kv_cache_dtype!r}")
-    return CACHE_FORMATS[layout]
+    return _POWER_OF_TWO if layout == _POWER_OF_TWO.name and tile_scales == "pow2" else CACHE_FORMATS[layout]

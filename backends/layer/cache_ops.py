@@ -18,6 +18,7 @@ def concat_and_cache_mla(
     slot_mapping: torch.Tensor,
     kv_cache_dtype: str,
     scale: torch.Tensor,
+    tile_scales: str = "float32",
 ) -> None:
     """Write tokens into their slots, in place; waits for nothing on the device but to refuse a bad slot.
 
@@ -28,11 +29,12 @@ def concat_and_cache_mla(
         slot_mapping: [up to T] integers; -1 writes nothing, and neither do the tokens past its end.
         kv_cache_dtype: name of the layout.
         scale: float32 scalar tensor, of the layout ``fp8`` alone.
+        tile_scales: what the scales of an ``fp8_ds_mla`` entry are to be.
 
     Raises:
         ValueError: an unknown layout, a cache of another layout, or a slot outside of the cache.
     """
-    layout = cache_format(kv_cache_dtype)
+    layout = cache_format(kv_cache_dtype, tile_scales)
     width, dtype = layout.entry_width(kv_c.shape[-1], k_pe.shape[-1]), layout.cache_dtype(kv_c.dtype)
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width or kv_cache.dtype != dtype:
         raise ValueError(
@@ -98,7 +100,7 @@ def gather_cache(
         token = token + seq_starts[:batch_size].long()[request]
     blocks = _blocks_of(block_table, request, token // page, src_cache.shape[0])
     entries = _raw(src_cache)[blocks, token % page].view(src_cache.dtype)
-    dst[:total] = cache_format(kv_cache_dtype).decode(entries, dst.dtype, scale)
+    dst[:total] = cache_format(kv_cache_dtype).decode(entries, dst.dtype, scale)[:, : dst.shape[1]]
 
 
 def _blocks_of(block_table: torch.Tensor, request: torch.Tensor, column: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -92,7 +92,8 @@ class MLACommonImpl(MLAKernels):
         k_scale: torch.Tensor,
     ) -> None:
         """Write the new latents [T, L] and [T, R] to their slots."""
-        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, self.kv_cache_dtype, k_scale)
+        scales = self.attention_backend.tile_scales
+        concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, self.kv_cache_dtype, k_scale, scales)
 
     def _forward_prefill(
         self,

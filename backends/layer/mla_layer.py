@@ -17,7 +17,7 @@ from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.backends.platform import DeviceCapability
 
-_ROPE = 64
+_LATENT, _ROPE = 512, 64
 
 
 class MLACommonBackend(AttentionBackend):
@@ -29,6 +29,7 @@ class MLACommonBackend(AttentionBackend):
         impl_class: the computation; a subclass may replace one of its steps.
         builder_class: builds the metadata.
         vllm_config: what the kernels' constructors receive.
+        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written.
     """
 
     accept_output_buffer = True
@@ -37,6 +38,7 @@ class MLACommonBackend(AttentionBackend):
     impl_class: ClassVar[type[MLACommonImpl]] = MLACommonImpl
     builder_class: ClassVar[type[MLACommonMetadataBuilder]] = MLACommonMetadataBuilder
     vllm_config: ClassVar[Any] = None
+    tile_scales: ClassVar[str] = "float32"
 
     @classmethod
     def get_name(cls) -> str:
@@ -75,8 +77,7 @@ class MLACommonBackend(AttentionBackend):
         """
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
-        # Only fp8_ds_mla asks how the entry is divided, and only 64 will do for it.
-        width = cache_format(cache_dtype_str).entry_width(head_size - _ROPE, _ROPE)
+        width = cache_format(cache_dtype_str).entry_width(*_latent_dims(head_size))
         return num_blocks, block_size, width
 
     @staticmethod
@@ -131,7 +132,7 @@ class MLACommonBackend(AttentionBackend):
         """A layout that holds no such latents, or what must be installed first."""
         try:
             layout = cache_format(kv_cache_dtype or "auto")
-            layout.entry_width(head_size - _ROPE, _ROPE)
+            layout.entry_width(*_latent_dims(head_size))
             layout.cache_dtype(dtype)
         except ValueError as error:
             return str(error)
@@ -141,6 +142,11 @@ class MLACommonBackend(AttentionBackend):
     @classmethod
     def _kernels(cls) -> list[type[MLAPrefillBackend] | type[MLADecodeBackend]]:
         return [kernel for kernel in (cls.prefill_backend, cls.decode_backend) if kernel is not None]
+
+
+def _latent_dims(head_size: int) -> tuple[int, int]:
+    """L and R of an entry; only fp8_ds_mla asks, and only a rope of 64 will do for it, or none beside 512."""
+    return (_LATENT, 0) if head_size == _LATENT else (head_size - _ROPE, _ROPE)
 
 
 def mla_backend(

@@ -148,6 +148,7 @@ CONFIG = MLADecodeSelectorConfig(torch.bfloat16, "auto", 64, 512, 64)
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype fp8 not supported"]),
         ({"kv_cache_dtype": "fp8_e4m3"}, ["kv_cache_dtype fp8_e4m3 not supported"]),
         ({"kv_cache_dtype": "bfloat16"}, []),
+        ({"kv_cache_dtype": "fp8_ds_mla", "tile_scales": "pow2"}, ["kv_cache_dtype fp8_ds_mla not supported"]),
         (
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
             ["kv_cache_dtype bfloat16 expects a model of bfloat16, got torch.float16; use auto"],
@@ -160,6 +161,17 @@ CONFIG = MLADecodeSelectorConfig(torch.bfloat16, "auto", 64, 512, 64)
 )
 def test_a_configuration_is_refused_with_every_reason(change: dict[str, Any], reasons: list[str]) -> None:
     assert Narrow.validate_configuration(None, CONFIG._replace(**change)) == reasons
+
+
+class ReadsPowersOfTwo(EagerDecodeBackend):
+    supported_tile_scales: ClassVar[list[str]] = ["pow2"]
+
+
+def test_scales_that_a_kernel_does_not_read_are_named_beside_those_that_it_does() -> None:
+    mixed = CONFIG._replace(kv_cache_dtype="fp8_ds_mla")
+    assert ReadsPowersOfTwo.validate_configuration(None, mixed._replace(tile_scales="pow2")) == []
+    reasons = ReadsPowersOfTwo.validate_configuration(None, mixed)
+    assert reasons == ["fp8_ds_mla with float32 scales not supported (supported: pow2)"]
 
 
 def test_what_is_declared_unsupported_is_refused_by_the_call_too() -> None:

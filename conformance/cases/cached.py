@@ -5,12 +5,13 @@ from typing import Self
 
 from mla_conformance.cases.case import Case, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
+from mla_conformance.reference.tile_scales import TILE_SCALES
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")
 _LONGER = 3
 _USUAL_PAGE = 64
-_DS_MLA_DIMS = (512, 64)
+_DS_MLA_DIMS = ((512, 64), (512, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class CachedCase(Case):
     Attributes:
         cache: layout of the latent cache.
         kscale: scale of an fp8 cache in millionths; handed over with every layout.
+        scales: what the scales of an fp8_ds_mla cache's tiles are, any float32 numbers or powers of two.
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
         layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
         spare: blocks of the cache that no request holds; ids are drawn from all.
@@ -29,6 +31,7 @@ class CachedCase(Case):
 
     cache: str = one_of(CACHES, "auto")
     kscale: int = at_least(1, 13000)
+    scales: str = one_of(TILE_SCALES, "float32")
     tails: str = one_of(TAILS, "stale")
     layers: int = at_least(1, 1)
     spare: int = at_least(0, 3)
@@ -88,7 +91,10 @@ class CachedCase(Case):
         super().validate()
         if min(self.q) < 1:
             raise CaseError(f"{self.call} expects at least one query token a request, got q={list(self.q)}")
-        if self.cache == "fp8_ds_mla" and (self.latent_dims != _DS_MLA_DIMS or self.dtype not in ("bf16", "fp16")):
+        if self.cache != "fp8_ds_mla":
+            if self.scales != "float32":
+                raise CaseError(f"field scales: only the tiles of fp8_ds_mla have scales, got cache {self.cache}")
+        elif self.latent_dims not in _DS_MLA_DIMS or self.dtype not in ("bf16", "fp16"):
             raise CaseError(
-                f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
+                f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, or 512, got {self.latent_dims} of {self.dtype}"
             )

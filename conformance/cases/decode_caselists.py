@@ -159,6 +159,12 @@ def fp8_ds_mla() -> Iterator[Fields]:
             single(130, 9, page=16, tails="minus", pad=1),
             single(300, 40, heads=128, scale=50),
             single(300, 40, dtype="fp16", data="needle"),
+            single(300, 40, dims="128-0-128-512", data="needle"),
+            single(64, 5, 1000, 17, data="needle", scales="pow2"),
+            single(300, 40, data="outliers", scales="pow2"),
+            single(300, 40, data="tiny_values", scales="pow2"),
+            decode((3, 1, 2), (64, 5, 300), heads=16, scales="pow2"),
+            single(2000, 5, data="hot_tail", heads=128, scales="pow2"),
         ],
         cache="fp8_ds_mla",
     )

@@ -29,6 +29,8 @@ def mixed_batch() -> Iterator[Fields]:
             layer((4, 2), (150, 40), 1, cache="fp8", workspace=64, data="needle"),
             layer((1, 30), (33, 40), 1, cache="fp8", kscale=700000, **first),
             layer((5, 1), (140, 63), 1, cache="fp8_ds_mla"),
+            layer((5, 1), (140, 63), 1, cache="fp8_ds_mla", scales="pow2"),
+            layer((5, 1), (40, 33), 1, cache="fp8_ds_mla", dims="128-0-128-512"),
             layer((5, 1), (40, 33), 1, dims="glm", heads=2),
             layer((5, 9, 1), (40, 0, 130), 1, page=64, **_LATENT),
             layer((5, 9, 1), (40, 0, 130), 1, page=1, data="needle", **_LATENT),
@@ -96,6 +98,9 @@ def cache_write() -> Iterator[Fields]:
     yield from each(
         [
             layer((5, 1), (12, 15), 1, latents="tiny_tiles", cache="fp8_ds_mla", heads=1),
+            layer((5, 1), (12, 15), 1, latents="tiny_tiles", cache="fp8_ds_mla", heads=1, scales="pow2"),
+            layer((5, 1), (12, 15), 1, latents="zero_tiles", cache="fp8_ds_mla", heads=1, scales="pow2", pad=1),
+            layer((5, 1), (12, 15), 1, latents="outliers", cache="fp8_ds_mla", heads=1, scales="pow2"),
             layer((5, 1), (12, 15), 1, latents="zero_tiles", cache="fp8_ds_mla", heads=1, dtype="fp16", pad=1),
             layer((5, 1), (12, 15), 1, latents="outliers", cache="fp8_ds_mla", heads=1, layout=Layout.SLICED),
             layer((5, 1), (12, 15), 1, latents="tiny_values", pad=1, **_LATENT),

@@ -56,6 +56,12 @@ class ProjectsInFloat32(EagerLayer):
             return super()._v_up_proj(x.float()).to(x.dtype)
 
 
+class PowersOfTwo(EagerLayer):
+    """The scales of tiles are powers of two."""
+
+    tile_scales = "pow2"
+
+
 class OneBlockAfterTheOther(EagerLayer):
     """Blocks are copied in the order of the list, each before the next is read."""
 
@@ -72,5 +78,6 @@ HONEST_LAYERS: tuple[type[EagerLayer], ...] = (
     UncountedUnwritten,
     ProjectsInFloat32,
     OneBlockAfterTheOther,
+    PowersOfTwo,
 )
 """Every honest layer."""

@@ -53,6 +53,9 @@ def layer_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: D
     )
     if case.order == Order.PREFILLS_FIRST and not hasattr(layer.get_builder_cls(), "build_from_requests"):
         reasons.append("its builder takes no requests, prefills first")
+    written = getattr(layer, "tile_scales", "float32")
+    if case.cache == "fp8_ds_mla" and case.scales != written:
+        reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
     if case.out and not getattr(layer, "accept_output_buffer", False):
         reasons.append("output buffer not declared (accept_output_buffer)")
     if case.ranks > 1 and not hasattr(layer.get_impl_cls(), "decode_lse"):

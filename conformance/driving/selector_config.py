@@ -25,4 +25,5 @@ def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConf
         max_query_len=max(queries),
         uniform=len(set(queries)) == 1,
         dcp_world_size=case.ranks,
+        tile_scales=case.scales,
     )

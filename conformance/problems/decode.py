@@ -59,7 +59,8 @@ class DecodeBatch(Draw[DecodeCase]):
         width = rank + case.dimensions.qk_rope_head_dim
         keys = self.regime.keys(torch.randn(sum(self.totals), 1, width, generator=self.generator))[:, 0]
         kv_c = self.regime.values(keys[:, :rank])
-        return encode(kv_c.to(self.dtype), keys[:, rank:].to(self.dtype), case.cache, float(self.k_scale))
+        parts = kv_c.to(self.dtype), keys[:, rank:].to(self.dtype)
+        return encode(*parts, case.cache, float(self.k_scale), case.scales)
 
     @cached_property
     def keys(self) -> torch.Tensor:

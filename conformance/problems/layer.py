@@ -105,7 +105,7 @@ class LayerBatch(Draw[LayerCase]):
     @cached_property
     def entries(self) -> torch.Tensor:
         """[S, width] entries of all tokens, on the CPU."""
-        return encode(*self.latents, self.case.cache, self.case.cache_scale)
+        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     @property
     def whole(self) -> Question:

@@ -132,6 +132,7 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         ("lse:q=[1];cache=fp8", "field cache: a prefill case has none, only decode and layer cases; got 'fp8'"),
         ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
+        ("decode:q=[1];kv=[5];cache=fp8;scales=pow2", "field scales: only the tiles of fp8_ds_mla have scales"),
         ("decode:q=[1];kv=[5];cache=fp8_ds_mla;dtype=fp32", "fp8_ds_mla holds 512 + 64 values of a 16-bit model"),
         ("decode:q=[1];kv=[5];ranks=0", "field ranks: expected a positive number, got 0"),
         ("decode:q=[1];kv=[5];spare=-1", "field spare: expected a non-negative number, got -1"),

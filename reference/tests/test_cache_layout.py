@@ -110,7 +110,7 @@ def test_blocks_are_copied_within_every_cache_and_between_two() -> None:
 def test_misfits_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown cache layout 'int8'; expected one of auto, fp8, fp8_ds_mla"):
         entry_width("int8", 512, 64)
-    with pytest.raises(ValueError, match="latents of 512 and rope keys of 64, got 256 and 64"):
+    with pytest.raises(ValueError, match="latents of 512 and rope keys of 64 or none, got 256 and 64"):
         entry_width("fp8_ds_mla", 256, 64)
     with pytest.raises(ValueError, match="bfloat16 or float16, got"):
         cache_dtype("fp8_ds_mla", torch.float32)
@@ -120,3 +120,29 @@ def test_misfits_are_refused() -> None:
         encode(torch.zeros(2, 512), torch.zeros(3, 64), "auto", 1.0)
     with pytest.raises(ValueError, match=r"blocks in 0\.\.2, got 3\.\.3"):
         copy_blocks([torch.zeros(3, 1, 1)], torch.tensor([[3, 0]]))
+
+
+def test_scales_that_are_powers_of_two_hold_every_tile_and_are_the_least_that_do() -> None:
+    kv_c, k_pe = latents(5)
+    kv_c[0, :128], kv_c[1, :128] = 0.0, 1e-9
+    rows = encode(kv_c, k_pe, "fp8_ds_mla", 1.0, "pow2")
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double()
+    least = kv_c.double().unflatten(1, (4, 128)).abs().amax(dim=-1) / 448
+    assert bool((scales.log2() == scales.log2().round()).all()) and scales[0, 0] == scales[1, 0] == 2.0**-13
+    assert bool((scales >= least).all()) and bool(((scales < 2 * least) | (scales == 2.0**-13)).all())
+    decoded, _ = decode_rows(rows, "fp8_ds_mla", 1.0, 512, 64)
+    assert bool(((decoded - kv_c.double()).abs() <= scales.repeat_interleave(128, 1) * 16).all())
+
+
+def test_an_entry_without_rope_holds_zeros_there() -> None:
+    kv_c, k_pe = latents(3)
+    rows = encode(kv_c, k_pe[:, :0], "fp8_ds_mla", 1.0)
+    assert rows.shape == (3, 656) == (3, entry_width("fp8_ds_mla", 512, 0)) and not rows[:, 528:].any()
+    kept, rope = decode_rows(rows, "fp8_ds_mla", 1.0, 512, 0)
+    assert torch.equal(kept, decode_rows(encode(kv_c, k_pe, "fp8_ds_mla", 1.0), "fp8_ds_mla", 1.0, 512, 64)[0])
+    assert rope.shape == (3, 0)
+
+
+def test_unknown_tile_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown tile scales 'e8m0'; expected one of float32, pow2"):
+        encode(*latents(1), "fp8_ds_mla", 1.0, "e8m0")
