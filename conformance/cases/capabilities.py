@@ -258,6 +258,7 @@ _VOCABULARY = (
         "A request's result does not depend on the others of its batch.",
         caselists.batches,
         decode_caselists.batches,
+        layer_caselists.batches,
         procedure="batch_invariance",
     ),
     _entry(
@@ -266,6 +267,7 @@ _VOCABULARY = (
         "Permuted requests give permuted results.",
         caselists.batches,
         decode_caselists.batches,
+        layer_caselists.batches,
         procedure="request_order",
     ),
     _entry(
