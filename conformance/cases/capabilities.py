@@ -250,6 +250,7 @@ _VOCABULARY = (
         "A request's result does not depend on the others of its batch.",
         caselists.batches,
         decode_caselists.batches,
+        layer_caselists.batches,
         procedure="batch_invariance",
     ),
     _entry(
@@ -258,6 +259,7 @@ _VOCABULARY = (
         "Permuted requests give permuted results.",
         caselists.batches,
         decode_caselists.batches,
+        layer_caselists.batches,
         procedure="request_order",
     ),
     _entry(

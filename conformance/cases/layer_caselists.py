@@ -174,3 +174,9 @@ def no_side_effects() -> Iterator[Fields]:
 def determinism() -> Iterator[Fields]:
     """Prefills with context beside decodes."""
     yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, **_LATENT)
+
+
+def batches() -> Iterator[Fields]:
+    """Prefills whose chunks depend on the others, and decodes; each alone, and in another order."""
+    yield layer((5, 20, 1), (130, 0, 40), 0, workspace=128, layers=2, data="needle", **_LATENT)
+    yield layer((1, 3, 2, 1), (130, 0, 40, 16), 4, cache="fp8", **_LATENT)

@@ -1,6 +1,6 @@
 """The bytes of a paged cache that a layer writes: what was there, what must be there afterwards, and what differs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -38,6 +38,14 @@ class CacheImage:
     def reset(self) -> None:
         """The cache as it is before the call."""
         storage_bytes(self.cache).copy_(self.before)
+
+    def with_only(self, rows: torch.Tensor) -> "CacheImage":
+        """The same cache before a call that writes only these [n] of the new tokens."""
+        after, slots = self._view(self.before.clone()), self.slots[rows.to(self.slots.device)]
+        at = (slots // self.cache.shape[1], slots % self.cache.shape[1])
+        after[at] = self._view(self.after)[at]
+        latents = (self.latents[0][rows], self.latents[1][rows])
+        return replace(self, after=storage_bytes(after), slots=slots, latents=latents)
 
     def difference(self) -> str:
         """One sentence about bytes that are not what they must be; empty if there is none."""
@@ -89,11 +97,14 @@ class CacheImage:
 
     def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[n, width] entries of these slots in bytes laid out as the cache is."""
-        cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device).set_(
-            storage.clone().untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride()
-        )
-        page = cache.shape[1]
-        return cache.view(torch.uint8)[slots // page, slots % page].view(cache.dtype)
+        page = self.cache.shape[1]
+        return self._view(storage.clone())[slots // page, slots % page].view(self.cache.dtype)
+
+    def _view(self, storage: torch.Tensor) -> torch.Tensor:
+        """[blocks, page, bytes of an entry] of bytes laid out as the cache is."""
+        cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
+        cache.set_(storage.untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride())
+        return cache.view(torch.uint8)
 
 
 def _stray(slot: int) -> str:

@@ -1,5 +1,6 @@
 """A call of a layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -11,7 +12,9 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.layer_weights import Linear, PackedLinear, as_linear
 from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.rank_question import rank_question
+from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projected import Projection
 
 
@@ -97,6 +100,25 @@ class LayerCall(AttentionCall):
         image = replace(other.image, cache=self.image.cache)
         return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, image=image)
 
+    def regrouped(self, requests: Sequence[int]) -> Self:
+        """Some of the batch's requests in the given order, prefills and decodes each together, without padding."""
+        new, every = _rows(self.query_start_loc, requests), _rows(self.key_start_loc, requests)
+        chosen = tuple(self.requests[request] for request in requests)
+        contexts = [request.context_len for request in chosen if request.is_prompt]
+        return replace(
+            self,
+            **{name: getattr(self, name)[new] for name in ("q", "query", "kv_c", "k_pe")},
+            **{name: getattr(self, name)[every] for name in ("k", "v", "latents")},
+            query_start_loc=start_loc([request.query_len for request in chosen]),
+            key_start_loc=start_loc([request.query_len + request.context_len for request in chosen]),
+            requests=chosen,
+            padding=-1,
+            padding_counts=False,
+            image=self.image.with_only(new),
+            chunks=len(plan_context_chunks(contexts, workspace_tokens=self.case.workspace, page_size=self.case.page)),
+            totals=tuple(self.totals[request] for request in requests),
+        )
+
     def output_buffer(self) -> Guarded | None:
         """[T, N·V], if the case hands one over."""
         if not self.case.out:
@@ -132,3 +154,9 @@ class LayerCall(AttentionCall):
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
+
+
+def _rows(starts: tuple[int, ...], requests: Sequence[int]) -> torch.Tensor:
+    """Rows of these requests, one after another."""
+    rows = list(segments(starts))
+    return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])

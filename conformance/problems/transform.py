@@ -9,6 +9,7 @@ from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall, regrouped_metadata
+from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.prefill_call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.problems.problem import Problem
@@ -17,11 +18,13 @@ from mla_conformance.problems.problem import Problem
 def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:
     """The given requests in the given order, each cut to its first ``queries`` new tokens.
 
-    A problem of one call only; for new tokens the keys are cut with the queries, a decode is not cut.
+    A problem of one call only; for new tokens the keys are cut with the queries, a decode or a layer is not cut.
     """
     call = problem.calls[0]
     if isinstance(call, DecodeCall):
         return _regroup_decode(problem, call, requests)
+    if isinstance(call, LayerCall):
+        return replace(problem, key=f"{problem.key}|requests={list(requests)}", calls=(call.regrouped(requests),))
     assert isinstance(call, PrefillCall) and isinstance(problem.case, PrefillCase)
     rows = [list(range(s.start, s.stop))[:queries] for s in segments(problem.query_start_loc)]
     keys = rows if call.chunk_idx is None else [list(range(s.start, s.stop)) for s in segments(call.key_start_loc)]

@@ -1,5 +1,7 @@
 """What projecting rounds: terms that bound a faithful layer by either route, and are exact where nothing rounds."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -75,13 +77,15 @@ NONE = {"p": 0.0, "p_floor": 0.0, "partials": 0.0, "output": 0.0, "output_floor"
     ("route", "roundoffs"),
     [(multiplied_out, {"projections": UNIT}), (absorbed, {"projections": UNIT}), (of_rounded_latents, {"keys": UNIT})],
 )
-def test_a_faithful_route_stays_within_the_budget_and_a_coarser_one_does_not(route, roundoffs) -> None:
+def test_a_faithful_route_stays_within_the_budget_and_has_its_size(
+    route: Callable[[Layer], torch.Tensor], roundoffs: dict[str, float]
+) -> None:
     layer = Layer()
     golden, allowed = layer.golden(), Roundoffs(**NONE, accumulation=0.0, **roundoffs)
     error = (route(layer) - golden.output).abs()
     assert bool((error <= element_budget(golden, allowed)).all())
     ratio = error.square().mean(-1).sqrt() / expected_row_rms(golden, allowed)
-    assert 0.2 < float(ratio.mean()) < 1.2, "the expected size is that of the roundings"
+    assert 0.2 < float(ratio.mean()) < 1.2
 
 
 def test_weights_that_select_leave_the_terms_of_the_kernels() -> None:
