@@ -92,4 +92,4 @@ def _rescaled(call: AttentionCall, factor: float, meant: float) -> DecodeCall:
 def overwrite(problem: Problem, other: Problem) -> Problem:
     """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
     calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
-    return replace(problem, key=other.key, calls=calls)
+    return replace(problem, key=other.key, calls=calls, whole=other.whole)
