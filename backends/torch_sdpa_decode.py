@@ -40,7 +40,10 @@ class TorchSDPADecodeBackend(MLADecodeBackend):
         rounding=Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL),
         deviations=(
             *_ADAPTED,
-            Deviation("a row without keys is NaN", "such a row is blanked: output 0, LSE -inf"),
+            Deviation(
+                "a row without keys is NaN, and a batch without any ends the process",
+                "a call has masked keys at least; such a row is blanked: output 0, LSE -inf",
+            ),
             Deviation(
                 "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
             ),
@@ -134,7 +137,7 @@ def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[tor
 def _gather(metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
     """[T, S, width] entries of each query token's request; past its last token, whatever the clamped ids lead to."""
     page, columns = kv_cache.shape[1], metadata.block_table.shape[1]
-    tokens = min(metadata.max_seq_len, columns * page)
+    tokens = max(1, min(metadata.max_seq_len, columns * page))
     tokens += -tokens % _ALIGNMENT
     position = torch.arange(tokens, device=kv_cache.device)
     blocks = metadata.block_table[:, (position // page).clamp(max=columns - 1)]

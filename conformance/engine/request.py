@@ -13,13 +13,12 @@ from mla_conformance.backends.references import (
 )
 from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.summary import count_by_capability
 
-DRAWN = ("new_tokens", "context_chunk", "chunked_context")
-"""Capabilities that cases can be drawn of."""
 DEVICES = ("cpu", "cuda")
 
 

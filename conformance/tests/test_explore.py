@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference, parse_reference
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.strategies import CONFIGURATIONS, cases, profile
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
+from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cli import main
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.request import DRAWN
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
@@ -44,15 +44,59 @@ class Dies(EagerPrefillBackend):
 
 
 def test_an_honest_library_holds_on_drawn_cases() -> None:
-    record = explore(Subject(parse_reference("TORCH_SDPA"), CPU), 20, DRAWN, Context())
-    assert record.status is Status.PASS and record.cases > 15, record.message
+    record = explore(Subject(parse_reference("TORCH_SDPA"), CPU), 10, tuple(DRAWN), Context())
+    assert record.status is Status.PASS and record.cases > 7, record.message
 
 
-@profile(100)
-@given(case=cases(DRAWN, CONFIGURATIONS))
+def valid(capability: str, call: Call) -> Options:
+    """What some case can have of a call's options."""
+
+    def can_be(fields: Option) -> bool:
+        try:
+            return bool(plain_case(capability, call, fields))
+        except CaseError:
+            return False
+
+    return options_of(capability, declared_options(OPTIONS[call], can_be))
+
+
+EVERYTHING = {name: {call: valid(name, call) for call in calls} for name, calls in DRAWN.items()}
+
+
+@profile(200)
+@given(case=cases(EVERYTHING))
 def test_a_drawn_case_is_plain_and_reads_back_from_its_id(case: Case) -> None:
-    assert Case.parse(case.id) == case and case.capability in DRAWN
-    assert (case.dims, case.dtype) in CONFIGURATIONS
+    assert Case.parse(case.id) == case and case.call in DRAWN[case.capability]
+    assert max(case.q + case.kv) <= 700 and len(case.q) <= 5 and case.heads <= 20
+
+
+def drawn(count: int) -> list[Case]:
+    """The cases of an exploration of this length."""
+    found: list[Case] = []
+    profile(count)(given(case=cases(EVERYTHING))(lambda case: found.append(case)))()
+    return found
+
+
+def test_every_role_is_drawn_with_what_is_special_to_it() -> None:
+    found = drawn(250)
+    assert {case.capability for case in found} == DRAWN.keys() and {case.call for case in found} == OPTIONS.keys()
+    of_prefills = ({"quant": "fp8"}, {"merge": "own"}, {"dtype": "e4m3"}, {"out": True}, {"pad": 3}, {"inflate": 100})
+    of_caches = ({"cache": "fp8_ds_mla"}, {"ranks": 2}, {"order": "decodes_first"}, {"layers": 3}, {"tails": "huge"})
+    for fields in of_prefills + of_caches:
+        assert any(fields.items() <= vars(case).items() for case in found), fields
+    assert not [case.id for case in found if case.capability == "call_order" and "ranks=" in case.id]
+
+
+def test_the_same_number_draws_the_same_cases() -> None:
+    assert [case.id for case in drawn(30)] == [case.id for case in drawn(30)]
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_what_a_backend_does_not_declare_is_not_drawn(page: int) -> None:
+    declared = declared_options(OPTIONS[Call.DECODE], lambda fields: fields["page"] == page and "ranks" not in fields)
+    assert {option["page"] for option in declared["configuration"]} == {page}
+    assert declared["ranks"] == [{}] and len(declared["tails"]) == 4
+    assert declared_options(OPTIONS[Call.DECODE], lambda fields: False) == {}
 
 
 def test_the_profile_leaves_nothing_to_settings_outside() -> None:
@@ -66,7 +110,7 @@ def test_the_profile_leaves_nothing_to_settings_outside() -> None:
         settings.load_profile(before)
     assert (given_here.max_examples, given_here.deadline, given_here.database) == (7, None, None)
     assert given_here.derandomize and not given_here.print_blob
-    assert given_here.suppress_health_check == (HealthCheck.too_slow,)
+    assert given_here.suppress_health_check == (HealthCheck.too_slow, HealthCheck.filter_too_much)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +176,10 @@ def test_a_backend_that_declares_nothing_of_it_is_unsupported() -> None:
     ("options", "said"),
     [
         (["--explore", "-1"], "--explore: expected a number of cases, got -1"),
-        (["--explore", "5", "--capability", "lse"], "draws cases of new_tokens, context_chunk, chunked_context; none"),
+        (
+            ["--explore", "5", "--capability", "lse"],
+            "draws cases of new_tokens, context_chunk, chunked_context, decode, mixed_batch",
+        ),
     ],
 )
 def test_what_cannot_be_explored(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

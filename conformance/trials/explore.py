@@ -1,9 +1,10 @@
 """Exploration: drawn cases for one backend until one of them fails, which is then made as small as it can be."""
 
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
@@ -49,21 +50,30 @@ class _Exploration:
     _device_lost: bool = False
 
     def search(self) -> Record:
-        from hypothesis import given
+        from hypothesis import given, reject
+        from hypothesis.errors import Unsatisfiable
 
         from mla_conformance.cases.strategies import cases, profile
 
+        spaces = self._spaces()
+        if not spaces:
+            return self._unsupported()
+
         @profile(self.draws)
-        @given(case=cases(self.capabilities, self._configurations()))
+        @given(case=cases(spaces))
         def holds(case: Case) -> None:
             if self._fails(case):
                 raise _CaseFails(case)
+            if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
+                reject()
 
         try:
             holds()
         except _CaseFails as found:
             record = self._confirmed(found.case)
             return replace(record, message=f"drawn case {self._found_after}, made small: {record.message}")
+        except Unsatisfiable:
+            pass  # all that was drawn is unsupported
         return self._summed()
 
     def _summed(self) -> Record:
@@ -72,23 +82,40 @@ class _Exploration:
         if not passed:
             return next(iter(self.records.values()))
         used = reduce(BudgetUse.worst_with, (BudgetUse(**record.used) for record in passed))
-        held = f"{len(passed)} of {len(self.records)} drawn cases hold, none fails"
+        held = f"{len(passed)} of {self._judged} drawn cases hold, none fails"
         seconds = round(sum(record.seconds for record in self.records.values()), 4)
         return replace(passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds), cases=len(passed))
 
-    def _configurations(self) -> list[tuple[str, str]]:
-        """Head dims and dtypes that the backend declares; if it declares none of them, one that it can say so of."""
-        from mla_conformance.cases.strategies import CONFIGURATIONS
+    @property
+    def _judged(self) -> int:
+        """Distinct cases so far that are not declared unsupported."""
+        return sum(record.status is not Status.UNSUPPORTED for record in self.records.values())
 
-        return list(filter(self._declared, CONFIGURATIONS)) or list(CONFIGURATIONS[:1])
+    def _spaces(self) -> dict[str, dict[Call, Options]]:
+        """What the backend declares of the options of each capability's calls; without those it declares nothing of."""
+        asked = {call: name for name in self.capabilities for call in DRAWN[name]}
+        declared = {
+            call: declared_options(OPTIONS[call], partial(self._declares, name, call)) for call, name in asked.items()
+        }
+        spaces = {
+            name: {call: options_of(name, declared[call]) for call in DRAWN[name] if declared[call]}
+            for name in self.capabilities
+        }
+        return {name: calls for name, calls in spaces.items() if calls}
 
-    def _declared(self, configuration: tuple[str, str]) -> bool:
-        dims, dtype = configuration
-        case = Case.of(capability=self.capabilities[0], q=(1,), dims=dims, dtype=dtype)
+    def _declares(self, capability: str, call: Call, fields: Option) -> bool:
         try:
+            case = plain_case(capability, call, fields)
             return not (self.subject.missing_role(case) or Trial(self.subject, case, self.context).unsupported())
+        except CaseError:
+            return False
         except Nonconformance:
             return True
+
+    def _unsupported(self) -> Record:
+        """The record of a plain case, by which a backend says that it supports nothing of what could be drawn."""
+        name = self.capabilities[0]
+        return judge_one(self.subject, plain_case(name, DRAWN[name][0], {}), self.context, self.started)
 
     def _fails(self, case: Case) -> bool:
         """Whether a case fails; once one has failed, whether it fails the same check."""
@@ -100,7 +127,7 @@ class _Exploration:
         if found is None or not found.failed or self._check not in (None, found.check):
             return False
         if self._check is None:
-            self._check, self._found_after = found.check, len(self.records)
+            self._check, self._found_after = found.check, self._judged
         return True
 
     def _confirmed(self, case: Case) -> Record:
