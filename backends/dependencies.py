@@ -12,6 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 
 @dataclass(frozen=True)
 class Library:
@@ -22,12 +25,14 @@ class Library:
         distribution: name on the package index.
         command: how to install it.
         note: what a user should know before trying, or empty.
+        tried: the versions that the adapter was tried with, as a specifier; empty if there is no other.
     """
 
     module: str
     distribution: str
     command: str
     note: str = ""
+    tried: str = ""
 
     def missing(self) -> list[str]:
         """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""
@@ -40,11 +45,11 @@ class Library:
         if not _installed(self.module):
             return []
         try:
-            import_module(self.module)
+            self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
             return [
                 f"package {self.distribution} is installed, but {self.module} does not import: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}" + (f"; {self.untried()}" if self.untried() else "")
             ]
         return []
 
@@ -60,10 +65,24 @@ class Library:
         """Version of the distribution, or that it has none."""
         return _version(self.distribution)
 
+    def untried(self) -> str:
+        """That the installed version is not one that the adapter was tried with; empty if it is, or has no number."""
+        found = self.version()
+        if not self.tried or not _is_version(found) or SpecifierSet(self.tried).contains(found, prereleases=True):
+            return ""
+        return f"{self.distribution} {found} is not a version that the adapter was tried with ({self.tried})"
+
 
 def extra(name: str) -> str:
     """The command that installs an extra of this project."""
     return f"pip install 'mla-conformance[{name}]'"
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
 
 
 @cache

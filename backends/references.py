@@ -57,7 +57,7 @@ def known_backends() -> list[BackendReference]:
 def known_variants() -> list[BackendReference]:
     """Every kernel of the backends that have several, as ``NAME[variant]``."""
     names = [f"{member.name}[{variant}]" for enum in ENUMS for member in enum for variant in member.variants()]
-    return [BackendReference(name, name) for name in names]
+    return [BackendReference(name, name) for name in dict.fromkeys(names)]
 
 
 def parse_reference(reference: str) -> BackendReference:

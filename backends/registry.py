@@ -113,6 +113,10 @@ class MLAPrefillBackendEnum(BackendEnum):
     CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer"
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    SGLANG_TRITON = (
+        "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
+        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
+    )
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 
@@ -133,6 +137,15 @@ class MLADecodeBackendEnum(BackendEnum):
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
     TORCH_SDPA = "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend"
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
+    TRITON_MLA = (
+        "mla_conformance.backends.triton_mla.TritonMLADecodeBackend",
+        "lse-float32=mla_conformance.backends.triton_mla.TritonMLAFloat32Lse",
+        "interpreted=mla_conformance.backends.triton_mla.TritonMLAInterpreted",
+    )
+    SGLANG_TRITON = (
+        "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend",
+        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedDecode",
+    )
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""

@@ -58,3 +58,15 @@ def test_a_part_of_a_namespace_package_is_found_without_the_rest(site: Any) -> N
     assert _library("namespace_library.interface").missing() != []
     assert _library("namespace_library.cute").broken() == []
     assert _library("namespace_library.cute").load().answer == 42
+
+
+def test_a_version_that_was_not_tried_is_told(site: Any, monkeypatch: Any) -> None:
+    (site / "broken_library.py").write_text("raise OSError('no symbol')")
+    library = Library("broken_library", "the-library", "pip install the-library", tried=">=1.2,<1.4")
+    monkeypatch.setattr("mla_conformance.backends.dependencies._version", lambda distribution: "1.3.0rc1")
+    assert library.untried() == ""
+    monkeypatch.setattr("mla_conformance.backends.dependencies._version", lambda distribution: "1.4.0")
+    (reason,) = library.broken()
+    assert reason.endswith("the-library 1.4.0 is not a version that the adapter was tried with (>=1.2,<1.4)")
+    monkeypatch.undo()
+    assert library.untried() == ""
