@@ -113,6 +113,7 @@ class MLAPrefillBackendEnum(BackendEnum):
     CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer"
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    TRITON_ATTN = "mla_conformance.backends.triton_attn.TritonAttnPrefillBackend"
     SGLANG_TRITON = (
         "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
