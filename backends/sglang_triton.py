@@ -85,7 +85,7 @@ class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
             *extended,
             output,
             *cached,
-            batch.query_start_loc,
+            batch.query_start_loc.long(),  # SGLang's, and what keeps offsets from overflowing
             torch.zeros_like(batch.key_start_loc) if batch.causal else batch.key_start_loc,
             torch.arange(len(cached[0]), device=q.device),
             None,

@@ -29,6 +29,7 @@ def extend(recorded: Any, installed: Any, kernel: Any) -> None:
         assert a["skip_prefix"] != a["skip_extend"] and (a["k_scale"], a["v_scale"], a["page_size"]) == (1.0, 1.0, None)
         assert all(a[name].is_contiguous() for name in ("q_extend", "k_extend", "v_extend", "o_extend"))
         queries = a["qo_indptr"]
+        assert queries.dtype == torch.int64
         assert a["max_len_extend"] == int(queries.diff().max())
         if a["skip_prefix"]:
             assert a["is_causal"] and not len(a["k_buffer"]) and not a["kv_indptr"].any()

@@ -8,6 +8,8 @@ import torch
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.triton_attn import TritonAttnPrefillBackend
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.subject import Subject
 from mla_conformance.reference.dimensions import MLADimensions
 
 _FUNCTION = "vllm/v1/attention/ops/triton_unified_attention.py:unified_attention"
@@ -70,3 +72,17 @@ def test_what_needs_an_lse_is_refused(library: Any, backend: Any) -> None:
 def test_v_may_be_narrower_than_k_and_not_wider() -> None:
     dims = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=v) for v in (128, 192, 256)]
     assert [TritonAttnPrefillBackend.supports_mla_dimensions(d) for d in dims] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"q": (9,), "lse": False}, []),
+        ({"q": (9,)}, ["LSE not declared"]),
+        ({"call": "context_chunk", "q": (9,), "kv": (20,)}, ["LSE not declared"]),
+    ],
+)
+def test_cases_that_need_an_lse_are_unsupported(fields: Any, said: Any, library: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(TritonAttnPrefillBackend, "supports_compute_capability", lambda device_capability: True)
+    subject = Subject.of("TRITON_ATTN", torch.device("cpu"))
+    assert subject.unsupported(Case.of(capability="new_tokens", **fields)) == said
