@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+_UNTRIED = "never tried"
+
 
 @dataclass(frozen=True)
 class Library:
@@ -44,11 +46,11 @@ class Library:
         if not _installed(self.module):
             return []
         try:
-            import_module(self.module)
+            self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
             return [
                 f"package {self.distribution} is installed, but {self.module} does not import: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{_warning(self.version())}"
             ]
         return []
 
@@ -77,7 +79,11 @@ def _version(distribution: str) -> str:
     except PackageNotFoundError:
         return "not installed as a distribution"
     tried = _tried(distribution)
-    return found if tried.contains(found, prereleases=True) else f"{found}, never tried ({distribution}{tried} was)"
+    return found if tried.contains(found, prereleases=True) else f"{found}, {_UNTRIED} ({distribution}{tried} was)"
+
+
+def _warning(version: str) -> str:
+    return f"; the installed version is {version}" if _UNTRIED in version else ""
 
 
 def _tried(distribution: str) -> SpecifierSet:

@@ -28,9 +28,11 @@ class PrefillKernelBackend(KernelBackend):
 
     Attributes:
         supported_mla_dimensions: head dims; empty means any.
+        returns_lse: whether an LSE can be asked for; without it there are no context chunks either.
     """
 
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = []
+    returns_lse: ClassVar[bool] = True
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -121,6 +121,11 @@ class MLAPrefillBackendEnum(BackendEnum):
     )
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    TRITON_ATTN = "mla_conformance.backends.triton_attn.TritonAttnPrefillBackend"
+    SGLANG_TRITON = (
+        "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
+        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
+    )
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 
@@ -144,6 +149,15 @@ class MLADecodeBackendEnum(BackendEnum):
         "efficient=mla_conformance.backends.torch_sdpa_decode.TorchEfficientDecodeBackend",
     )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
+    TRITON_MLA = (
+        "mla_conformance.backends.triton_mla.TritonMLADecodeBackend",
+        "lse-float32=mla_conformance.backends.triton_mla.TritonMLAFloat32Lse",
+        "interpreted=mla_conformance.backends.triton_mla.TritonMLAInterpreted",
+    )
+    SGLANG_TRITON = (
+        "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend",
+        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedDecode",
+    )
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
     FLASH_ATTN_MLA = (
         "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend",

@@ -204,7 +204,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLADecodeBackend]:
         backend_class: type[MLADecodeBackend], page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]
     ) -> MLADecodeBackend:
         # The stand-in is all that the adapter needs, and it runs on a CPU.
-        monkeypatch.setattr(backend_class, "libraries", ())
+        monkeypatch.setattr(backend_class, "missing_dependencies", list)
         monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
         backend = backend_class(
             num_heads=HEADS,

@@ -82,3 +82,14 @@ def test_a_version_that_was_never_tried_says_so(found: str, said: str, monkeypat
 def test_a_library_without_an_extra_has_no_range(monkeypatch: Any) -> None:
     monkeypatch.setattr(dependencies, "requires", lambda distribution: ["torch>=2.9"])
     assert not dependencies._tried("vllm")
+
+
+def test_a_version_that_was_never_tried_is_told_where_it_does_not_import(site: Any, monkeypatch: Any) -> None:
+    (site / "broken_library.py").write_text("raise OSError('no symbol')")
+    library = _library("broken_library")
+    monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.4, never tried (the-library<1.4 was)")
+    assert library.broken()[0].endswith(
+        "OSError: no symbol; the installed version is 1.4, never tried (the-library<1.4 was)"
+    )
+    monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.3")
+    assert library.broken()[0].endswith("OSError: no symbol")

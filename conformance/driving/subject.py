@@ -173,6 +173,8 @@ class Subject:
 
     def _refused_prefill(self, case: PrefillCase, dtype: torch.dtype) -> list[str]:
         reasons = reasons_of(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
+        if (case.lse or case.has_context) and not getattr(self.prefill_class, "returns_lse", True):
+            reasons.append("LSE not declared")
         if case.own_merge and not hasattr(self.prefill_class, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")
         if case.quant == "none" and not self._writes_unquantised(dtype):

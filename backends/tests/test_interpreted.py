@@ -1,0 +1,38 @@
+"""A library whose Triton kernels are interpreted: what it finds in the environment, and when it is too late."""
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.interpreted import interpreted_libraries
+
+
+@pytest.fixture
+def library(tmp_path: Any, monkeypatch: Any) -> Any:
+    """An engine that remembers whether Triton was to interpret while it was imported, and a Triton beside it."""
+    (tmp_path / "triton" / "experimental").mkdir(parents=True)
+    (tmp_path / "triton" / "experimental" / "gluon.py").touch()
+    (tmp_path / "triton_engine.py").write_text("import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("triton", "triton.experimental", "triton.experimental.gluon", "triton_engine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield interpreted_libraries((Library("triton_engine", "triton-engine", "pip install triton-engine"),))[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("triton", "triton_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(library: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert library.load().found == "1"
+    assert "TRITON_INTERPRET" not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_triton_that_compiles_already_is_told(library: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(language=SimpleNamespace(sum=len)))
+    (reason,) = library.broken()
+    assert "Triton was imported before, to compile" in reason

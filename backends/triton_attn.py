@@ -1,0 +1,148 @@
+"""TRITON_ATTN: vLLM's Triton kernel for paged attention, on the new tokens of a prefill; its e4m3 output is fused.
+
+Written for vLLM 0.33.0, ``unified_attention`` as ``vllm/v1/attention/backends/triton_attn.py`` calls it. It returns no
+LSE, so that it can serve neither a context chunk nor new tokens behind a context.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.checks import check_operands
+from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.reference.dimensions import MLADimensions
+
+_LIBRARY = Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm"))
+_PAGE = 16
+_LEAST_HEAD_DIM = 32
+
+
+class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
+    """New tokens whose LSE nobody needs."""
+
+    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
+    needed_capability: ClassVar[str] = "8.9 or newer"
+    returns_lse: ClassVar[bool] = False
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("vllm", "triton"),
+        deviations=(
+            Deviation("reads keys and values of pages", "copies them into pages of 16 tokens"),
+            Deviation("wants V as wide as K", "V is padded with zeros, and the result cut"),
+            Deviation("returns no LSE", "declared unsupported, context chunks with it"),
+            Deviation(
+                "e4m3 output: times the reciprocal of the scale, clamped at ±448, rounded to nearest even", "as it is"
+            ),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "TRITON_ATTN"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Where Triton converts to e4m3."""
+        return device_capability is not None and device_capability >= (8, 9)
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """Head dims that vLLM's backend accepts; V can be padded and not cut."""
+        return dimensions.v_head_dim <= dimensions.qk_head_dim and dimensions.qk_head_dim >= _LEAST_HEAD_DIM
+
+    def supports_quant_output(self, quant_key: QuantKey) -> bool:
+        """Static e4m3, one scale for the tensor."""
+        return quant_key == fp8_static_tensor_sym()
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :class:`MLAPrefillBackend`.
+
+        Raises:
+            UnsupportedConfiguration: the LSE is asked for.
+        """
+        if return_softmax_lse:
+            raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
+        batch = RaggedBatch.new_tokens(self._prefill_metadata)
+        rows = batch.query_tokens
+        check_operands(self, q, k, v, rows, rows)
+        if out is None:
+            out = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=output_dtype(q.dtype))
+        out[rows:] = 0
+        if rows:
+            out[:rows] = self._attend(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
+        return out
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Refuse: a chunk's output is of no use without its LSE.
+
+        Raises:
+            UnsupportedConfiguration: always.
+        """
+        raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: RaggedBatch,
+        dtype: torch.dtype,
+        output_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The result [T, N, V] in ``dtype``."""
+        table, slots = _pages(batch.query_lens, q.device)
+        width = q.shape[-1]
+        keys, values = (_paged(x, slots, table.numel()) for x in (k, pad_head_dim(v, width)))
+        wide = q.new_empty(q.shape, dtype=dtype)
+        _LIBRARY.load().unified_attention(
+            q=q.contiguous(),
+            k=keys,
+            v=values,
+            out=wide,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.query_start_loc.diff(),
+            max_seqlen_k=batch.max_key_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            output_scale=output_scale,
+        )
+        return wide[..., : self.v_head_dim]
+
+
+def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block table [B, pages of the longest] int32 of requests with their own pages, and the slot of each token."""
+    pages = -(-max(lengths) // _PAGE)
+    table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
+    slots = torch.cat([torch.arange(length) + request * pages * _PAGE for request, length in enumerate(lengths)])
+    return table.to(device), slots.to(device)
+
+
+def _paged(x: torch.Tensor, slots: torch.Tensor, pages: int) -> torch.Tensor:
+    """``x`` [tokens, N, D] as [pages, 16, N, D]."""
+    stored = x.new_zeros(pages * _PAGE, *x.shape[1:])
+    stored[slots] = x
+    return stored.view(pages, _PAGE, *x.shape[1:])
