@@ -79,7 +79,7 @@ class CudnnFp8(CudnnPrefillBackend):
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See :class:`MLAPrefillBackend`."""
-        if out is None or output_scale is None:
+        if out is None or output_scale is None or out.dtype != torch.float8_e4m3fn:
             raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only; pass out in e4m3 and output_scale")
         self._scale_o = output_scale.float().reciprocal().reshape(1)
         batch = RaggedBatch.new_tokens(self._prefill_metadata).without_empty_requests()

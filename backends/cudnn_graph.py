@@ -17,6 +17,7 @@ CUDNN = Library("cudnn", "nvidia-cudnn-frontend", extra("cudnn"))
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 """Float32 scalars of the node for e4m3 operands: each is multiplied where its name says."""
 _MAXIMA = ("amax_s", "amax_o")
+_RAGGED = ("q", "k", "v", "o", "stats")
 
 
 class Key(NamedTuple):
@@ -78,9 +79,6 @@ def execute(key: Key, tensors: Mapping[str, torch.Tensor], batch: RaggedBatch) -
     named = {plan.operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
     plan.graph.execute(named, workspace, handle=_handle(key.device))
     return plan.name
-
-
-_RAGGED = ("q", "k", "v", "o", "stats")
 
 
 @cache

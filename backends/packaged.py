@@ -60,5 +60,4 @@ class LibraryKernel(KernelBackend):
     def kernel_evidence(self) -> dict[str, str]:
         """Versions of the libraries, the variant, and what the last call was served by."""
         found = {library.distribution: library.version() for library in self.libraries}
-        untried = {f"{library.distribution} tried": library.tried for library in self.libraries if library.untried()}
-        return found | untried | ({"variant": self.variant} if self.variant else {}) | dict(self._served)
+        return found | ({"variant": self.variant} if self.variant else {}) | dict(self._served)

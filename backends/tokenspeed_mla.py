@@ -17,6 +17,7 @@ LIBRARIES = (
     TOKENSPEED_MLA,
     Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
     Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
+    Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
 )
 DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
 _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))

@@ -32,7 +32,7 @@ def test_conventions(dtype: Any, recorded: Any, installed: Any, kernel: Any, con
 
 
 def test_an_import_error_that_the_package_swallowed_is_reported(installed: Any) -> None:
-    for name in ("cutlass", "tokenspeed_triton"):
+    for name in ("cutlass", "tokenspeed_triton", "tvm_ffi"):
         installed(name)
     installed("tokenspeed_mla", _IMPORT_ERROR=ModuleNotFoundError("No module named 'cutlass'"))
     assert TokenspeedMLAPrefillBackend.missing_dependencies() == []
@@ -40,6 +40,6 @@ def test_an_import_error_that_the_package_swallowed_is_reported(installed: Any) 
 
 
 def test_a_sound_install_has_no_reasons(installed: Any) -> None:
-    for name in ("cutlass", "tokenspeed_triton", "tokenspeed_mla"):
+    for name in ("cutlass", "tokenspeed_triton", "tvm_ffi", "tokenspeed_mla"):
         installed(name)
     assert TokenspeedMLAPrefillBackend.broken_dependencies() == []

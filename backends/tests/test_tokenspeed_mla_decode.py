@@ -51,7 +51,7 @@ def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
 
 
 def test_an_import_error_that_the_package_swallowed_is_reported(installed: Any) -> None:
-    for name in ("cutlass", "tokenspeed_triton"):
+    for name in ("cutlass", "tokenspeed_triton", "tvm_ffi"):
         installed(name)
     installed("tokenspeed_mla", _IMPORT_ERROR=ModuleNotFoundError("No module named 'cutlass'"))
     assert "No module named 'cutlass'" in TokenspeedMLADecodeBackend.broken_dependencies()[0]

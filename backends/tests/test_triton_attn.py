@@ -31,7 +31,7 @@ def library(recorded: Any, installed: Any, kernel: Any) -> None:
         scale = 1.0 if a["output_scale"] is None else a["output_scale"]
         a["out"].copy_((output.float() / scale).clamp(-448, 448))
 
-    call = recorded("vllm 0.33.0+sdist", _FUNCTION, call)
+    call = recorded("vllm 0.33.0", _FUNCTION, call)
     installed("vllm.v1.attention.ops.triton_unified_attention", unified_attention=call)
 
 

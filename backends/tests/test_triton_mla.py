@@ -40,7 +40,7 @@ def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Any:
         a["o"].copy_(output)
         a["lse"].copy_(lse.mT)
 
-    installed(_MODULE, decode_attention_fwd=recorded("vllm 0.33.0+sdist", _FUNCTION, call))
+    installed(_MODULE, decode_attention_fwd=recorded("vllm 0.33.0", _FUNCTION, call))
     return seen
 
 
