@@ -154,7 +154,7 @@ def test_few_rows_of_heads_that_share_their_keys_are_left_to_the_definition(
     q, k, v = normal(1, 33, 4, 6), normal(2, 72, 1, 6), normal(3, 72, 1, 5)
     for rows, blocks in ((32, False), (33, True)):
         with patch.object(module, "in_lanes", wraps=in_lanes) as run:
-            starts = {"query_start_loc": (0, rows), "key_start_loc": (0, 72)}
+            starts: dict[str, Any] = {"query_start_loc": (0, rows), "key_start_loc": (0, 72)}
             blockwise_attention(q, k, v, **starts, scale=0.4, causal=True)
         assert run.called == blocks
 
