@@ -92,8 +92,7 @@ def declared(**changes: Any) -> Callable[[], object]:
         ({"killed_by": "nope"}, "no capability 'nope'; expected one of new_tokens, lse"),
         ({"related": ("lse", "nope")}, "no capability 'nope'"),
         ({"id": next(iter(DEFECTS))}, "the id is taken by mla_conformance.defects."),
-        ({"sources": ()}, "expected at least one source and a docstring"),
-        ({"doc": ""}, "expected at least one source and a docstring"),
+        ({"doc": ""}, "expected a docstring that says what is wrong"),
     ],
 )
 def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str) -> None:
@@ -107,7 +106,7 @@ def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str)
 def test_what_is_not_emulated_has_a_reason() -> None:
     assert all(len(reason) > 20 for reason in NOT_EMULATED.values())
     assert not NOT_EMULATED.keys() & DEFECTS.keys()
-    assert len(NOT_EMULATED) + len(DEFECTS) == ENTRIES_OF_THESE_LAYERS
+    assert len(NOT_EMULATED) + sum(bool(entry.sources) for entry in DEFECTS.values()) == ENTRIES_OF_THESE_LAYERS
 
 
 def test_every_source_is_a_public_thread() -> None:
