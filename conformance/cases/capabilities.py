@@ -27,9 +27,9 @@ class Tier(StrEnum):
     """How many of the cases are run."""
 
     SMOKE = "smoke"
-    """The most telling cases of each capability, and every value in `combinations` at least once."""
+    """The most telling cases of each capability, and every value that combinations are made of at least once."""
     FULL = "full"
-    """All cases; they hold every pair of the values in `combinations`."""
+    """All cases; they hold every pair of these values."""
     NIGHTLY = "nightly"
     """Those and every triple, and long contexts."""
 

@@ -36,13 +36,12 @@ class Space:
         role: whose cases they are.
         capability: the one whose cases are the further ones.
         counted: the capabilities whose cases are judged by one right call, as those are.
-        fields: dimensions, each with its values, the commonest first.
+        fields: dimensions, each with its values; where two serve as well, the first is taken.
         shaped: those of them that have no field of their own, only a share in the shape of the batch.
         shape: the fields that the shaped dimensions of a row decide.
         possible: whether a row that may still lack dimensions can become a case in which each value has an effect.
-        parts: what kernels are often confined to, as the values left of some dimensions. Each part is covered on its
-            own, in this order, so that such a kernel meets every pair of what it supports; without a part named {}
-            the whole would not be covered.
+        parts: what kernels are often confined to, as the values left of some dimensions; {} is the whole. Each part is
+            covered on its own, in this order, so that a kernel that takes no more meets every pair of what it takes.
     """
 
     role: Role

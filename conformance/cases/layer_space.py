@@ -63,6 +63,7 @@ LAYER = Space(
     shaped=("batch", "contexts"),
     shape=_shape,
     possible=_possible,
+    # A layer over kernels that read one page size and no codes.
     parts=(
         {"paging": ("64/256",), "cache": ("auto",), "dims": ("r1", "glm"), "dtype": ("bf16", "fp16")},
         {},

@@ -73,5 +73,6 @@ PREFILL = Space(
     shaped=("lengths",),
     shape=_shape,
     possible=_possible,
+    # Many kernels for GPUs take no more than the second; the whole comes first since its ids are older.
     parts=({}, {"dtype": ("bf16",), "dims": ("r1",)}),
 )
