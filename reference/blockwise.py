@@ -41,6 +41,8 @@ _LOW_PRECISION_PAIRS = 2**28
 """Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
 _BLOCK_PAIRS = 2**16
 """Pairs of a request from which blocks pay; smaller requests are one block of the definition."""
+_SHARED_ROWS = 32
+"""Rows of a request up to which keys that its heads share stay with the definition; blocks copy them for each head."""
 
 
 def blockwise_attention(
@@ -68,8 +70,9 @@ def blockwise_attention(
     pairs = sum(request.pairs for request in requests)
     low = _low_precision(pairs, q.device) if with_terms else None
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
-    pays = bool(requests) and pairs >= _BLOCK_PAIRS * len(requests) and not with_key_terms
-    state = sweep.state() if pays else None
+    large = pairs >= _BLOCK_PAIRS * len(requests)
+    shared = k.shape[1] < q.shape[1] and sweep.rows <= _SHARED_ROWS * len(requests)
+    state = sweep.state() if requests and large and not shared and not with_key_terms else None
     if state is not None:
         return state
     attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
@@ -115,7 +118,7 @@ class _Sweep:
         return state
 
     def _empty(self) -> AttentionState:
-        return empty_state(self._rows, *self.shape, self.low is not None, self.device)
+        return empty_state(self.rows, *self.shape, self.low is not None, self.device)
 
     def _shift(self, bounds: Tensor) -> Tensor | None:
         """[N, T, 1] float64, what the scores are taken relative to; None for 0."""
@@ -133,12 +136,13 @@ class _Sweep:
         extremes.copy_(panel.extremes(sums))
 
     @property
-    def _rows(self) -> int:
+    def rows(self) -> int:
+        """Rows of all requests."""
         return sum(len(request.positions) for request in self.requests)
 
     def _bounds(self) -> Tensor:
         """[N, T, 1] float64, bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request)."""
-        bounds = torch.zeros(self.shape[0], self._rows, 1, dtype=torch.float64, device=self.device)
+        bounds = torch.zeros(self.shape[0], self.rows, 1, dtype=torch.float64, device=self.device)
         for request in self.requests:
             if request.k.shape[0]:
                 product = abs(self.scale) * _norms(request.q) * _norms(request.k).amax(dim=0)

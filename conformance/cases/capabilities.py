@@ -12,12 +12,15 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists
+from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, model_shapes
 from mla_conformance.cases import prefill_caselists as caselists
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.combinations import COMBINATIONS, PAIRS, TRIPLES, further_cases, telling_cases
+from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
+from mla_conformance.cases.decode_space import DECODE
+from mla_conformance.cases.layer_space import LAYER
 from mla_conformance.cases.long_contexts import LONG_CONTEXTS
 from mla_conformance.cases.prefill_caselists import Fields
+from mla_conformance.cases.prefill_space import PREFILL
 from mla_conformance.cases.smoke import smoke_cases
 
 
@@ -25,9 +28,9 @@ class Tier(StrEnum):
     """How many of the cases are run."""
 
     SMOKE = "smoke"
-    """The first cases of each capability, those that killed known defects, and every value in `combinations`."""
+    """The first cases of each capability, those that killed known defects, and every value of what is combined."""
     FULL = "full"
-    """All cases; they hold every pair of the values in `combinations`."""
+    """All cases; they hold every pair of these values."""
     NIGHTLY = "nightly"
     """Those and every triple, and long contexts."""
 
@@ -168,6 +171,13 @@ _VOCABULARY = (
         "6.6",
         "Ranks that share a sequence each return the state of their tokens; merged they equal one rank.",
         decode_caselists.dcp,
+    ),
+    _entry(
+        "model_shapes",
+        "2.1",
+        "All heads of a model, with hundreds of rows, keys and requests, are computed right.",
+        model_shapes.prefills,
+        model_shapes.decodes,
     ),
     _entry(
         "mixed_batch",
@@ -348,28 +358,37 @@ _VOCABULARY = (
     ),
 )
 
-_PAIRS = further_cases([case for entry in _VOCABULARY for case in entry.cases], PAIRS)
+_LISTED = [case for entry in _VOCABULARY for case in entry.cases]
+_LISTED_SMOKE = [case for entry in _VOCABULARY for case in entry.smoke]
 
-# The last, since it shows that something fails together with others, where any other capability says what it is.
-_TOGETHER = Capability(
-    COMBINATIONS,
-    "3.1",
-    "What other capabilities vary one by one is computed right together.",
-    _PAIRS,
-    telling_cases(_PAIRS, [case for entry in _VOCABULARY for case in entry.smoke]),
+
+def _together(space: Space, clause: str, definition: str) -> Capability:
+    pairs = space.further_cases(_LISTED, PAIRS)
+    return Capability(space.capability, clause, definition, pairs, space.telling_cases(pairs, _LISTED_SMOKE))
+
+
+# The last, since they show that something fails together with others, where any other capability says what it is.
+_COMBINED = (
+    _together(PREFILL, "3.1", "What other capabilities vary one by one is computed right together."),
+    _together(DECODE, "6.2", "What other capabilities vary one by one is computed right together, of a decode."),
+    _together(LAYER, "6.7", "What other capabilities vary one by one is computed right together, of a layer."),
 )
 
-CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, _TOGETHER)}
+SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER)}
+
+CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, *_COMBINED)}
 
 
 def nightly_cases(capability: str) -> tuple[Case, ...]:
     """What the nightly tier adds to a capability's cases."""
-    return _triples() if capability == COMBINATIONS else tuple(c for c in LONG_CONTEXTS if c.capability == capability)
+    if capability in SPACES:
+        return _triples(capability)
+    return tuple(case for case in LONG_CONTEXTS if case.capability == capability)
 
 
 @cache
-def _triples() -> tuple[Case, ...]:
-    return further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
+def _triples(capability: str) -> tuple[Case, ...]:
+    return SPACES[capability].further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
 
 
 def find_capability(name: str) -> Capability:

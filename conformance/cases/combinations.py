@@ -1,119 +1,124 @@
-"""What varies in the cases of a prefill backend, and the combinations of it that a tier must hold. No torch.
+"""What varies in the cases of a role, and the combinations of it that a tier must hold. No torch.
 
 Beside the hand-picked lists, the full tier holds every pair of these values and the nightly tier every triple, as far
 as a case can have them; what the lists hold already is not added again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
-from mla_conformance.cases.case import Call, Case, CaseError, Layout
-from mla_conformance.cases.covering import Combination, Row, choose, cover, covered, required
-from mla_conformance.cases.prefill import PrefillCase
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import (
+    Allowed,
+    Combination,
+    Dimensions,
+    Row,
+    choose,
+    cover,
+    covered,
+    required,
+)
 
 PAIRS, TRIPLES = 2, 3
-COMBINATIONS = "combinations"
-"""The capability whose cases are the further ones."""
-
-_ENTRIES = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
-
-_LENGTHS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "one": ((1,), (257,)),
-    "tiles": ((64, 65), (128, 129)),
-    "ragged": ((5, 9, 3, 33), (64, 0, 300, 17)),
-    "many": ((3,) * 12, tuple(range(5, 17))),
-    "empty": ((3, 0, 5), (0, 40, 17)),
-}
-"""New tokens and context tokens of each request."""
-
-_FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "call": {call.value: {"call": call.value} for call in _ENTRIES},
-    "data": {name: {"data": name} for name in ("normal", "needle", "hot_tail", "large_logits", "outliers", "rising")},
-    "lengths": {name: {} for name in _LENGTHS},
-    "dims": {name: {"dims": name} for name in ("r1", "glm", "small", "128-0-128-512", "16-8-40-32")},
-    "layout": {layout.value: {"layout": layout.value} for layout in Layout},
-    "dtype": {name: {"dtype": name} for name in ("bf16", "fp16", "fp32")},
-    "heads": {str(heads): {"heads": heads} for heads in (1, 4, 16)},
-    "scale": {str(scale): {"scale": scale} for scale in (50, 159, 237)},
-    "cache": {f"{page}/{room}": {"page": page, "workspace": room} for page, room in ((16, 256), (1, 96), (64, 320))},
-    "excluded": {"none": {"pad": 0}} | {name: {"pad": 3, "poison": name} for name in ("nan", "inf", "large")},
-    "lse": {"asked": {"lse": True}, "not asked": {"lse": False}},
-    "out": {"given": {"out": True}, "made": {"out": False}},
-    "maxima": {"true": {"inflate": 1}, "loose": {"inflate": 100}},
-}
-"""Dimensions with the fields that their values stand for; ``lengths`` depends on the entry as well."""
-
-DIMENSIONS: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in _FIELDS.items()}
+Values = Mapping[str, Mapping[str, Any]]
+"""The values of a dimension with the fields of a case that each stands for."""
 
 
-def allowed(row: Row) -> bool:
-    """Whether a case can have these values, each with an effect on the entry that it drives."""
-    call = row.get("call")
-    if call is None:
-        return True
-    if call != Call.CHUNKED_CONTEXT and row.get("cache", "16/256") != "16/256":
-        return False
-    if call != Call.NEW_TOKENS and row.get("lse") == "not asked":
-        return False
-    if call == Call.CONTEXT_CHUNK and row.get("out") == "given":
-        return False
-    return not {"lengths", "cache"} <= set(row) or _planned(call, row["lengths"], row["cache"])
+@dataclass(frozen=True)
+class Space:
+    """The dimensions of a role's cases.
+
+    Attributes:
+        role: whose cases they are.
+        capability: the one whose cases are the further ones.
+        counted: the capabilities whose cases are judged by one right call, as those are.
+        fields: dimensions, each with its values; where two serve as well, the first is taken.
+        shaped: those of them that have no field of their own, only a share in the shape of the batch.
+        shape: the fields that the shaped dimensions of a row decide.
+        possible: whether a row that may still lack dimensions can become a case in which each value has an effect.
+        parts: what kernels are often confined to, as the values left of some dimensions; {} is the whole. Each part is
+            covered on its own, in this order, so that a kernel that takes no more meets every pair of what it takes.
+    """
+
+    role: Role
+    capability: str
+    counted: tuple[str, ...]
+    fields: Mapping[str, Values]
+    shaped: tuple[str, ...]
+    shape: Callable[[Row], Mapping[str, Any]]
+    possible: Allowed
+    parts: tuple[Dimensions, ...] = ({},)
+
+    @cached_property
+    def dimensions(self) -> Dimensions:
+        """Names of the dimensions and of their values."""
+        return {name: tuple(values) for name, values in self.fields.items()}
+
+    def case_of(self, row: Row) -> Case:
+        """The case of a row that has every dimension."""
+        values = {name: value for part in row for name, value in self.fields[part][row[part]].items()}
+        return Case.of(**{"capability": self.capability, **self.shape(row), **values})
+
+    def row_of(self, case: Case) -> Row:
+        """The values that a case has; a dimension of which it has another value is missing."""
+        found = {
+            name: label
+            for name, values in self.fields.items()
+            for label, wanted in values.items()
+            if wanted and _has(case, wanted)
+        }
+        for labels in product(*(self.fields[name] for name in self.shaped)):
+            row = {**found, **dict(zip(self.shaped, labels, strict=True))}
+            if _has(case, self.shape(row)):
+                return row
+        return found
+
+    def further_cases(self, cases: Iterable[Case], strength: int) -> tuple[Case, ...]:
+        """The cases that ``cases`` lack for this strength."""
+        given, found = self._rows(cases), list[Row]()
+        for part in self.parts:
+            within = [row for row in (*given, *found) if _lies_in(row, part)]
+            found += cover({**self.dimensions, **part}, strength, within, self.possible)
+        return tuple(map(self.case_of, found))
+
+    def telling_cases(self, further: Sequence[Case], cases: Iterable[Case]) -> tuple[Case, ...]:
+        """Few of the further cases, with which every value that they hold is in some case."""
+        numbers = choose(list(map(self.row_of, further)), self.dimensions, 1, self._rows(cases))
+        return tuple(further[number] for number in numbers)
+
+    def lacking(self, cases: Iterable[Case], strength: int) -> list[Combination]:
+        """The combinations of so many dimensions that cases can have, and these do not."""
+        have = covered(self._rows(cases), self.dimensions, strength)
+        return [combination for combination in self._required(strength) if combination not in have]
+
+    def count(self, strength: int) -> int:
+        """The combinations of so many dimensions that cases can have."""
+        return len(self._required(strength))
+
+    def counts(self, case: Case) -> bool:
+        """Whether the values that a case has count as reached."""
+        return case.capability in (*self.counted, self.capability) and case.role is self.role
+
+    def _required(self, strength: int) -> list[Combination]:
+        if strength not in self._found:
+            self._found[strength] = required(self.dimensions, strength, self.possible)
+        return self._found[strength]
+
+    @cached_property
+    def _found(self) -> dict[int, list[Combination]]:
+        return {}
+
+    def _rows(self, cases: Iterable[Case]) -> list[Row]:
+        return [self.row_of(case) for case in cases if self.counts(case)]
 
 
-@cache
-def _planned(call: str, lengths: str, paging: str) -> bool:
-    """Whether the workspace holds a page of each request."""
-    try:
-        case_of({"call": call, "lengths": lengths, "cache": paging})
-    except CaseError:
-        return False
-    return True
+def _lies_in(row: Row, part: Dimensions) -> bool:
+    return all(row.get(name) in values for name, values in part.items())
 
 
-def case_of(row: Row) -> Case:
-    """The case of a row; a dimension that it lacks has its default."""
-    call, (new, context) = row["call"], _LENGTHS[row["lengths"]]
-    values = {name: value for part in row for name, value in _FIELDS[part][row[part]].items()}
-    kv = () if call == Call.NEW_TOKENS else context
-    return PrefillCase(**{"capability": COMBINATIONS, "q": new, "kv": kv, **values})
-
-
-def row_of(case: Case) -> Row:
-    """The values that a case has; a dimension of which it has another value is missing."""
-    found = {
-        name: label
-        for name, values in _FIELDS.items()
-        for label, wanted in values.items()
-        if wanted and all(getattr(case, field) == value for field, value in wanted.items())
-    }
-    for label, (new, context) in _LENGTHS.items():
-        if case.q == new and case.kv in ((), context):
-            found["lengths"] = label
-    return found
-
-
-def further_cases(cases: Iterable[Case], strength: int) -> tuple[Case, ...]:
-    """The cases that ``cases`` lack for this strength."""
-    return tuple(case_of(row) for row in cover(DIMENSIONS, strength, _rows(cases), allowed))
-
-
-def telling_cases(further: Sequence[Case], cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Few of the further cases, with which every value that they hold is in some case."""
-    numbers = choose(list(map(row_of, further)), DIMENSIONS, 1, _rows(cases))
-    return tuple(further[number] for number in numbers)
-
-
-def strength_share(cases: Iterable[Case], strength: int) -> float:
-    """Fraction of the combinations of so many dimensions that these cases hold."""
-    wanted = _required(strength)
-    return len(covered(_rows(cases), DIMENSIONS, strength).intersection(wanted)) / len(wanted)
-
-
-@cache
-def _required(strength: int) -> list[Combination]:
-    return required(DIMENSIONS, strength, allowed)
-
-
-def _rows(cases: Iterable[Case]) -> list[Row]:
-    return [row_of(case) for case in cases if case.capability in (*_ENTRIES, COMBINATIONS)]
+def _has(case: Case, wanted: Mapping[str, Any]) -> bool:
+    return all(getattr(case, field) == value for field, value in wanted.items())

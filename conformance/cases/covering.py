@@ -23,31 +23,37 @@ def covered(rows: Iterable[Row], dimensions: Dimensions, strength: int) -> set[C
 
 def required(dimensions: Dimensions, strength: int, allowed: Allowed) -> list[Combination]:
     """Every combination that some allowed row holds, in the order of the dimensions and values."""
-    return [
-        frozenset(zip(names, values, strict=True))
-        for names in combinations(dimensions, strength)
-        for values in product(*(dimensions[name] for name in names))
-        if _completed(dict(zip(names, values, strict=True)), dimensions, allowed) is not None
-    ]
+    every = _every(dimensions, strength)
+    return [combination for combination in every if _completed(dict(combination), dimensions, allowed) is not None]
 
 
 def cover(dimensions: Dimensions, strength: int, given: Iterable[Row], allowed: Allowed) -> list[Row]:
     """Rows that together with the ``given`` ones hold every combination of ``strength`` dimensions."""
     have = covered(given, dimensions, strength)
-    missing = dict.fromkeys(c for c in required(dimensions, strength, allowed) if c not in have)
+    missing = dict.fromkeys(combination for combination in _every(dimensions, strength) if combination not in have)
     rows: list[Row] = []
+
+    def gain(row: Row, pair: tuple[str, str]) -> int:
+        others = combinations(row.items(), strength - 1)
+        return sum(frozenset((pair, *other)) in missing for other in others)
+
     while missing:
-
-        def gain(row: Row, pair: tuple[str, str]) -> int:
-            others = combinations(row.items(), strength - 1)
-            return sum(frozenset((pair, *other)) in missing for other in others)
-
-        row = _completed(dict(next(iter(missing))), dimensions, allowed, gain)
-        assert row is not None  # every missing combination is held by an allowed row
+        wanted = next(iter(missing))
+        row = _completed(dict(wanted), dimensions, allowed, gain)
+        if row is None:
+            del missing[wanted]
+            continue
         for combination in _held(row, dimensions, strength):
             missing.pop(combination, None)
         rows.append(row)
     return rows
+
+
+def _every(dimensions: Dimensions, strength: int) -> Iterator[Combination]:
+    """The combinations of all values, in the order of the dimensions and values."""
+    for names in combinations(dimensions, strength):
+        for values in product(*(dimensions[name] for name in names)):
+            yield frozenset(zip(names, values, strict=True))
 
 
 def choose(rows: Sequence[Row], dimensions: Dimensions, strength: int, given: Iterable[Row]) -> list[int]:

@@ -75,6 +75,8 @@ def lses() -> Iterator[Fields]:
     yield single(300, 40, **_SMALL)
     for dtype in ("fp16", "fp32"):
         yield single(300, 40, dtype=dtype)
+    yield single(900, 2000, 64, heads=64, data="needle")
+    yield single(*(17, 40) * 70, heads=32, dims="small")
 
 
 def several_tokens() -> Iterator[Fields]:
@@ -93,6 +95,9 @@ def several_tokens() -> Iterator[Fields]:
     yield decode((4, 4), (300, 40), layout=Layout.SLICED)
     for dtype in ("fp16", "fp32"):
         yield decode((3, 1, 2), (300, 40, 0), dtype=dtype, data="needle")
+    for page in (16, 32, 128):
+        yield decode((4,) * 4, (0, 63, 255, 600), page=page, data="needle")
+    yield decode((3, 1, 2), (300, 40, 0), page=1, data="needle")
 
 
 def pages() -> Iterator[Fields]:
@@ -112,6 +117,7 @@ def pages() -> Iterator[Fields]:
     yield single(130, 9, dtype="fp16", tails="huge", poison="large")
     yield single(2100, 5, page=32, **_SMALL, data="needle")
     yield single(*(17,) * 16, page=1, **_SMALL)
+    yield single(300, 70, 1, page=1, spare=140_000, **_SMALL, data="needle")
 
 
 def fp8() -> Iterator[Fields]:
@@ -134,6 +140,9 @@ def fp8() -> Iterator[Fields]:
             single(300, 40, dims="64-64-128-256"),
             single(300, 40, **_SMALL),
             single(300, 40, dtype="fp16", data="needle"),
+            *(single(300, 127, 40, page=page, data="needle") for page in (128, 32, 1)),
+            decode((4, 4, 4), (64, 300, 130), page=32, data="needle"),
+            single(1500, 300, heads=64, data="needle"),
         ],
         cache="fp8",
     )
@@ -165,6 +174,8 @@ def fp8_ds_mla() -> Iterator[Fields]:
             single(300, 40, data="tiny_values", scales="pow2"),
             decode((3, 1, 2), (64, 5, 300), heads=16, scales="pow2"),
             single(2000, 5, data="hot_tail", heads=128, scales="pow2"),
+            single(1500, 300, heads=64, data="needle"),
+            decode((4, 4), (300, 130), page=128, data="needle"),
         ],
         cache="fp8_ds_mla",
     )
@@ -191,6 +202,9 @@ def dcp() -> Iterator[Fields]:
     yield single(300, 40, ranks=2, data="large_logits")
     yield single(300, 40, ranks=2, dtype="fp16")
     yield single(300, 40, ranks=2, dtype="fp32")
+    yield decode((4, 4), (300, 62), ranks=2, cache="fp8_ds_mla", interleave=64, data="needle")
+    yield decode((3, 1, 2), (64, 5, 300), ranks=4, cache="fp8_ds_mla")
+    yield decode((4, 4), (900, 62), heads=16, ranks=8, data="needle")
 
 
 def call_order() -> Iterator[Fields]:

@@ -15,6 +15,7 @@ Lengths = tuple[int, ...]
 _CONTEXT = (64, 0, 1000, 17)
 _TILES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 _SMALL = {"dims": "small", "heads": 1}
+_NARROW = {"dims": "16-8-40-32"}
 
 
 def new(q: Lengths, **fields: Any) -> Fields:
@@ -77,6 +78,8 @@ def lse() -> Iterator[Fields]:
     yield new((64, 5), data="ones", scale=100)
     for dtype in ("fp16", "fp32"):
         yield chunk((5, 1, 33, 64), (64, 9, 1000, 17), dtype=dtype)
+    yield new((310, 300), heads=32, **_NARROW, data="needle")
+    yield new((9,) * 70, heads=64, **_NARROW)
 
 
 def context_chunk() -> Iterator[Fields]:
@@ -133,6 +136,8 @@ def merge_states() -> Iterator[Fields]:
             chunked((9, 30), (350, 20), dtype="fp16"),
             chunked((9, 30), (350, 20), dtype="fp32"),
             chunked((9, 3), (350, 20), data="large_logits"),
+            chunked((150, 170), (700, 40), heads=32, **_NARROW, workspace=512, data="needle"),
+            chunked((3,) * 40, (40, 3, 0, 65) * 10, heads=64, **_NARROW, workspace=1024, data="needle"),
         ],
         merge="own",
     )
@@ -193,6 +198,9 @@ def shift_invariance() -> Iterator[Fields]:
     yield chunk((5, 9), (300, 40), data="shifted")
     yield chunked((5, 9), (300, 40), data="negative", workspace=128)
     yield new((5, 130), data="negative", dtype="fp32")
+    for data in ("negative", "shifted"):
+        yield new((5, 130), data=data, dtype="fp16")
+        yield chunk((5, 9), (300, 40), data=data, dtype="fp16")
 
 
 def softmax_scale() -> Iterator[Fields]:
@@ -207,6 +215,8 @@ def mla_dims() -> Iterator[Fields]:
     named = ("glm", "128-0-128-512", "64-64-128-256", "r1", "small", "256-0-256-512", "32-16-32-64")
     yield from (new((130,), dims=dims, heads=2, lse=False) for dims in named)
     yield from (chunk((30,), (130,), dims=dims, heads=2) for dims in named)
+    yield new((300,), dims="glm", heads=2, data="needle")
+    yield chunk((40,), (1100,), dims="glm", heads=2, data="needle")
 
 
 def head_counts() -> Iterator[Fields]:
@@ -279,6 +289,7 @@ def quant_output_fp8() -> Iterator[Fields]:
             new((9, 40), dtype="fp16"),
             new((9, 40), dims="glm", heads=2),
             new((0, 9, 0)),
+            new((330, 290), heads=32, **_NARROW, data="needle"),
         ],
         quant="fp8",
         lse=False,
@@ -297,6 +308,8 @@ def quant_output_fp8() -> Iterator[Fields]:
         quant="fp8",
         lse=False,
     )
+    yield new((5, 64, 130), data="needle", oscale=2300, quant="fp8")
+    yield new((310,), heads=16, quant="fp8")
 
 
 def fp8_operands() -> Iterator[Fields]:
@@ -317,6 +330,9 @@ def fp8_operands() -> Iterator[Fields]:
             chunk((5, 40), (70, 9), dims="16-8-40-32"),
             new((5, 64), dims="128-0-128-512", lse=False),
             chunked((5, 0, 1), (5, 40, 900), workspace=96, data="hot_tail"),
+            new((330, 290), heads=32, **_NARROW, data="needle"),
+            chunk((310,), (620,), heads=64, **_NARROW, data="needle"),
+            chunked((150, 170), (700, 40), heads=16, **_NARROW, workspace=512, data="needle"),
         ],
         dtype="e4m3",
     )

@@ -1,19 +1,24 @@
-"""What the tiers hold: their number of cases and the strength that their combinations reach."""
+"""What the tiers hold: their number of cases and, role by role, the combinations that these reach. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.cases.combinations import DIMENSIONS, PAIRS, TRIPLES, strength_share
+from mla_conformance.cases.capabilities import CAPABILITIES, SPACES, Tier
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
+
+STRENGTHS = {1: "values", PAIRS: "pairs", TRIPLES: "triples"}
 
 
 def tier_lines() -> Iterator[str]:
-    """One line per tier."""
+    """One line per tier, and one below it for each role."""
     for tier in Tier:
         cases = [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
-        shares = {strength: strength_share(cases, strength) for strength in (1, PAIRS, TRIPLES)}
-        strength = max((strength for strength, share in shares.items() if share == 1.0), default=0)
-        reached = ", ".join(f"{share:.0%} of {name}" for name, share in zip(_NAMES, shares.values(), strict=True))
-        yield f"tier {tier:<8} {len(cases):>3} cases · strength {strength} over {len(DIMENSIONS)} dimensions: {reached}"
+        yield f"tier {tier:<8} {len(cases):>5} cases"
+        yield from (f"  {_reached(space, cases)}" for space in SPACES.values())
 
 
-_NAMES = ("values", "pairs", "triples")
+def _reached(space: Space, cases: Sequence[Case]) -> str:
+    counts = {strength: (space.count(strength), len(space.lacking(cases, strength))) for strength in STRENGTHS}
+    full = max((strength for strength, (_, lacking) in counts.items() if not lacking), default=0)
+    told = (f"{n - lacking} of {n} {STRENGTHS[strength]}" for strength, (n, lacking) in counts.items())
+    return f"{space.role:<7} strength {full} over {len(space.dimensions)} dimensions: {', '.join(told)}"

@@ -19,6 +19,9 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="only write the hazards between this file's markers",
     )
+    told = "instead, the pairs of values that its declared support leaves unreached"
+    capabilities.add_argument("--backend", metavar=REFERENCE, help=told)
+    capabilities.add_argument("--device", metavar=DEVICE, help="of --backend")
     capabilities.set_defaults(run=_capabilities)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
@@ -46,6 +49,10 @@ def _backends(options: argparse.Namespace) -> int:
 
 
 def _capabilities(options: argparse.Namespace) -> int:
+    if options.backend is not None:
+        from mla_conformance.commands.unreached import tell_unreached
+
+        return tell_unreached(options.backend, options.device)
     from mla_conformance.commands.tell import tell_capabilities
 
     return tell_capabilities(options)

@@ -28,6 +28,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Blocks of this size for every request."""
     monkeypatch.setattr(module, "plan_blocks", lambda *_, **__: request.param)
     monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
+    monkeypatch.setattr(module, "_SHARED_ROWS", 0)
 
 
 @pytest.fixture
@@ -144,6 +145,18 @@ def test_small_requests_are_the_definition_itself(qkv: tuple[Tensor, ...]) -> No
     options = {**BATCH, "causal": True, "with_terms": True}
     fast, plain = blockwise_attention(*qkv, **options), attention(*qkv, **options)
     assert torch.equal(fast.output, plain.output) and torch.equal(fast.lse, plain.lse)
+
+
+def test_few_rows_of_heads_that_share_their_keys_are_left_to_the_definition(
+    normal: Normal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
+    q, k, v = normal(1, 33, 4, 6), normal(2, 72, 1, 6), normal(3, 72, 1, 5)
+    for rows, blocks in ((32, False), (33, True)):
+        with patch.object(module, "in_lanes", wraps=in_lanes) as run:
+            starts: dict[str, Any] = {"query_start_loc": (0, rows), "key_start_loc": (0, 72)}
+            blockwise_attention(q, k, v, **starts, scale=0.4, causal=True)
+        assert run.called == blocks
 
 
 @pytest.mark.parametrize("scale", [0.2, 4.0], ids=["many keys weigh", "one key weighs"])

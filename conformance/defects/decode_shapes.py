@@ -1,0 +1,145 @@
+"""Decodes that are right until a batch has a model's heads, lengths or requests."""
+
+import torch
+
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.defects.known import known_defect
+from mla_conformance.defects.split_keys import SplitDecode
+
+
+@known_defect("decode-request-number-in-a-byte", killed_by="model_shapes")
+class RequestInAByte(EagerDecodeBackend):
+    """The number of a request is kept in a byte, so request 256 reads the pages of request 0."""
+
+    def _blocks(self, request, pages):
+        return super()._blocks(request % 256, pages)
+
+
+@known_defect("decode-head-groups-share-four-splits", killed_by="model_shapes")
+class FourSplitsOfTheSecondGroup(SplitDecode):
+    """A second group of 64 heads has room for four splits, and drops what the others hold."""
+
+    def _combine(self, parts):
+        whole, four = super()._combine(parts), super()._combine(parts[:4])
+        second = torch.arange(len(whole.total), device=whole.total.device).view(-1, 1, 1) >= 64
+        return type(whole)(*(torch.where(second, b, a) for a, b in zip(whole, four, strict=True)))
+
+
+@known_defect("decode-lse-of-first-split-with-many-heads", killed_by="decode_lse", related=("decode",))
+class LseOfTheFirstSplit(SplitDecode):
+    """With 32 heads or more the LSE is that of the first split; the output is right."""
+
+    split = 512
+
+    def _combine(self, parts):
+        state = super()._combine(parts)
+        self._first = parts[0] if len(state.total) >= 32 else state
+        return state
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        first = self.__dict__.pop("_first", state)
+        return output, super()._finish(first)[1] if len(lse) else lse
+
+
+@known_defect("decode-lse-of-128-rows", killed_by="decode_lse")
+class LseOf128Rows(EagerDecodeBackend):
+    """The LSE is written by one block of 128 threads, one for a query token: later ones keep 0."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        output, lse = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        lse[:, 128:] = 0.0
+        return output, lse
+
+
+@known_defect("decode-grid-of-1024-heads", killed_by="model_shapes", related=("decode_lse",))
+class GridOf1024Heads(EagerDecodeBackend):
+    """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        output, lse = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        output.flatten(0, 1)[1024:] = 0.0
+        return output, lse
+
+
+@known_defect("decode-heads-and-tokens-in-one-tile-of-256", killed_by="model_shapes")
+class TilesOf256Rows(EagerDecodeBackend):
+    """Heads and query tokens share a tile of 256 rows; the tokens of a second tile see one key less."""
+
+    def _visible(self, queries, request, seq_len, tile):
+        first = -(-256 // self.num_heads)
+        visible = super()._visible(queries, request, seq_len, tile)
+        return torch.cat([visible[:first], visible[first - 1 : -1]]) if first < queries else visible
+
+
+@known_defect("decode-pages-of-32-with-several-tokens", killed_by="decode_multi_token")
+class HalfPages(EagerDecodeBackend):
+    """The kernel for several query tokens knows pages of 64, and reads those of 32 as halves of one."""
+
+    def _blocks(self, request, pages):
+        several = int(self._decode_metadata.query_lens_cpu.max()) > 1
+        return super()._blocks(request, pages // 2 * 2 if several and self._page == 32 else pages)
+
+    def _entries(self, kv_cache, request, tile):
+        self._page = kv_cache.shape[1]
+        return super()._entries(kv_cache, request, tile)
+
+
+@known_defect("decode-page-number-in-two-bytes", killed_by="paged_cache")
+class PageInTwoBytes(EagerDecodeBackend):
+    """Page ids are packed into two bytes each."""
+
+    def _blocks(self, request, pages):
+        return super()._blocks(request, pages) & 0xFFFF
+
+
+@known_defect("decode-codes-of-large-pages-unscaled", killed_by="kv_cache_fp8")
+class LargePagesUnscaled(EagerDecodeBackend):
+    """The kernel for pages of 128 codes ignores their scale."""
+
+    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        scale = torch.ones_like(k_scale) if kv_cache.shape[1] == 128 else k_scale
+        return super().run_decode(ql_nope, q_pe, kv_cache, scale)
+
+
+@known_defect("decode-codes-scaled-in-first-kilobyte", killed_by="kv_cache_fp8")
+class ScaleOfTheFirstKeys(EagerDecodeBackend):
+    """With 64 heads or more, codes of the first 1024 keys are scaled only."""
+
+    def _entries(self, kv_cache, request, tile):
+        self._beyond = tile.start >= 1024 and self.num_heads >= 64
+        return super()._entries(kv_cache, request, tile)
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, torch.ones_like(k_scale) if self._beyond else k_scale)
+
+
+@known_defect("dcp-rank-in-two-bits", killed_by="dcp")
+class RankInTwoBits(EagerDecodeBackend):
+    """The causal bound takes rank 4 for rank 0."""
+
+    def _positions(self, metadata, tile):
+        wrong = metadata.dcp_rank - metadata.dcp_rank % 4
+        return super()._positions(metadata, tile) - wrong * metadata.cp_kv_cache_interleave_size
+
+
+@known_defect("dcp-mixed-entries-bound-by-local-length", killed_by="dcp")
+class LocalBoundOfMixedEntries(EagerDecodeBackend):
+    """For a cache of mixed entries the causal bound counts the tokens of this rank."""
+
+    def _visible(self, queries, request, seq_len, tile):
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            return super()._visible(queries, request, seq_len, tile)
+        last = torch.arange(seq_len - queries, seq_len).unsqueeze(1)
+        return torch.arange(tile.start, tile.stop) <= last
+
+
+@known_defect("dcp-assumes-packed-pages", killed_by="decode_combinations")
+class PackedPagesOfARank(EagerDecodeBackend):
+    """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""
+
+    def _entries(self, kv_cache, request, tile):
+        _, page, width = kv_cache.shape
+        packed = kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
+        ranks = self._decode_metadata.dcp_world_size
+        return super()._entries(packed if ranks > 1 else kv_cache, request, tile)
