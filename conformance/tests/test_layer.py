@@ -23,6 +23,7 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
@@ -441,3 +442,13 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("mla_conformance.trials.layer_graph.captured", capturing)
     assert judged(Case.parse(REPLAYS)).status is Status.PASS
+
+
+def test_some_requests_of_a_layer_write_their_own_tokens_alone() -> None:
+    problem = build_problem(Case.parse(f"{WRITES};layers=2"), CPU)
+    (whole,), (alone,) = problem.calls, regroup(problem, [1]).calls
+    assert isinstance(whole, LayerCall) and isinstance(alone, LayerCall)
+    assert torch.equal(alone.image.slots, whole.image.slots[-1:]) and torch.equal(alone.kv_c, whole.kv_c[-1:])
+    storage_bytes(alone.image.cache).copy_(whole.image.after)
+    stray = int(whole.image.slots[:-1].min())
+    assert alone.image.difference() == f"slot {stray} of the cache was written, no new token belongs there"
