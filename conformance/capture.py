@@ -1,4 +1,4 @@
-"""Capture: a serving engine writes the metadata of its real prefill calls as case files for ``certify --cases``.
+"""Capture: a serving engine writes the metadata of its real calls as case files for ``certify --cases``.
 
 In code, around the calls of interest::
 
@@ -27,11 +27,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mla_conformance.captured import case_of_call, observed
+from mla_conformance.captured_decode import case_of_decode
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import place_of, write_case
 
 VARIABLE = "MLA_CONFORMANCE_CAPTURE"
 LIMIT = 1000
-_METHODS = ("prepare_metadata", "run_prefill_new_tokens", "run_prefill_context_chunk")
+_PREPARE = "prepare_metadata"
+_ROLES = ((_PREPARE, "run_prefill_new_tokens", "run_prefill_context_chunk"), (_PREPARE, "run_decode"))
+"""The methods of a prefill backend, and of a decode backend."""
 
 
 @contextmanager
@@ -40,10 +44,13 @@ def capture(backend: Any, directory: str | Path, values: bool = False, limit: in
 
     Args:
         backend: an instance, or a class whose instances are all captured; anything with the methods of
-            ``MLAPrefillBackend``, vLLM's own backends included.
+            ``MLAPrefillBackend``, vLLM's own backends included, or of ``MLADecodeBackend``.
         directory: receives one case file per distinct call.
-        values: also read the one tensor value that a case can hold, the output scale.
+        values: also read the one tensor value that a case can hold, the scale of the output or of the cache.
         limit: the most distinct calls to write.
+
+    Raises:
+        TypeError: it has the methods of neither, as a whole layer.
     """
     undo = _install(backend, _Capture(Path(directory), values, limit))
     try:
@@ -74,20 +81,21 @@ class _Capture:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # copying a length to the host would spoil the CUDA graph
         try:
-            if method == "prepare_metadata":
+            if method == _PREPARE:
                 (self._metadata[backend],) = arguments.values()
             else:
-                self._write(backend, arguments)
+                self._write(backend, arguments, case_of_decode if method == "run_decode" else case_of_call)
         except Exception as error:
             self._warn(f"a call of {method} was not captured: {type(error).__name__}: {error}")
 
-    def _write(self, backend: Any, arguments: dict[str, Any]) -> None:
+    def _write(self, backend: Any, arguments: dict[str, Any], case_of: Callable[..., Case]) -> None:
         if len(self._seen) >= self.limit:
             return
-        metadata = self._metadata.get(backend) or getattr(backend, "_prefill_metadata", None)
+        kept = getattr(backend, "_prefill_metadata", None) or getattr(backend, "_decode_metadata", None)
+        metadata = self._metadata.get(backend) or kept
         if metadata is None:
             raise ValueError("no metadata was prepared before it")
-        case = case_of_call(backend, metadata, arguments, self.values)
+        case = case_of(backend, metadata, arguments, self.values)
         with self._lock:
             if case.id in self._seen:
                 return
@@ -104,17 +112,26 @@ class _Capture:
 
 def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
     """Put a recording wrapper before each method; the result takes them away again."""
-    own = {name: vars(backend)[name] for name in _METHODS if name in vars(backend)}
-    for name in _METHODS:
+    methods = _methods(backend)
+    own = {name: vars(backend)[name] for name in methods if name in vars(backend)}
+    for name in methods:
         setattr(backend, name, _recorded(backend, name, recording))
 
     def undo() -> None:
-        for name in _METHODS:
+        for name in methods:
             delattr(backend, name)
             if name in own:
                 setattr(backend, name, own[name])
 
     return undo
+
+
+def _methods(backend: Any) -> tuple[str, ...]:
+    for methods in _ROLES:
+        if all(hasattr(backend, name) for name in methods):
+            return methods
+    expected = " or ".join(", ".join(methods) for methods in _ROLES)
+    raise TypeError(f"expected a backend with {expected}, got {backend!r}; of a layer, capture its kernels' backends")
 
 
 def _recorded(backend: Any, name: str, recording: _Capture) -> Callable[..., Any]:

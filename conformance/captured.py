@@ -32,8 +32,8 @@ def case_of_call(backend: Any, metadata: Any, arguments: Mapping[str, Any], valu
     chunk = arguments.get("chunk_idx")
     asked = _new_tokens(metadata, arguments, values) if chunk is None else _context_chunk(metadata, chunk)
     return Case.of(
-        dtype=_DTYPE_NAMES[q.dtype],
-        dims=_dims(backend),
+        dtype=dtype_of(q),
+        dims=dims_of(backend),
         heads=q.shape[1],
         q=lengths,
         scale=round(100 * backend.scale * math.sqrt(q.shape[2])),
@@ -55,7 +55,7 @@ def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> di
         "lse": bool(arguments["return_softmax_lse"]),
         "out": arguments.get("out") is not None,
         "quant": "none" if scale is None else "fp8",
-        "inflate": _inflation(metadata.max_query_len, _query_lens(metadata)),
+        "inflate": inflation(metadata.max_query_len, _query_lens(metadata)),
     }
     return {**asked, "oscale": max(1, round(scale.item() * 1e6))} if values and scale is not None else asked
 
@@ -63,16 +63,26 @@ def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> di
 def _context_chunk(metadata: Any, chunk: int) -> dict[str, Any]:
     context = metadata.chunked_context
     lengths = tuple(context.seq_lens[chunk].tolist())
-    inflate = _inflation(context.max_seq_lens[chunk], lengths)
+    inflate = inflation(context.max_seq_lens[chunk], lengths)
     return {"capability": Call.CONTEXT_CHUNK.value, "kv": lengths, "inflate": inflate}
 
 
-def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
+def inflation(maximum: int, lengths: tuple[int, ...]) -> int:
     """How many times the longest length the metadata's maximum is."""
     return max(1, int(maximum) // max(1, *lengths))
 
 
-def _dims(backend: Any) -> str:
+def dtype_of(x: torch.Tensor) -> str:
+    """The dtype's name in cases.
+
+    Raises:
+        KeyError: cases do not know it.
+    """
+    return _DTYPE_NAMES[x.dtype]
+
+
+def dims_of(backend: Any) -> str:
+    """The head dims of an instance as a case names them."""
     head = MLADimensions(
         qk_nope_head_dim=backend.qk_nope_head_dim,
         qk_rope_head_dim=backend.qk_rope_head_dim,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import place_of, read_case, read_cases, write_case
@@ -45,6 +46,37 @@ def test_a_call_of_the_suite_is_captured_as_its_own_case(tmp_path: Path, text: s
     # Presets of the same numbers are one layer.
     (captured,) = read_cases(tmp_path)
     assert captured.id == text.replace("dims=v2;", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "decode:q=[1,1,1];kv=[64,5,333]",
+        "decode:dtype=fp16;dims=small;heads=3;q=[3,1];kv=[40,0];page=64;scale=50;layout=packed",
+        "decode:q=[2,2];kv=[9,70];layout=heads_first;pad=2;inflate=100",
+        "decode:q=[1,1];kv=[9,70];page=1;layout=odd;cache=fp8;layers=3",
+        "decode:q=[1,1];kv=[300,5];page=64;layout=sliced;cache=fp8_ds_mla",
+        "decode:q=[2,1];kv=[0,40];cache=fp8;ranks=3;interleave=16",
+    ],
+)
+def test_a_decode_of_the_suite_is_captured_as_its_own_case(tmp_path: Path, text: str) -> None:
+    with capture(EagerDecodeBackend, tmp_path):
+        drive(Case.parse(text))
+    (captured,) = read_cases(tmp_path)
+    assert captured.id == text
+
+
+def test_the_scale_of_a_cache_is_read_when_asked_for(tmp_path: Path) -> None:
+    case = Case.parse("decode:q=[1];kv=[9];cache=fp8;kscale=2300000")
+    with capture(EagerDecodeBackend, tmp_path, values=True):
+        drive(case)
+    assert read_cases(tmp_path) == (case,)
+
+
+def test_what_has_the_calls_of_no_kernel_is_refused(tmp_path: Path) -> None:
+    said = "run_prefill_context_chunk or prepare_metadata, run_decode, got .*of a layer"
+    with pytest.raises(TypeError, match=said), capture(object(), tmp_path):
+        pass
 
 
 def test_a_batch_with_context_gives_a_case_per_distinct_call(tmp_path: Path) -> None:
