@@ -17,7 +17,7 @@ class RequestInAByte(EagerDecodeBackend):
 
 @known_defect("decode-head-groups-share-four-splits", killed_by="model_shapes")
 class FourSplitsOfTheSecondGroup(SplitDecode):
-    """A second group of 64 heads has room for four splits, and drops what the others hold."""
+    """The second group of 64 heads has room for four splits, and drops what the others hold."""
 
     def _combine(self, parts):
         whole, four = super()._combine(parts), super()._combine(parts[:4])
@@ -25,7 +25,7 @@ class FourSplitsOfTheSecondGroup(SplitDecode):
         return type(whole)(*(torch.where(second, b, a) for a, b in zip(whole, four, strict=True)))
 
 
-@known_defect("decode-lse-of-first-split-with-many-heads", killed_by="decode_lse", related=("decode",))
+@known_defect("decode-lse-of-first-split-with-many-heads", killed_by="decode_lse")
 class LseOfTheFirstSplit(SplitDecode):
     """With 32 heads or more the LSE is that of the first split; the output is right."""
 
@@ -37,9 +37,8 @@ class LseOfTheFirstSplit(SplitDecode):
         return state
 
     def _finish(self, state):
-        output, lse = super()._finish(state)
-        first = self.__dict__.pop("_first", state)
-        return output, super()._finish(first)[1] if len(lse) else lse
+        _, lse = super()._finish(self.__dict__.pop("_first", state))
+        return super()._finish(state)[0], lse
 
 
 @known_defect("decode-lse-of-128-rows", killed_by="decode_lse")
@@ -102,9 +101,9 @@ class LargePagesUnscaled(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, scale)
 
 
-@known_defect("decode-codes-scaled-in-first-kilobyte", killed_by="kv_cache_fp8")
+@known_defect("decode-codes-scaled-in-first-1024-keys", killed_by="kv_cache_fp8")
 class ScaleOfTheFirstKeys(EagerDecodeBackend):
-    """With 64 heads or more, codes of the first 1024 keys are scaled only."""
+    """With 64 heads or more, only codes of the first 1024 keys are scaled."""
 
     def _entries(self, kv_cache, request, tile):
         self._beyond = tile.start >= 1024 and self.num_heads >= 64
