@@ -4,6 +4,9 @@ import argparse
 from pathlib import Path
 
 from mla_conformance.cases.capabilities import CapabilityError, find_tier
+from mla_conformance.defects.calibration import calibrate
+from mla_conformance.defects.diagnosis_report import DiagnosisReport, digest
+from mla_conformance.defects.diagnosis_report import terminal_lines as diagnosis_lines
 from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import (
@@ -24,6 +27,8 @@ def run_defects(options: argparse.Namespace) -> int:
         tier = find_tier(options.tier)
     except CapabilityError as error:
         raise InputError(str(error)) from error
+    if options.diagnosis:
+        return _calibrate(options)
     readme = _with_markers(options.readme) if options.readme else ""
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier), tier.value, digest)
@@ -34,6 +39,19 @@ def run_defects(options: argparse.Namespace) -> int:
     for line in terminal_lines(report):
         say(line)
     return 1 if report.survivors or report.false_alarms else 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Diagnose every known defect, say and write how that went; the exit status is 1 for a confident error."""
+    if options.readme:
+        raise InputError("--readme: leave it away beside --diagnosis; the section holds the stored calibration")
+    deciding = digest()
+    report = DiagnosisReport.of(calibrate(), deciding)
+    if options.out:
+        write_json(options.out, report.to_json())
+    for line in diagnosis_lines(report):
+        say(line)
+    return 1 if report.confident_errors else 0
 
 
 def _with_markers(path: Path) -> str:

@@ -99,9 +99,9 @@ def _capability(report: Json) -> Json:
 
 
 EDITS: list[tuple[Callable[[Json], object], str]] = [
-    (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/3"),
-    (lambda r: r.update(schema="mla-conformance-report/2"), "is older than mla-conformance-report/3"),
-    (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/3, got \"other/2\""),
+    (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/4"),
+    (lambda r: r.update(schema="mla-conformance-report/2"), "is older than mla-conformance-report/4"),
+    (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/4, got \"other/2\""),
     (lambda r: r.pop("backends"), "object missing required field `backends`"),
     (lambda r: r.update(backends=[]), "backends: expected `object`, got `array`"),
     (lambda r: r.update(more=1), "object contains unknown field `more`"),
