@@ -79,9 +79,8 @@ class DiagnosisReport:
             counts.setdefault(kind, Counter())[each.outcome.value] += 1
         wrong = [f"{e.kind}: {e.defect} ({e.outcome})" for e in every if e.outcome in (Outcome.WRONG, Outcome.UNSURE)]
         rejected, accepted = max(e.rejected for e in every), min(e.accepted for e in every)
-        return DiagnosisReport(
-            digest(), {kind: dict(count) for kind, count in counts.items()}, wrong, rejected, accepted
-        )
+        plain = {kind: dict(count) for kind, count in counts.items()}
+        return DiagnosisReport(digest, plain, wrong, rejected, accepted)
 
     def number(self, kind: str, outcome: Outcome) -> int:
         """How many of a kind had an outcome."""
