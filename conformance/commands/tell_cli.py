@@ -27,6 +27,9 @@ def add_commands(commands: Any) -> None:
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
     defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
+    defects.add_argument(
+        "--diagnosis", action="store_true", help="judge instead what is told of failures: right, wrong or nothing"
+    )
     defects.set_defaults(run=_defects)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.add_argument("--device", metavar=DEVICE)

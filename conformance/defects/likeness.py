@@ -33,14 +33,24 @@ class Behaviour:
         """That of a trial with this record."""
         if not record.failed or trial.last is None:
             return Behaviour(("", "", ""), ())
-        last, step = trial.last, record.message.partition(":")[0]
-        numbers = measure(last.problem, last.expectation, last.observation, trial.declaration)
-        return Behaviour((record.check, step, last.problem.key), tuple(numbers))
+        step = record.message.partition(":")[0]
+        return Behaviour((record.check, step, trial.last.problem.key), tuple(numbers_of(trial)))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether any number is wrong."""
+        return any(bool(wrong_numbers(each).any()) for each in self.numbers)
 
     @property
     def is_numeric(self) -> bool:
         """Whether something finite is wrong."""
         return any(bool((wrong_numbers(each) & each.got.isfinite()).any()) for each in self.numbers)
+
+
+def numbers_of(trial: Trial) -> list[Measured]:
+    """Every output and LSE of what a trial judged last."""
+    last = trial.last
+    return measure(last.problem, last.expectation, last.observation, trial.declaration) if last else []
 
 
 def likeness(observed: Behaviour, suspected: Behaviour) -> float:

@@ -144,6 +144,14 @@ class DividesByZero(OnlineSoftmax):
         return (state.weighted / state.total).transpose(0, 1), lse
 
 
+@suspect("empty_rows", "skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row")
+class NoKeys(OnlineSoftmax):
+    """No key gets a weight: the output is 0 and the LSE -inf."""
+
+    def _tiles(self, keys):
+        return iter(())
+
+
 @suspect("indexing")
 class FirstTileTwice(OnlineSoftmax):
     """The first tile of keys is counted twice."""

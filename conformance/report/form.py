@@ -112,8 +112,8 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
-    causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, the cause of most failures first.")]
     capabilities: dict[str, CapabilityForm]
+    causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, the cause of most failures first.")]
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 
 

@@ -1,6 +1,7 @@
 """Whose a failure is: it is judged again in a process that has judged nothing, or only what its backend had before."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import main
-from mla_conformance.engine.confirm import Confirmation
+from mla_conformance.engine.confirm import Confirmation, compared, comparisons
 from mla_conformance.engine.messages import Question
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 
@@ -160,3 +161,28 @@ def test_a_backend_whose_process_another_one_spoiled_is_not_failed(records: dict
 def test_a_failure_that_never_repeats_is_one_all_the_same(records: dict[tuple[str, str], Record]) -> None:
     found = records["Once", SECOND]
     assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")
+
+
+def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
+    record = Record("B", "b.py:B", "lse", case, Status.FAIL, "LSE is 5", check, seconds=seconds)
+    return replace(record, explanation=explanation)
+
+
+def test_what_explains_a_failure_is_tried_on_the_others_that_it_may_explain() -> None:
+    explained = failed(FIRST, explanation="It is wrong")
+    others = [failed(SECOND, seconds=9.0), failed(THIRD, seconds=2.0)]
+    beside = [failed("a", check="call"), failed("b", explanation=UNLIKE), failed("c", seconds=5.0)]
+    passed = replace(failed("d"), status=Status.PASS)
+    tasks = comparisons([explained, *others, *beside, passed])
+    assert [task.case for task in tasks] == [THIRD, "c"], "quick ones first, and not for ever"
+    assert {(task.told, task.explain, task.fresh) for task in tasks} == {(("It is wrong",), True, False)}
+    assert comparisons(others) == []
+
+
+def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
+    first = failed(FIRST)
+    again = replace(first, message="LSE is 6", seconds=7.0, explanation="It is wrong")
+    assert compared(first, again) == replace(first, explanation="It is wrong")
+    crash = replace(again, status=Status.CRASH, check="")
+    for other in (replace(again, explanation=""), replace(again, check="output"), replace(again, case=SECOND), crash):
+        assert compared(first, other) is None

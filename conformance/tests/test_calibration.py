@@ -1,0 +1,97 @@
+"""The calibration of the diagnosis: its counts, what small cases show, and that the stored one is of this code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cli import main
+from mla_conformance.defects.calibration import diagnoses
+from mla_conformance.defects.diagnosis_report import (
+    Diagnosis,
+    DiagnosisReport,
+    Outcome,
+    digest,
+    sentence,
+    stored,
+    terminal_lines,
+)
+from mla_conformance.defects.known import known_defects
+
+REGENERATE = "run `mla-conformance defects --diagnosis --out fixtures/diagnosis.json`"
+SMALL = "lse:call=context_chunk;dims=small;heads=3;q=[5,1,9];kv=[64,9,130]"
+
+
+def test_the_stored_calibration_is_of_this_code_and_without_a_confident_error() -> None:
+    report = stored()
+    assert report.digest == digest(), f"the stored calibration is stale; {REGENERATE}"
+    assert sum(report.counts["alone"].values()) == len(known_defects()), REGENERATE
+    assert report.confident_errors == 0
+    judged = len(known_defects()) - report.number("alone", Outcome.SAID)
+    assert report.number("alone", Outcome.RIGHT) >= 0.95 * judged
+    assert sum(report.counts["mixed"].values()) >= 200
+
+
+def test_defects_of_a_small_case_are_told_alone_left_out_and_mixed() -> None:
+    found = diagnoses(SMALL, ["lse-base2-merged-as-natural-prefix-chunk", "rocm-varlen-lse-padded-layout"])
+    outcomes = {(each.defect[:4], each.kind): each.outcome for each in found}
+    assert outcomes["lse-", "alone"] is outcomes["rocm", "alone"] is Outcome.RIGHT
+    assert outcomes["lse-", "left out"] is Outcome.RIGHT, "a suspect is the same mistake"
+    assert (
+        outcomes["rocm", "left out"]
+        is outcomes["lse-", "one head"]
+        is outcomes["lse-", "one request"]
+        is Outcome.SILENT
+    )
+    assert Outcome.WRONG not in outcomes.values()
+
+
+def test_an_exception_is_what_its_message_says() -> None:
+    (found,) = diagnoses(
+        "mla_dims:dims=64-64-128-256;heads=2;q=[3];lse=0", ["trtllm-gen-missing-cubin-after-selection"]
+    )
+    assert found.outcome is Outcome.SAID
+
+
+@pytest.mark.parametrize(
+    ("told", "right", "certain", "outcome"),
+    [
+        (False, False, True, Outcome.SILENT),
+        (True, True, False, Outcome.RIGHT),
+        (True, False, True, Outcome.WRONG),
+        (True, False, False, Outcome.UNSURE),
+    ],
+)
+def test_outcomes(told: bool, right: bool, certain: bool, outcome: Outcome) -> None:
+    assert Outcome.of(told, right, certain) is outcome
+
+
+FOUND = [
+    Diagnosis("a", "alone", Outcome.RIGHT, 0.3, 0.995),
+    Diagnosis("b", "alone", Outcome.SAID),
+    Diagnosis("a", "left out", Outcome.SILENT, 0.4),
+    Diagnosis("a", "one head", Outcome.WRONG, 0.2),
+    Diagnosis("a", "two at once", Outcome.UNSURE, 0.1),
+]
+
+
+def test_the_report_counts_and_names_what_was_wrong() -> None:
+    report = DiagnosisReport.of(FOUND, "0")
+    assert report.confident_errors == 1 and (report.rejected, report.accepted) == (0.4, 0.995)
+    assert "wrong numbers: 1 right, 0 wrong with confidence of 1" in sentence(report)
+    assert "mixtures: 0 right, 1 wrong with confidence of 2" in sentence(report)
+    lines = "\n".join(terminal_lines(report))
+    assert "WRONG one head: a (wrong with confidence)" in lines and "at least 0.9950" in lines
+    assert DiagnosisReport(**json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_the_command_writes_the_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mla_conformance.commands.defects.calibrate", lambda: FOUND)
+    out = tmp_path / "diagnosis.json"
+    assert main(["defects", "--diagnosis", "--out", str(out)]) == 1
+    assert json.loads(out.read_text())["counts"]["alone"] == {"right": 1, "no wrong number": 1}
+    assert "Diagnosis of known defects" in capsys.readouterr().out
+    assert main(["defects", "--diagnosis", "--readme", "README.md"]) == 2
+    assert "leave it away beside --diagnosis" in capsys.readouterr().err
