@@ -100,6 +100,11 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
     )
 
     @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """A build may be without float16."""
+        return super().supports_dtype(dtype) and not (dtype == torch.float16 and _left_out("FP16"))
+
+    @classmethod
     def broken_dependencies(cls) -> list[str]:
         """A build notes what it leaves out."""
         reasons = super().broken_dependencies()

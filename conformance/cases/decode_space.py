@@ -13,7 +13,7 @@ _LENGTHS: Mapping[str, tuple[int, ...]] = {
     "ragged": (64, 5, 1000, 17),
     "edges": (63, 127, 62, 128, 255),
     "long": (2100, 3),
-    "many": (16,) * 6 + (3,) * 8,
+    "many": (16,) * 4 + (3,) * 6,
     "one": (300,),
 }
 """Context tokens of each request."""

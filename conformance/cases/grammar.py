@@ -9,6 +9,9 @@ from typing import Any
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
 _SHORTEST_RUN = 4
+_FEWEST_ROUNDS = 8
+_LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]")
+_ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]")
 
 
 class CaseError(ValueError):
@@ -18,7 +21,7 @@ class CaseError(ValueError):
 def format_value(value: object) -> str:
     """A value as it stands in an id."""
     if isinstance(value, tuple):
-        return "[" + ",".join(_runs(value)) + "]"
+        return "[" + (_rounds(value) or ",".join(_runs(value))) + "]"
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -37,7 +40,7 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
             return text
         return _lengths(text)
     except (ValueError, KeyError):
-        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17] or [1x48]")
+        expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17], [1x48] or [(5,9)x24]")
         raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
 
 
@@ -80,6 +83,15 @@ def dimensions_of(name: str) -> tuple[MLADimensions, int]:
         raise CaseError(f"dims {name!r}: {error}") from error
 
 
+def _rounds(lengths: tuple[int, ...]) -> str:
+    """Different lengths that come again and again as (LENGTHS)xTIMES; empty for fewer than eight times."""
+    for size in range(2, len(lengths) // _FEWEST_ROUNDS + 1):
+        first, times = lengths[:size], len(lengths) // size
+        if first * times == lengths:
+            return f"({','.join(map(str, first))})x{times}" if len(set(first)) > 1 else ""
+    return ""
+
+
 def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
     """The lengths one by one; four or more equal ones in a row as LENGTHxTIMES."""
     for length, group in groupby(lengths):
@@ -88,12 +100,14 @@ def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    """What :func:`_runs` wrote; runs of any length are understood.
+    """What :func:`_rounds` or :func:`_runs` wrote; any number of times is understood.
 
     Raises:
         ValueError: something else.
     """
-    if not re.fullmatch(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", text):
+    if rounds := _ROUNDS.fullmatch(text):
+        return tuple(map(int, rounds[1].split(","))) * int(rounds[2])
+    if not _LIST.fullmatch(text):
         raise ValueError
     runs = [item.partition("x") for item in text[1:-1].split(",") if item]
     return tuple(int(length) for length, _, times in runs for _ in range(int(times or 1)))

@@ -11,7 +11,7 @@ from mla_conformance.problems.memory import poison, storage_bytes
 from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows
 
-_SLACK = 2.0**-20
+TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
 
 
@@ -88,7 +88,7 @@ class CacheImage:
             decode_rows(found, *codes),
             strict=True,
         ):
-            allowed = (right.cpu() - x).abs() + _SLACK * x.abs()
+            allowed = (right.cpu() - x).abs() + TIE_SLACK * x.abs()
             off = ~((got.cpu() - x).abs() <= allowed)
             if bool(off.any()):
                 row = int(off.any(dim=1).nonzero()[0])

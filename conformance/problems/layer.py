@@ -11,7 +11,7 @@ from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.problems.cache_bytes import ExpectedCache
 from mla_conformance.problems.calls import Question
-from mla_conformance.problems.latents import shaped
+from mla_conformance.problems.latents import away_from_ties, shaped
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import draw_weights
 from mla_conformance.problems.memory import poison
@@ -75,7 +75,7 @@ class LayerBatch(Draw[LayerCase]):
         k_pe = torch.randn(tokens, case.dimensions.qk_rope_head_dim, generator=self.generator)
         for rows in segments(start_loc(self.totals)):
             kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
-        return kv_c.to(self.dtype), k_pe.to(self.dtype)
+        return away_from_ties(case, kv_c.to(self.dtype), k_pe.to(self.dtype))
 
     @cached_property
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import Reach, rows_before
+from mla_conformance.problems.memory import device_lost
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
@@ -44,7 +45,7 @@ def judge_far_away(trial: Trial) -> None:
         seen = observed(near, cut(value, slice(-near.calls[0].q.shape[0], None)))
         trial.judged(near, expectation, seen, "far operands")
     finally:
-        if device.type == "cuda":
+        if device.type == "cuda" and not device_lost(device):
             torch.cuda.empty_cache()  # other processes judge on the same device
 
 
