@@ -57,9 +57,10 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             6,
             "H32",
-            "`batch_invariance` judges each request alone and in its batch, with equal bits where that is "
-            "declared; `request_order` reverses the batch. Batches are of {batch_invariance.requests} requests "
-            "there; larger ones are in `token_counts`.",
+            "`batch_invariance` judges each request alone, two neighbours without the others, and all in their "
+            "batch, with equal bits where that is declared; `request_order` reverses the batch, swaps two inner "
+            "requests and moves the first to the end. Batches are of {batch_invariance.requests} requests there; "
+            "larger ones are in `token_counts` and `model_shapes`.",
         ),
         Hazard(
             7,
@@ -187,7 +188,9 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "H06",
             "Unused cache slots, page tails and the null block of every chunked case hold `poison`; "
             "`no_side_effects` runs {no_side_effects.poison}, `paged_cache` {paged_cache.poison} for kernels that "
-            "read the pages themselves. The result is held to the golden one, not to the bits of a clean run.",
+            "read the pages themselves. The result is held to the golden one, not to the bits of a clean run. What a "
+            "request itself holds, its queries in `neighbours` and its keys in `neighbour_keys`, is NaN, infinite or "
+            "the largest number in turn, and changes no other request.",
         ),
         Hazard(
             26,
@@ -230,9 +233,10 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             31,
             "H12",
-            "`call_order`: A, the same shapes in another layout, B, A on one instance, two instances prepared "
-            "before either runs, and other contents at the same addresses; `no_side_effects`: results that must "
-            "outlive later calls.",
+            "`call_order`: A, the same shapes in another layout, B, A on one instance, batches of more requests, "
+            "of fewer and of one, two instances prepared before either runs, of one softmax scale and of two, "
+            "another `k_scale`, and other contents at the same addresses; `no_side_effects`: results that must "
+            "outlive later calls. Layers are in both.",
         ),
         Hazard(
             32,
@@ -252,8 +256,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "H15",
             "`graph_padding`: up to {graph_padding.pad:most} rows of padding beside a batch. {captured}: batches "
             "that are captured with {graph_replay.requests} requests of a layer, {cuda_graph.requests} of a "
-            "kernel, and replayed with others, smaller after larger ones, padded; one request more runs without "
-            "the graph; addresses stay. On a GPU the calls of these capabilities are captured where that is "
+            "kernel, and replayed with others, smaller after larger ones, padded, with lengths drawn anew for "
+            "each replay; one request more runs without the graph; addresses stay. On a GPU the calls of these capabilities are captured where that is "
             "declared (3.9), elsewhere they are made over the same buffers.",
         ),
         Hazard(
@@ -284,8 +288,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             39,
             "H28",
-            "`refusals`: what is declared supported runs and is right, what is not raises; `out`, `lse` and "
-            "`quant` each change what is returned. Which branch a kernel took is reported where its library "
+            "`refusals`: what is declared supported runs and is right, what is not raises before it has written "
+            "`out` or changed the process; `out`, `lse` and `quant` each change what is returned. Which branch a kernel took is reported where its library "
             "tells.",
         ),
         Hazard(
@@ -300,7 +304,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "H23",
             "`dcp`: {dcp.ranks} ranks in one process, dealt pieces of {dcp.interleave} tokens, ranks without a "
             "key, several query tokens under the bound of the whole sequence, {dcp.cache} in `cache`; each rank "
-            "is judged, and all of them merged.",
+            "is judged, and all of them merged. `layer_dcp`: {layer_dcp.ranks} ranks of a layer, the writes of each "
+            "too.",
         ),
     ),
 }
