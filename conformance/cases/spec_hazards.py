@@ -257,8 +257,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "`graph_padding`: up to {graph_padding.pad:most} rows of padding beside a batch. {captured}: batches "
             "that are captured with {graph_replay.requests} requests of a layer, {cuda_graph.requests} of a "
             "kernel, and replayed with others, smaller after larger ones, padded, with lengths drawn anew for "
-            "each replay; one request more runs without the graph; addresses stay. On a GPU the calls of these capabilities are captured where that is "
-            "declared (3.9), elsewhere they are made over the same buffers.",
+            "each replay; one request more runs without the graph; addresses stay. On a GPU the calls of these "
+            "capabilities are captured where that is declared (3.9), elsewhere they are made over the same buffers.",
         ),
         Hazard(
             35,
@@ -289,8 +289,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             39,
             "H28",
             "`refusals`: what is declared supported runs and is right, what is not raises before it has written "
-            "`out` or changed the process; `out`, `lse` and `quant` each change what is returned. Which branch a kernel took is reported where its library "
-            "tells.",
+            "`out` or changed the process; `out`, `lse` and `quant` each change what is returned. Which branch a "
+            "kernel took is reported where its library tells.",
         ),
         Hazard(
             40,
