@@ -2,7 +2,7 @@
 
 import msgspec
 
-_OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "Memcpy", "Memset")
+_OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "Memcpy", "Memset")
 """Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing."""
 
 

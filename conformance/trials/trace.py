@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
@@ -9,6 +10,7 @@ from mla_conformance.driving.subject import Subject
 from mla_conformance.driving.trace import kernels_of, library_digests, loaded_libraries
 from mla_conformance.judging.traced import Traced
 from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.problem import Problem
 
 
 def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Traced:
@@ -27,4 +29,11 @@ def _kernels(subject: Subject, case: Case) -> tuple[str, ...]:
     """The kernels of a case's calls, after a first time that plans and compiles."""
     problem, backend = build_problem(case, subject.device), subject.create(case)
     run_calls(backend, problem)
-    return kernels_of(partial(run_calls, backend, problem), subject.device)
+    return kernels_of(partial(_call, backend, problem), subject.device)
+
+
+def _call(backend: Any, problem: Problem) -> None:
+    """The calls alone, without what the driver does around them."""
+    for call in problem.calls:
+        call.prepare(backend)
+        call.invoke(backend, call.output_buffer())
