@@ -235,7 +235,7 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "H12",
             "`call_order`: A, the same shapes in another layout, B, A on one instance, batches of more requests, "
             "of fewer and of one, two instances prepared before either runs, of one softmax scale and of two, "
-            "another `k_scale`, and other contents at the same addresses; `no_side_effects`: results that must "
+            "another `kscale`, and other contents at the same addresses; `no_side_effects`: results that must "
             "outlive later calls. Layers are in both.",
         ),
         Hazard(

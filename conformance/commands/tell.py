@@ -5,13 +5,11 @@ import tempfile
 from pathlib import Path
 
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.cases.spec_facts import section_lines
 from mla_conformance.cases.tiers import tier_lines
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import Request, RequestError, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.report.terminal import say
 
@@ -38,10 +36,7 @@ def _described(names: list[str], device: str | None) -> list[BackendFacts]:
 
 
 def tell_capabilities(options: argparse.Namespace) -> int:
-    """A line for every capability, and one for every tier; with ``--spec`` the hazards in that file instead."""
-    if options.spec:
-        Section.of(options.spec, "hazards").write("\n".join(section_lines()))
-        return 0
+    """A line for every capability, and one for every tier."""
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")

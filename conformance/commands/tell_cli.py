@@ -52,6 +52,10 @@ def _backends(options: argparse.Namespace) -> int:
 
 
 def _capabilities(options: argparse.Namespace) -> int:
+    if options.spec:
+        from mla_conformance.commands.hazards import write_hazards
+
+        return write_hazards(options.spec)
     if options.backend is not None:
         from mla_conformance.commands.unreached import tell_unreached
 

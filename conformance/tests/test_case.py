@@ -104,7 +104,7 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("", "expected 'capability:field=value;…'"),
         ("lse", "malformed case id 'lse'"),
         ("lse:", "one non-negative length per request, got q=[]"),
-        ("lse:q", "field q: expected a list such as [64,0,17] or [1x48], got ''"),
+        ("lse:q", "field q: expected a list such as [64,0,17], [1x48] or [(5,9)x24], got ''"),
         ("lse:q=5", "field q: expected a list"),
         ("lse:q=[1,]", "field q: expected a list"),
         ("lse:q=[-1]", "field q: expected a list"),

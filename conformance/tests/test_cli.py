@@ -91,7 +91,7 @@ def test_two_backends_of_one_name(capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         ("nonsense", "malformed case id 'nonsense'"),
         ("nope:q=[1]", "unknown capability 'nope'"),
-        ("lse:q=[x]", "field q: expected a list such as [64,0,17] or [1x48], got '[x]'"),
+        ("lse:q=[x]", "field q: expected a list such as [64,0,17], [1x48] or [(5,9)x24], got '[x]'"),
         ("chunked_context:q=[1,1];kv=[5,5];workspace=16", "workspace_tokens must be at least 32"),
     ],
 )

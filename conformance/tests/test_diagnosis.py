@@ -110,7 +110,7 @@ def test_most_known_defects_fail_on_the_cases_that_they_are_told_apart_by() -> N
         each.id for each in known for text in CASES
         if Case.parse(text).role in each.roles and tried(each.reference, text)[1].failed
     }  # fmt: skip
-    assert len(failing) > len({each.id for each in known}) / 2
+    assert len(failing) > len({each.id for each in known}) / 3
 
 
 class OddColumnsNegated(EagerPrefillBackend):

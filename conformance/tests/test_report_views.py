@@ -225,7 +225,7 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
     ("kind", "said"),
     [
         ("junit", '<testsuite name="Broken"'),
-        ("text", "wrong: Broken, 1 cause, 2 cases: The LSE is in base 2, expected the natural logarithm"),
+        ("text", "wrong: Broken, 1 cause, 2 cases: The LSE is in base 2, expected the natural"),
         ("markdown", "| Broken |"),
         ("annotations", "::error title=Broken%3A 2 cases of lse::"),
     ],
