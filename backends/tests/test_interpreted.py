@@ -22,7 +22,7 @@ def library(tmp_path: Any, monkeypatch: Any) -> Any:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield interpreted_libraries((Library("triton_engine", "triton-engine", "pip install triton-engine"),))[0]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("triton", "triton_engine")]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # for good: what monkeypatch deletes it puts back
 
 
 def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(library: Any, monkeypatch: Any) -> None:
