@@ -1,7 +1,7 @@
 """Cut one certificate per backend out of a run's report: ``python ci/certificate.py RUN_FOLDER --date YYYY-MM-DD``.
 
 A certificate is the backend's part of ``report.json`` with the run's environment, the worst use of the error budget by
-rule from the journal, and what the machine's owner adds by ``--fact`` and ``--kernels``. Nothing in it is edited.
+rule from the journal, and what the machine's owner adds by ``--fact``. Nothing in it is edited.
 """
 
 import argparse
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "mla-conformance-certificate/1"
-_NOT_THE_LIBRARYS = ("at::native", "at_cuda_detail", "Memcpy", "Memset", "Activity", "INVALID")
-_CALLS_OF_THE_HOST = ("cuda", "cuLaunch")
 
 
-def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def certificates(run: Path, date: str, facts: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Certificates of the backends that were judged, by name."""
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     records = _records(run / "journal.jsonl")
@@ -25,17 +23,12 @@ def certificates(run: Path, date: str, facts: dict[str, str], kernels: dict[str,
             **head,
             "backend": name,
             **{key: value for key, value in part.items() if key != "records"},
-            "kernels": [kernel for kernel in kernels.get(name, []) if _of_the_library(kernel)],
             "error_budget_used": _worst([record for record in records if record["backend"] == name]),
             "seconds": _seconds([record for record in records if record["backend"] == name]),
         }
         for name, part in report["backends"].items()
         if part["capabilities"]  # a backend that cannot run has none
     }
-
-
-def _of_the_library(kernel: str) -> bool:
-    return not kernel.startswith(_CALLS_OF_THE_HOST) and not any(part in kernel for part in _NOT_THE_LIBRARYS)
 
 
 def _records(journal: Path) -> list[dict[str, Any]]:
@@ -71,12 +64,10 @@ def main() -> None:
     parser.add_argument("--date", type=datetime.date.fromisoformat, required=True)
     parser.add_argument("--label", default="", help="tells several runs of one backend apart, for example a version")
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="joins the environment")
-    parser.add_argument("--kernels", type=Path, help="what ci/kernels.py wrote")
     options = parser.parse_args()
     facts = dict(fact.split("=", 1) for fact in options.fact)
-    kernels = json.loads(options.kernels.read_text(encoding="utf-8")) if options.kernels else {}
     options.into.mkdir(parents=True, exist_ok=True)
-    for name, content in certificates(options.run, str(options.date), facts, kernels).items():
+    for name, content in certificates(options.run, str(options.date), facts).items():
         stem = "-".join(part for part in (name.replace("[", "-").rstrip("]"), options.label) if part)
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         (options.into / f"{stem}.json").write_text(text, encoding="utf-8")
