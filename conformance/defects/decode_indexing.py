@@ -44,6 +44,7 @@ class FlatTable(EagerDecodeBackend):
 @known_defect(
     "flashmla-kv-indices-loop-tokens-vs-pages",
     killed_by="paged_cache",
+    related=("decode_multi_token",),
     sources=("sgl-project/sglang#11985",),
 )
 class SixtyFourPagesAStep(EagerDecodeBackend):

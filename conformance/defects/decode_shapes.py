@@ -15,7 +15,7 @@ class RequestInAByte(EagerDecodeBackend):
         return super()._blocks(request % 256, pages)
 
 
-@known_defect("decode-head-groups-share-four-splits", killed_by="model_shapes")
+@known_defect("decode-head-groups-share-four-splits", killed_by="model_shapes", related=("kv_cache_fp8_ds_mla",))
 class FourSplitsOfTheSecondGroup(SplitDecode):
     """The second group of 64 heads has room for four splits, and drops what the others hold."""
 

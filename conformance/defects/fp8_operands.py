@@ -25,6 +25,7 @@ class AccumulatesIn22Bits(HopperE4M3Operands):
 @known_defect(
     "e4m3fn-codes-read-as-e4m3fnuz",
     killed_by="fp8_operands",
+    related=("quant_output_fp8",),
     sources=(
         "vllm-project/vllm#42893",
         "vllm-project/vllm#45562",

@@ -105,6 +105,10 @@ class Int16KeyIndex(EagerPrefillBackend):
 @known_defect(
     "fpad-negative-truncates",
     killed_by="v_padding",
+    related=(
+        "lse",
+        "merge_states",
+    ),
     sources=("vllm-project/vllm#50060",),
 )
 class NegativePadding(EagerPrefillBackend):

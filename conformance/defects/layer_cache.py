@@ -133,7 +133,7 @@ def _write_tiles(kv_cache, kv_c, k_pe, slots, scales_of):
     kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slots >= 0]
 
 
-@known_defect("fp8-ds-mla-tile-scale-has-a-floor", killed_by="cache_write")
+@known_defect("fp8-ds-mla-tile-scale-has-a-floor", killed_by="cache_write", related=("mixed_batch",))
 class ScaleWithAFloor(EagerLayer):
     """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
 
@@ -146,7 +146,7 @@ class ScaleWithAFloor(EagerLayer):
             )
 
 
-@known_defect("fp8-ds-mla-tile-of-zeros-divided-by-zero", killed_by="cache_write")
+@known_defect("fp8-ds-mla-tile-of-zeros-divided-by-zero", killed_by="cache_write", related=("mixed_batch",))
 class ZerosDividedByZero(EagerLayer):
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 

@@ -11,7 +11,7 @@ class _ScaleOfOneModel(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-@known_defect("layer-decodes-with-scale-of-one-model", killed_by="layer_combinations")
+@known_defect("layer-decodes-with-scale-of-one-model", killed_by="call_order")
 class ScaleOfOneModel(EagerLayer):
     """Decodes have the softmax scale of one model, whatever scale the layer was given."""
 
