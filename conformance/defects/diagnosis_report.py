@@ -88,8 +88,11 @@ class DiagnosisReport:
 
     @property
     def confident_errors(self) -> int:
-        """Diagnoses of any kind that were wrong with confidence."""
-        return sum(self.number(kind, Outcome.WRONG) for kind in self.counts)
+        """Diagnoses that were wrong with confidence although the cause was among the candidates.
+
+        Without it another cause may give the same numbers on one case, and nothing tells them apart.
+        """
+        return self.number("alone", Outcome.WRONG) + self.number("mixed", Outcome.WRONG)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
