@@ -21,7 +21,7 @@ from mla_conformance.cases.layer_space import LAYER
 from mla_conformance.cases.long_contexts import LONG_CONTEXTS
 from mla_conformance.cases.prefill_caselists import Fields
 from mla_conformance.cases.prefill_space import PREFILL
-from mla_conformance.cases.smoke import smoke_cases
+from mla_conformance.cases.smoke import smoke_cases, with_killing
 
 
 class Tier(StrEnum):
@@ -364,7 +364,8 @@ _LISTED_SMOKE = [case for entry in _VOCABULARY for case in entry.smoke]
 
 def _together(space: Space, clause: str, definition: str) -> Capability:
     pairs = space.further_cases(_LISTED, PAIRS)
-    return Capability(space.capability, clause, definition, pairs, space.telling_cases(pairs, _LISTED_SMOKE))
+    smoke = with_killing(pairs, space.telling_cases(pairs, _LISTED_SMOKE))
+    return Capability(space.capability, clause, definition, pairs, smoke)
 
 
 # The last, since they show that something fails together with others, where any other capability says what it is.

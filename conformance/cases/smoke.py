@@ -5,7 +5,7 @@ the stored run over all of them, so that the choice follows when that run is mad
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -17,7 +17,12 @@ _FIRST = 2
 def smoke_cases(cases: Sequence[Case]) -> tuple[Case, ...]:
     """The first cases, the first of each role, since a decode has its laws too, and those that kill; in their order."""
     first = {case.role: case for case in reversed(cases)}
-    return tuple(case for case in cases if case in (*cases[:_FIRST], *first.values()) or case.id in _killing())
+    return with_killing(cases, (*cases[:_FIRST], *first.values()))
+
+
+def with_killing(cases: Sequence[Case], taken: Collection[Case]) -> tuple[Case, ...]:
+    """The cases that are taken anyway and those that kill; in their order."""
+    return tuple(case for case in cases if case in taken or case.id in _killing())
 
 
 @cache

@@ -19,11 +19,17 @@ from mla_conformance.trials.judge_one import judge_one
 KILLING_CASES = stored().killing_cases
 CPU = torch.device("cpu")
 CONTEXT = Context()
-INEXPRESSIBLE = {"earlier": ("out_tensor", "merge_states", "quant_output_fp8"), "present": ("empty_rows",)}
+INEXPRESSIBLE = {
+    "earlier": ("out_tensor", "merge_states", "quant_output_fp8", "cuda_graph"),
+    "present": ("empty_rows", "cuda_graph"),
+}
 """Faults that a generation's interface has no room for: the earlier one has no output tensor, no output scale and no
-merge of its own; the present one is never given a row without keys."""
-UNCOUNTED_ROWS = {"present": ("nan-spreads-across-rows-in-output-quant",)}
-"""Defects that read rows which the metadata does not count; the present generation's layer hands none over."""
+merge of its own; the present one is never given a row without keys; neither lets a prefill declare graphs."""
+OUT_OF_REACH = {
+    "earlier": ("refusal-after-the-output-was-cleared",),
+    "present": ("nan-spreads-across-rows-in-output-quant",),
+}
+"""Defects in what a generation does not hand over: an output tensor, and rows that the metadata does not count."""
 PREFILLING = [name for name, entry in CAPABILITIES.items() if {case.role for case in entry.cases} == {Role.PREFILL}]
 DEFECT = {
     "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
@@ -49,7 +55,7 @@ def expressible(entry: KnownDefect, generation: str) -> bool:
     lineage = entry.kernel.__mro__[: entry.kernel.__mro__.index(EagerPrefillBackend)]
     # The present generation's chunks are other calls; the earlier one hands the metadata over with every call.
     absent = {"present": "run_prefill_context_chunk", "earlier": "prepare_metadata"}[generation]
-    if entry.id in UNCOUNTED_ROWS.get(generation, ()) or any(absent in vars(cls) for cls in lineage):
+    if entry.id in OUT_OF_REACH[generation] or any(absent in vars(cls) for cls in lineage):
         return False
     return entry.killed_by not in INEXPRESSIBLE[generation]
 

@@ -11,6 +11,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from mla_conformance.cases.capabilities import Tier, find_capability
+
 ROOT = Path(__file__).parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
@@ -66,5 +68,6 @@ def test_the_suite_runs_from_the_wheel_in_another_folder(wheel: Path, tmp_path: 
     ZipFile(wheel).extractall(site)
     selected = ["--backend", "TORCH_SDPA", "--mla-capability", "lse", "--mla-tier", "smoke", "--mla-device", "cpu"]
     suite = [sys.executable, "-m", "pytest", "--trace-config", "--pyargs", "mla_conformance.suite", *selected]
+    passed = f"{len(find_capability('lse').select(Tier.SMOKE))} passed"
     printed = run([*suite], elsewhere, {"PYTHONPATH": str(site)})
-    assert f"{site}/mla_conformance/plugin.py" in printed and "3 passed" in printed
+    assert f"{site}/mla_conformance/plugin.py" in printed and passed in printed

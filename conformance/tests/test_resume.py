@@ -31,7 +31,7 @@ def verdicts(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run over three cases."""
+    """The folder of a whole run over a few cases."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert main(["certify", *LSE, "--tier", "smoke", "--backend", "EAGER", "-n", "1", "--out", str(folder)]) == 0
     return folder
@@ -42,7 +42,7 @@ def test_a_journal_cut_inside_a_verdict_can_be_resumed(undisturbed: Path, tmp_pa
     (tmp_path / "journal.jsonl").write_bytes(whole[: whole.rindex(b'"verdict"') + 40])
     assert main(["certify", "--resume", str(tmp_path)]) == 0
     assert settled(tmp_path / "report.json") == settled(undisturbed / "report.json")
-    assert verdicts(tmp_path) == 3
+    assert verdicts(tmp_path) == verdicts(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     assert plan.differences(msgspec.structs.replace(plan, suite="9")) == [f"suite: was {plan.suite}, is 9"]
     one = Request.of(["EAGER"], [], "smoke", "cpu", ["lse:q=[4]"])
     fewer, _ = plan.differences(Plan.of(one, "cpu", environment, facts))
-    assert fewer.startswith("capabilities: lse was 3 cases ") and ", is 1 cases " in fewer
+    assert fewer.startswith(f"capabilities: lse was {plan.capabilities['lse']}, is 1 cases ")
 
 
 def test_a_full_disk_costs_nothing_that_was_judged(tmp_path: Path, settled: Settled) -> None:

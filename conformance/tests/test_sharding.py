@@ -63,7 +63,7 @@ def test_the_merge_of_all_shards_is_the_unsharded_report(
             main(["certify", *chosen, f"--shard={index}/2", f"--durations={whole}", f"--out={tmp_path / str(index)}"])
             == 0
         )
-        assert f"shard {index}/2 of 9" in capsys.readouterr().out
+        assert f"shard {index}/2 of {len(load_report(whole).cases)}" in capsys.readouterr().out
     paths = [str(tmp_path / index / "report.json") for index in ("2", "1")]
     assert main(["report", "merge", *paths, "--out", str(tmp_path / "all.json")]) == 0
     assert settled(tmp_path / "all.json") == settled(whole)
@@ -139,7 +139,7 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
     ("arguments", "said"),
     [
         (["--shard", "3/2"], "--shard: expected i/n with 1 <= i <= n"),
-        (["--shard", "1/4"], "--shard: 4 shards for 3 cases"),
+        (["--shard", "1/9"], "--shard: 9 shards for "),
         (["--shard", "1/2", "--durations", "absent.json"], "absent.json: cannot be read: No such file"),
         (["--durations", "absent.json"], "--durations: expected together with --shard"),
         (["--shard", "1/2", "--capability", "new_tokens", "--explore", "3"], "drawn cases cannot be divided"),
