@@ -38,7 +38,8 @@ def update_expectations(options: argparse.Namespace) -> int:
     update.write(options.dir)
     for sign, entries in (("+", update.added), ("-", update.removed)):
         for entry in entries:
-            say(f"{sign} {entry.backend} {entry.case} {entry.status} {entry.check}".rstrip())
+            for text in entry.texts:
+                say(f"{sign} {entry.backend} {text} {entry.status} {entry.check}".rstrip())
     say(f"{len(update.added)} added, {len(update.removed)} removed, {len(update.kept)} kept in {options.dir}")
     without = sum(not entry.reason.strip() for entry in (*update.kept, *update.added))
     if without:

@@ -70,8 +70,10 @@ class Expectations:
         for entry in self.entries:
             if entry.is_expired(today):
                 yield entry, f"expired: until {entry.until}"
-            elif entry.query.is_stale:
-                yield entry, "stale: no case of the suite matches"
+                continue
+            for query in entry.queries:
+                if query.is_stale:
+                    yield entry, f"stale: no case of the suite matches {query.text}"
 
 
 def _entries(folder: Path) -> Iterator[Expectation]:

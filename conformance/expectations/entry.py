@@ -54,7 +54,7 @@ class Expectation:
 
     Attributes:
         backend: name in reports, or ``*``.
-        case: query of the cases that fail.
+        case: query of the cases that fail, or several of them.
         status: how they fail.
         check: what they fail on, or empty for anything.
         reason: why, for a person.
@@ -67,7 +67,7 @@ class Expectation:
     """
 
     backend: str
-    case: str
+    case: str | tuple[str, ...]
     status: str = Status.FAIL
     check: str = ""
     reason: str = ""
@@ -89,10 +89,15 @@ class Expectation:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The queries as they are written."""
+        return _texts(self.case)
+
     @cached_property
-    def query(self) -> CaseQuery:
-        """The parsed query."""
-        return CaseQuery.parse(self.case)
+    def queries(self) -> tuple[CaseQuery, ...]:
+        """The parsed queries."""
+        return tuple(map(CaseQuery.parse, self.texts))
 
     @cached_property
     def condition(self) -> Condition:
@@ -102,7 +107,9 @@ class Expectation:
     @property
     def source(self) -> str:
         """File and entry, for messages."""
-        return f"{Path(self.file).name} entry {self.number} ({self.case})"
+        first, *others = self.texts
+        more = f" and {len(others)} more" if others else ""
+        return f"{Path(self.file).name} entry {self.number} ({first}{more})"
 
     @property
     def sentence(self) -> str:
@@ -113,7 +120,10 @@ class Expectation:
     def covers(self, record: Record, facts: Mapping[str, str]) -> bool:
         """Whether this entry speaks of the record's backend and case, here."""
         named = self.backend in ("*", record.backend)
-        return named and self.query.matches(Case.parse(record.case)) and self.condition.holds(facts)
+        if not named or not self.condition.holds(facts):
+            return False
+        case = Case.parse(record.case)
+        return any(query.matches(case) for query in self.queries)
 
     def foresees(self, record: Record) -> bool:
         """Whether the record failed as this entry says."""
@@ -128,13 +138,24 @@ class Expectation:
         return today > datetime.date.fromisoformat(self.until)
 
 
+def _texts(case: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (case,) if isinstance(case, str) else case
+
+
+def _require_queries(case: str | tuple[str, ...]) -> None:
+    if not case:
+        raise ValueError("expected a case query, or a list of some, got none")
+    for text in _texts(case):
+        CaseQuery.parse(text)
+
+
 def _require_moment(text: str) -> None:
     if text and not _SUITE.fullmatch(text):
         datetime.date.fromisoformat(text)
 
 
-_GRAMMARS: dict[str, Callable[[str], object]] = {
-    "case": CaseQuery.parse,
+_GRAMMARS: dict[str, Callable[[Any], object]] = {
+    "case": _require_queries,
     "when": Condition.parse,
     "until": _require_moment,
 }

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mla_conformance.expectations.apply import facts
@@ -22,7 +22,7 @@ class Update:
     Attributes:
         kept: entries that still hold, or that the report says nothing about.
         added: new entries, without a reason yet.
-        removed: entries whose cases no longer fail as they say.
+        removed: entries, or some of an entry's cases, that no longer fail as they say.
     """
 
     kept: tuple[Expectation, ...]
@@ -56,15 +56,26 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     run = [
         (record.as_judged, facts(report.environment, b.facts.versions)) for b in report.backends for record in b.records
     ]
-    kept = [entry for entry in existing if _holds(entry, run)]
+    parts = [part for entry in existing for part in _split(entry, run)]
+    kept = [part for part, holds in parts if holds]
     failing = [(record, known) for record, known in run if _can_be_expected(record)]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
-    added = tuple(_entry_for(record, folder) for record in new)
-    return Update(tuple(kept), added, tuple(entry for entry in existing if entry not in kept))
+    return Update(tuple(kept), _entries_for(new, folder), tuple(part for part, holds in parts if not holds))
 
 
 def _can_be_expected(record: Record) -> bool:
     return record.failed and record.status is not Status.HARNESS_ERROR
+
+
+def _split(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> list[tuple[Expectation, bool]]:
+    """The entry with the queries that hold, and with those that do not."""
+    single = {text: _holds(replace(entry, case=text), run) for text in entry.texts}
+    parts = ((tuple(text for text in single if single[text] is holds), holds) for holds in (True, False))
+    return [(replace(entry, case=_shortest(texts)), holds) for texts, holds in parts if texts]
+
+
+def _shortest(texts: tuple[str, ...]) -> str | tuple[str, ...]:
+    return texts[0] if len(texts) == 1 else texts
 
 
 def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> bool:
@@ -73,11 +84,17 @@ def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) 
     return not covered or any(entry.foresees(record) for record in covered)
 
 
-def _entry_for(record: Record, folder: Path) -> Expectation:
-    file = folder / f"{record.backend.replace('[', '-').rstrip(']')}.toml"
-    return Expectation(
-        backend=record.backend, case=record.case, status=record.status.value, check=record.check, file=str(file)
-    )
+def _entries_for(records: Sequence[Record], folder: Path) -> tuple[Expectation, ...]:
+    """An entry for what a backend fails in one way: one reason, unless a person splits it."""
+    ways = dict.fromkeys((record.backend, record.status, record.check) for record in records)
+    return tuple(_entry_for(way, [r for r in records if (r.backend, r.status, r.check) == way], folder) for way in ways)
+
+
+def _entry_for(way: tuple[str, Status, str], records: Sequence[Record], folder: Path) -> Expectation:
+    backend, status, check = way
+    file = folder / f"{backend.replace('[', '-').rstrip(']')}.toml"
+    cases = _shortest(tuple(record.case for record in records))
+    return Expectation(backend=backend, case=cases, status=status.value, check=check, file=str(file))
 
 
 def _by_file(entries: Iterable[Expectation]) -> dict[str, list[Expectation]]:
@@ -101,8 +118,14 @@ def to_toml(entry: Expectation) -> str:
     """The entry as TOML, without what is as by default; the reason always stands, for a person to fill."""
     always = ("backend", "case", "status", "reason", "category")
     written = [n for n in FIELDS if n in always or getattr(entry, n) != getattr(_DEFAULTS, n)]
-    lines = [f"{name} = {_string(getattr(entry, name))}" for name in written]
+    lines = [f"{name} = {_value(getattr(entry, name))}" for name in written]
     return "\n".join(["[[expectation]]", *lines]) + "\n"
+
+
+def _value(value: str | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return "\n".join(["[", *(f"    {_string(text)}," for text in value), "]"])
+    return _string(value)
 
 
 def _string(text: str) -> str:

@@ -183,6 +183,32 @@ def test_an_update_follows_the_report_and_keeps_reasons(
     assert main(["gate", str(report), "--expectations", str(folder)]) == 0
 
 
+def test_an_entry_of_several_cases_loses_those_that_pass(
+    tmp_path: Path, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And whatever else fails in one way is one entry, with one reason to write."""
+    first, second, third, fourth = (case.id for case in CASES[:4])
+    file = tmp_path / "MINE.toml"
+    file.write_text(to_toml(replace(KNOWN, case=(first, second), check="lse")))
+    passed = replace(FAILURE, case=second, status=Status.PASS, check="")
+    records = [
+        FAILURE,
+        passed,
+        replace(FAILURE, case=third, check="output"),
+        replace(FAILURE, case=fourth, check="output"),
+    ]
+    report = write_report("report.json", records)
+    assert main(["expectations", "update", str(report), "--dir", str(tmp_path)]) == 0
+    assert f"- MINE {second} fail lse\n1 added, 1 removed, 1 kept" in capsys.readouterr().out
+    written = read_expectations(file, reasons_required=False)
+    assert [(e.case, e.reason, e.check) for e in written] == [(first, "base 2", "lse"), ((third, fourth), "", "output")]
+
+
+def test_a_list_without_a_query_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a case query, or a list of some, got none"):
+        replace(KNOWN, case=())
+
+
 def test_a_run_applies_expectations(tmp_path: Path) -> None:
     facts = BackendFacts("MINE", "MINE", versions={"flash-attn": "2.8.0b1"})
     known = Expectations((replace(KNOWN, when="flash-attn < 2.8"),))
