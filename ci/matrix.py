@@ -1,63 +1,84 @@
-"""The README's table of judged kernels, from ``ci/certificates``: ``python ci/matrix.py README.md``.
+"""What README and FINDINGS show of ``ci/certificates``: ``python ci/matrix.py``.
 
-Every figure is read from a record; the table says which suite judged it, on what device, and when.
+Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
 
-import argparse
-import json
-import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.sections import Section
 
-from mla_conformance.report.counts import Counts
-
-RECORDS = Path(__file__).parent / "certificates"
-_SECTION = re.compile(r"(<!-- h200:begin -->\n).*?(<!-- h200:end -->)", re.DOTALL)
-_HEAD = (
-    "| kernel | version | date | passed | failed | unsupported | not judged | worst of budget | LSE class |\n"
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "ci" / "certificates" / "h200"
+_KERNELS = (
+    "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget | LSE class |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+_FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
 
 
-def table(folder: Path) -> str:
-    """The Markdown table of one device's records."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    where = {f"{r['environment']['device']}, torch {r['environment']['torch']}, suite {r['suite']}" for r in records}
-    return "\n".join([*sorted(where), "", _HEAD, *map(_row, records)])
+def kernels(records: list[Certificate]) -> str:
+    """A row for each record."""
+    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}" for r in records}
+    return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, records)])
 
 
-def _row(record: dict[str, Any]) -> str:
-    counts = sum((msgspec.convert(capability, Counts) for capability in record["capabilities"].values()), Counts())
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    worst = max((entry["share"] for entry in record["error_budget_used"].values()), default=0.0)
-    emulated = " (emulated, never certified)" if record["emulated"] else ""
-    unjudged = counts.unavailable + counts.waived + counts.not_run
+def _kernel(record: Certificate) -> str:
+    counts = record.counts
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    worst = max((entry.share for entry in record.worst.values()), default=0.0)
     cells = [
-        *(record["backend"] + emulated, versions, record["date"], f"{counts.passed}/{counts.listed}"),
-        *(counts.failed, counts.unsupported, unjudged, f"{worst:.2f}", record["rounding"]["lse"]),
+        *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
+        *(counts.waived, counts.unsupported, counts.unavailable, f"{worst:.2f}", record.rounding["lse"]),
     ]
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return _row(cells)
 
 
-def rewrite(readme: str) -> str:
-    """The README with its section made anew.
+def failures(records: list[Certificate]) -> str:
+    """A row for each reason why a kernel fails, with the shortest of the cases that show it."""
+    return "\n".join([_FAILURES, *(row for record in records for row in _failures(record))])
+
+
+def _failures(record: Certificate) -> Iterator[str]:
+    for expectation, number in Counter(finding.expectation for finding in record.findings).most_common():
+        found = [finding for finding in record.findings if finding.expectation == expectation]
+        example = min(found, key=lambda finding: (len(finding.case), finding.case)).case
+        yield _row([record.backend, number, f"`{example}`", _reason(found[0])])
+
+
+def _reason(finding: Finding) -> str:
+    """Without the place of the entry that says it."""
+    return finding.expectation.partition(": ")[2]
+
+
+def _row(cells: list[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def sections(root: Path) -> list[tuple[Section, str]]:
+    """The sections of README and FINDINGS under ``root``, each with what it should hold.
 
     Raises:
-        ValueError: the section's markers are missing.
+        InputError: a record is none, or a section's markers are missing.
     """
-    if not _SECTION.search(readme):
-        raise ValueError("expected the markers <!-- h200:begin --> and <!-- h200:end --> in the README")
-    return _SECTION.sub(lambda found: f"{found[1]}{table(RECORDS / 'h200')}\n{found[2]}", readme)
+    records = [read_certificate(path) for path in sorted(RECORDS.glob("*.json"))]
+    return [
+        (Section.of(root / "README.md", "h200"), kernels(records)),
+        (Section.of(root / "ci" / "FINDINGS.md", "h200"), failures(records)),
+    ]
 
 
 def main() -> None:
-    """Rewrite the section in place."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("readme", type=Path)
-    path: Path = parser.parse_args().readme
-    path.write_text(rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the sections in place."""
+    try:
+        for section, content in sections(ROOT):
+            section.write(content)
+    except InputError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Digests that tie a certificate to the cases, the judge and the reference that it was issued by."""
 
 import hashlib
-from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.sources import judging_sources
 
@@ -20,13 +20,13 @@ def installed_digests() -> dict[str, str]:
 
 def suite_digest() -> str:
     """SHA-256 of the case list, the tolerance table and the sources of judge and procedures."""
-    cases = "\n".join(case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
-    return _sha256([cases.encode(), *_contents(judging_sources())])
+    cases = (case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
+    return meaning_digest(judging_sources(), "\n".join(cases))
 
 
 def reference_digest() -> str:
     """SHA-256 of the sources of the golden mathematics."""
-    return _sha256(_contents(sorted(_folder("mla_conformance.reference").glob("*.py"))))
+    return meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py"))
 
 
 def must_pass_digest() -> str:
@@ -36,19 +36,5 @@ def must_pass_digest() -> str:
 
 def seal(certificate: Certificate) -> str:
     """SHA-256 of a certificate's content, which notices a change by accident or by hand."""
-    return _sha256([msgspec.json.encode(msgspec.structs.replace(certificate, seal=""), order="deterministic")])
-
-
-def _folder(package: str) -> Path:
-    return Path(str(files(package)))
-
-
-def _contents(paths: Iterable[Path]) -> list[bytes]:
-    return [path.name.encode() + b"\0" + path.read_bytes() for path in paths]
-
-
-def _sha256(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
+    content = msgspec.json.encode(msgspec.structs.replace(certificate, seal=""), order="deterministic")
+    return hashlib.sha256(content).hexdigest()

@@ -15,14 +15,17 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
+_JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
+
 
 def rerun(certificate: Certificate, number: int, reference: str | None, device: str | None) -> Iterator[str]:
-    """Run ``number`` random cases and say what differs from the certificate.
+    """Run ``number`` random ones of the cases that were judged and say what differs from the certificate.
 
     Raises:
         InputError: the backend cannot be run here, or is another one.
     """
-    cases = random.SystemRandom().sample(sorted(certificate.cases), min(number, len(certificate.cases)))
+    judged = [case for case, status in sorted(certificate.cases.items()) if status in _JUDGED]
+    cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
         request = Request.of([reference or certificate.backend], device=device, cases=cases)
         found = {record.case: record for record in _records(certificate, request)}

@@ -16,9 +16,11 @@ def add_commands(commands: Any) -> None:
     update.add_argument("report", type=Path, metavar="REPORT")
     update.add_argument("--dir", type=Path, required=True, metavar="DIR")
     update.set_defaults(run=_update)
-    verify = commands.add_parser("verify", help="check a certificate's form, digests and arithmetic")
-    verify.add_argument("certificate", type=Path, metavar="FILE")
-    verify.add_argument("--rerun", type=int, default=0, metavar="K", help="also run K random cases of it again")
+    verify = commands.add_parser("verify", help="check form, digests and arithmetic of certificates")
+    verify.add_argument("certificates", type=Path, nargs="+", metavar="FILE")
+    verify.add_argument(
+        "--rerun", type=int, default=0, metavar="K", help="also run K random judged cases of each again"
+    )
     verify.add_argument("--backend", metavar=REFERENCE, help="what to run again")
     verify.add_argument("--device", metavar=DEVICE)
     verify.set_defaults(run=_verify)

@@ -1,7 +1,8 @@
-"""``verify``: a certificate against the suite that is installed, and against some of its cases run again."""
+"""``verify``: certificates against the suite that is installed, and against some of their cases run again."""
 
 import argparse
 import datetime
+from pathlib import Path
 
 from mla_conformance.certificate.certificate import read_certificate
 from mla_conformance.certificate.rerun import rerun
@@ -10,17 +11,22 @@ from mla_conformance.report.terminal import say
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check a certificate; the exit status."""
-    certificate = read_certificate(options.certificate)
+    """Check certificates; the exit status."""
+    return max([_verify(path, options) for path in options.certificates])
+
+
+def _verify(path: Path, options: argparse.Namespace) -> int:
+    certificate = read_certificate(path)
     found = problems(certificate, datetime.date.today())
     if not found and options.rerun > 0:
         found = list(rerun(certificate, options.rerun, options.backend, options.device))
     for problem in found:
-        say(f"{options.certificate}: {problem}", error=True)
+        say(f"{path}: {problem}", error=True)
     if found:
         return 1
     counts, again = certificate.counts, f" · {options.rerun} run again" if options.rerun > 0 else ""
     dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
     subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
-    say(f"{options.certificate}: {subject}: {counts.passed} of {counts.listed} passed · holds{again}{dirty}")
+    waived = f", {counts.waived} known to fail" if counts.waived else ""
+    say(f"{path}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{again}{dirty}")
     return 0

@@ -1,15 +1,15 @@
 """How good the diagnosis is: of every known defect that was diagnosed, whether what was told is right."""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from mla_conformance.defects.digest import meaning
+from mla_conformance.files.meaning import meaning_digest
 
 _DECIDING = ("candidates", "explain", "likeness", "suspects", "suspects_prefill", "suspects_decode")
 
@@ -101,11 +101,8 @@ class DiagnosisReport:
 
 def digest() -> str:
     """Of the candidates that are no known defects, and of the rule."""
-    found = hashlib.sha256()
-    for name in _DECIDING:
-        source = files("mla_conformance.defects") / f"{name}.py"
-        found.update(repr(meaning(source.read_text(encoding="utf-8"))).encode())
-    return found.hexdigest()[:16]
+    folder = Path(str(files("mla_conformance.defects")))
+    return meaning_digest(folder / f"{name}.py" for name in _DECIDING)[:16]
 
 
 def sentence(report: DiagnosisReport) -> str:

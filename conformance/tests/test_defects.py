@@ -17,7 +17,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.defects.digest import deciding_digest, meaning
+from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
 from mla_conformance.defects.layered import LayeredDecode
@@ -238,20 +238,3 @@ def test_what_decides_a_verdict_is_digested() -> None:
     decide = {f"{path.parent.name}/{path.name}" for path in judging_sources()}
     assert {path.partition("/")[0] for path in decide} == {"cases", "problems", "driving", "judging", "trials"}
     assert {"cases/capabilities.py", "trials/procedures.py", "judging/judge.py", "judging/tolerance.toml"} <= decide
-
-
-CODE = 'def f(x):\n    """It adds."""\n    return x + 1  # one\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "same"),
-    [
-        ('"""A module."""\ndef f(x):\n\n    return (x+1)\n\n"""Of no use."""\n', True),
-        ("def f(x):\n    return x + 2\n", False),
-        ("def f(x):\n    return x + 1.0\n", False),
-        ("def f(x, y=None):\n    return x + 1\n", False),
-    ],
-)
-def test_what_decides_is_the_code_without_its_comments(text: str, same: bool) -> None:
-    assert (repr(meaning(text)) == repr(meaning(CODE))) is same
-    assert meaning("a = 1  # why\n", ".toml") == {"a": 1}
