@@ -48,8 +48,8 @@ def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -
         _order(first[chunk], lengths[chunk], sharding, room, bounds[:, chunk], starts[:, chunk]).to(device)
         for chunk, room in enumerate(rows)
     ]
-    own = (bounds[sharding.rank], starts[sharding.rank])
-    return ContextShares(*(x.to(device, torch.int32) for x in own), rows, order)
+    own_bounds, own_starts = (x[sharding.rank].to(device, torch.int32) for x in (bounds, starts))
+    return ContextShares(own_bounds, own_starts, rows, order)
 
 
 def _order(
