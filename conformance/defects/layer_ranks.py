@@ -73,7 +73,7 @@ class RankByRank(EagerLayer):
 
 @known_defect("dcp-context-unpadded-by-own-length", killed_by="layer_dcp")
 class OwnLengths(EagerLayer):
-    """Every rank takes the others for as long as itself when it looks for requests in what it gathered."""
+    """Of what another rank sends of a chunk, no more rows count than this rank holds itself."""
 
     class impl_class(MLACommonImpl):
         def _put_in_order(self, every, index, shares):

@@ -57,6 +57,11 @@ class RankedCall(AttentionCall):
         """The operands of each rank."""
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
 
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+
     def prepare(self, backend: RanksDriver) -> None:
         """Weights and metadata of every rank."""
         backend.prepare(self.parts)
