@@ -6,6 +6,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from mla_conformance.backends.layer.attention_types import AttentionLayer, AttentionMetadata, AttentionType
+from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, get_dcp_group
 from mla_conformance.backends.quant_key import QuantKey
 
 T = TypeVar("T", bound=AttentionMetadata)
@@ -14,8 +15,7 @@ T = TypeVar("T", bound=AttentionMetadata)
 class AttentionImpl(ABC, Generic[T]):
     """Attention of one layer; every instance knows its context-parallel ranks before its constructor runs.
 
-    vLLM reads the ranks from its process groups; here an instance starts as the only rank, and whoever simulates
-    several calls :meth:`set_context_parallel`.
+    As vLLM reads its process groups, an instance reads :func:`get_dcp_group`.
 
     Attributes:
         num_heads: query heads on this rank.
@@ -27,9 +27,10 @@ class AttentionImpl(ABC, Generic[T]):
         supports_mtp_with_cp_non_trivial_interleave_size: whether several query tokens a request are computed right
             where ranks take turns of more than one token.
         supports_quant_query_input: whether the query may come quantised.
-        dcp_world_size: ranks that share the cached tokens of a sequence in decode.
+        dcp_group: ranks that share the cached tokens of each sequence.
+        dcp_world_size: how many they are.
         dcp_rank: this rank among them.
-        pcp_world_size: ranks that share the tokens of a prefill.
+        pcp_world_size: ranks that share the tokens of a prefill; always 1.
         pcp_rank: this rank among them.
         total_cp_world_size: product of the two.
         total_cp_rank: this rank among all of them.
@@ -43,35 +44,23 @@ class AttentionImpl(ABC, Generic[T]):
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
     need_to_return_lse_for_decode: bool = False
     supports_quant_query_input: bool = False
+    dcp_group: ContextParallelGroup
     dcp_world_size: int
     dcp_rank: int
-    pcp_world_size: int
-    pcp_rank: int
+    pcp_world_size: int = 1
+    pcp_rank: int = 0
     total_cp_world_size: int
     total_cp_rank: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An instance that is the only rank, whatever its constructor does."""
+        """An instance of the present group, whatever its constructor does."""
         self = super().__new__(cls)
-        self.set_context_parallel()
+        self.dcp_group = get_dcp_group()
+        self.dcp_world_size, self.dcp_rank = self.dcp_group.world_size, self.dcp_group.rank
+        self.total_cp_world_size = self.pcp_world_size * self.dcp_world_size
+        self.total_cp_rank = self.pcp_rank * self.dcp_world_size + self.dcp_rank
+        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
-
-    def set_context_parallel(
-        self, dcp_world_size: int = 1, dcp_rank: int = 0, pcp_world_size: int = 1, pcp_rank: int = 0
-    ) -> None:
-        """Be one of several ranks.
-
-        Raises:
-            ValueError: a rank outside its world.
-        """
-        for name, rank, world in (("dcp", dcp_rank, dcp_world_size), ("pcp", pcp_rank, pcp_world_size)):
-            if not 0 <= rank < world:
-                raise ValueError(f"{name}_rank must be in 0..{name}_world_size - 1, got rank {rank} of {world}")
-        self.dcp_world_size, self.dcp_rank = dcp_world_size, dcp_rank
-        self.pcp_world_size, self.pcp_rank = pcp_world_size, pcp_rank
-        self.total_cp_world_size = pcp_world_size * dcp_world_size
-        self.total_cp_rank = pcp_rank * dcp_world_size + dcp_rank
-        self.need_to_return_lse_for_decode = dcp_world_size > 1 and self.can_return_lse_for_decode
 
     @abstractmethod
     def __init__(

@@ -17,6 +17,8 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import get_dcp_group
+from mla_conformance.backends.layer.context_shares import share_context
 from mla_conformance.backends.layer.mla_batch import Batch, check_common, count_decodes
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
@@ -31,7 +33,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         attention_backend: the backend whose ``get_builder_cls`` returned the class.
         block_size: tokens of a page.
         context_chunk_workspace_size: tokens of the workspace; 0 where no prefill can have context.
-        dcp_rank: this rank among ``decode_context_parallel_size``; settable.
+        dcp_rank: this rank among ``decode_context_parallel_size``, that of :func:`get_dcp_group`; settable.
         is_profile_run: whether the next batches only measure memory; settable.
     """
 
@@ -46,7 +48,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
         chunks = self.chunked_prefill_enabled or self.enable_prefix_caching
         self.context_chunk_workspace_size = workspace_tokens(vllm_config) if chunks else 0
-        self.dcp_rank = 0
+        self.dcp_rank = get_dcp_group().rank
         self.is_profile_run = False
         self._check_sizes()
         decode = self._decode_backend()
@@ -176,16 +178,18 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
     ) -> MLACommonMetadata:
         """The metadata of ``common``, its lengths checked."""
-        batch = Batch(common, prefills, prefills_first)
+        batch, sharding = Batch(common, prefills, prefills_first), self._sharding()
+        plan = self._plan(batch.prefill_context_lens())
         return MLACommonMetadata(
             **batch.counts(),
             **batch.tensors(),
-            **batch.shard(self._sharding()),
+            **batch.shard(sharding),
             dtype=self.vllm_config.model_config.dtype,
             use_cuda_graph=use_cuda_graph,
             head_dim=self.head_dim,
             is_profile_run=self.is_profile_run,
-            context_plan=self._plan(batch.prefill_context_lens()),
+            context_plan=plan,
+            context_shares=None if plan is None else share_context(plan, sharding, self.device),
         )
 
     def _plan(self, context_lens: torch.Tensor) -> ContextPlan | None:

@@ -8,6 +8,8 @@ import torch
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import AttentionLayer
 from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, gather_cache
+from mla_conformance.backends.layer.context_parallel import gather_heads, merge_over_ranks
+from mla_conformance.backends.layer.context_shares import ContextShares
 from mla_conformance.backends.layer.mla_kernels import MLAKernels
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.reference.merge import merge
@@ -21,12 +23,9 @@ class MLACommonImpl(MLAKernels):
 
     Symbols: T tokens, N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
 
-    Attributes:
-        decode_lse: [N, decode tokens] float32 of the last ``forward``, where this rank holds a part of the keys:
-            whoever simulates the ranks merges their outputs by it. Otherwise None.
+    Where ranks share the tokens of each sequence, each computes the whole attention of its own heads: of a prefill to
+    latents that it gathers from all ranks, of a decode from what each of them makes of its own latents for all heads.
     """
-
-    decode_lse: torch.Tensor | None = None
 
     def forward(
         self,
@@ -130,20 +129,28 @@ class MLACommonImpl(MLAKernels):
     def _gather(
         self, index: int, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
     ) -> None:
-        """Collect a chunk's latents in the workspace, dequantised."""
-        metadata = attn_metadata.prefill_metadata
+        """Collect a chunk's latents in the workspace, dequantised, from this rank and from the others."""
+        metadata, shares = attn_metadata.prefill_metadata, attn_metadata.context_shares
         assert metadata is not None and metadata.chunked_context is not None
         chunks = metadata.chunked_context
+        held = chunks if shares is None else shares
         gather_cache(
             kv_cache,
             chunks.workspace,
             metadata.block_table,
-            chunks.cu_seq_lens[index],
+            held.cu_seq_lens[index],
             attn_metadata.num_prefills,
-            chunks.starts[index],
+            held.starts[index],
             self.kv_cache_dtype,
             k_scale,
         )
+        if shares is not None:
+            every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
+            chunks.workspace[: chunks.seq_tot[index]] = self._put_in_order(every, index, shares)
+
+    def _put_in_order(self, every: torch.Tensor, index: int, shares: ContextShares) -> torch.Tensor:
+        """[tokens, L + R] of a chunk, request by request in the order of positions, from [W, rows, L + R]."""
+        return every.flatten(0, 1)[shares.order[index]]
 
     def _absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
         """[T, N, P] to [T, N, L]: W_UK moves from the keys into the query."""
@@ -157,7 +164,10 @@ class MLACommonImpl(MLAKernels):
         attn_metadata: MLACommonMetadata,
         k_scale: torch.Tensor,
     ) -> State:
-        """Attention of the absorbed query to the latents: output [T, N, L] and LSE [N, T], of this rank's keys."""
+        """Attention of the absorbed query to the latents that this rank holds: output [T, N, L] and LSE [N, T].
+
+        N are the heads of all ranks.
+        """
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
     def _v_up_proj(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,9 +188,18 @@ class MLACommonImpl(MLAKernels):
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
     ) -> torch.Tensor:
         q_nope, q_pe = q.tensor_split([self.qk_nope_head_dim], dim=-1)
-        latent, lse = self._forward_decode(self._absorb(q_nope), q_pe, kv_cache, attn_metadata, k_scale)
-        self.decode_lse = lse if attn_metadata.dcp_world_size > 1 else None
-        return self._v_up_proj(latent)
+        query = (self._absorb(q_nope), q_pe)
+        if self.dcp_world_size == 1:
+            return self._v_up_proj(self._forward_decode(*query, kv_cache, attn_metadata, k_scale)[0])
+        ql_nope, q_pe = gather_heads(self.dcp_group, torch.cat(query, dim=-1)).split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        state = self._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, k_scale)
+        return self._v_up_proj(self._merge_over_ranks(*state))
+
+    def _merge_over_ranks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """[T, N, L] of this rank's heads, from output [T, W·N, L] and LSE [W·N, T] of all heads over its own keys."""
+        return merge_over_ranks(self.dcp_group, output, lse)
 
     def _up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [S, L] and [S, R] to k [S, N, P + R] and v [S, N, V], a view of the projection."""

@@ -21,7 +21,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
     Attributes:
         attention_backend: the backend whose ``get_impl_cls`` returned the class; it names the kernels.
         prefill: an instance of its prefill backend; None if it has none.
-        decode: an instance of its decode backend; None if it has none.
+        decode: an instance of its decode backend, for the heads of all ranks; None if it has none.
         W_UK_T: [N, P, L], once weights are processed.
         W_UV: [N, L, V], once weights are processed.
     """
@@ -92,11 +92,14 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
         Raises:
             UnsupportedConfiguration: no kernel for a part of the batch.
+            ValueError: metadata of another rank.
         """
         parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
-        if attn_metadata.context_plan is not None and attn_metadata.dcp_world_size > 1:
-            raise UnsupportedConfiguration(
-                f"prefills with context on {attn_metadata.dcp_world_size} context-parallel ranks not supported"
+        if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
+            raise ValueError(
+                f"expected metadata of rank {self.dcp_rank} of {self.dcp_world_size}, where the layer was made, got "
+                f"those of rank {attn_metadata.dcp_rank} of {attn_metadata.dcp_world_size}; construct layer and "
+                "builder inside of `with dcp_group(group)`, with decode_context_parallel_size the group's"
             )
         for role, kernel, part in zip(("prefill", "decode"), (self.prefill, self.decode), parts, strict=True):
             if part is not None and kernel is None:
@@ -143,6 +146,8 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
                 f"{', '.join(decode.supported_kv_cache_dtypes)})"
             )
         self.prefill: Any = None if prefill is None else prefill(**sizes)
+        # A rank decodes for the heads of all of them.
+        sizes["num_heads"] *= self.dcp_world_size
         self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
 from mla_conformance.backends.layer.cache_ops import advance_step
+from mla_conformance.backends.layer.context_shares import ContextShares
 from mla_conformance.backends.layer.mla_workspace import ContextPlan
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 
@@ -42,6 +43,7 @@ class MLACommonMetadata(AttentionMetadata):
         head_dim: L + R.
         is_profile_run: whether only the memory that a batch would take is of interest.
         context_plan: the chunks of the prefills' context; None without any.
+        context_shares: what of these chunks each rank holds; None on one rank.
         context_chunk_workspace: [workspace tokens, L + R], bound late.
         dcp_world_size: ranks that share the sequences' tokens.
         dcp_rank: this rank.
@@ -72,6 +74,7 @@ class MLACommonMetadata(AttentionMetadata):
     head_dim: int | None = None
     is_profile_run: bool = False
     context_plan: ContextPlan | None = None
+    context_shares: ContextShares | None = None
     context_chunk_workspace: torch.Tensor | None = None
     dcp_world_size: int = 1
     dcp_rank: int = 0
@@ -216,7 +219,7 @@ class MLACommonMetadata(AttentionMetadata):
         self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
         self.num_decodes = self.num_decode_tokens = requests
         self.max_query_len = 1
-        self.context_plan = None
+        self.context_plan = self.context_shares = None
 
     def _starts(self, part: slice) -> torch.Tensor:
         """Where the requests of ``part`` start among its tokens; a view if they are the batch's first."""

@@ -17,6 +17,7 @@ from mla_conformance.backends.layer.attention_layer import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
+from mla_conformance.backends.layer.context_parallel import dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -25,6 +26,7 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mla_conformance.backends.layer.lockstep import Lockstep
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 
@@ -185,12 +187,12 @@ def test_a_subclass_with_another_builder() -> None:
 
 
 def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
-    impl = Impl(4)
-    assert impl.ranks_at_construction == (1, 0) and not impl.need_to_return_lse_for_decode
-    impl.set_context_parallel(dcp_world_size=4, dcp_rank=3, pcp_world_size=2, pcp_rank=1)
-    assert (impl.total_cp_world_size, impl.total_cp_rank) == (8, 7) and impl.need_to_return_lse_for_decode
-    with pytest.raises(ValueError, match=r"dcp_rank must be in 0\.\.dcp_world_size - 1, got rank 2 of 2"):
-        impl.set_context_parallel(dcp_world_size=2, dcp_rank=2)
+    alone = Impl(4)
+    assert alone.ranks_at_construction == (1, 0) and not alone.need_to_return_lse_for_decode
+    with dcp_group(Lockstep(4).groups[3]):
+        impl = Impl(4)
+    assert impl.ranks_at_construction == (4, 3) and impl.need_to_return_lse_for_decode
+    assert Impl(4).ranks_at_construction == (1, 0)
 
 
 def test_what_an_impl_supports_unless_it_says_otherwise() -> None:

@@ -25,7 +25,7 @@ class CachedCase(Case):
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
         layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
         spare: blocks of the cache that no request holds; ids are drawn from all.
-        ranks: ranks of decode context parallelism; each is a call.
+        ranks: ranks of decode context parallelism; each is a call of a kernel, a layer's make one together.
         interleave: token t belongs to rank (t // interleave) % ranks.
     """
 
@@ -57,11 +57,6 @@ class CachedCase(Case):
     def decode_queries(self) -> tuple[int, ...]:
         """New tokens of each request that decodes."""
         return self.q
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the states of several ranks are merged."""
-        return self.ranks > 1
 
     @property
     def asks(self) -> tuple[str, ...]:

@@ -223,7 +223,7 @@ _VOCABULARY = (
     _entry(
         "layer_dcp",
         "6.6",
-        "On each of several ranks a layer writes the tokens that are the rank's, and tells their state.",
+        "On ranks that share the tokens a layer writes those of each rank, and its results are those of one rank.",
         layer_caselists.dcp,
     ),
     _entry(

@@ -16,6 +16,11 @@ class DecodeCase(CachedCase):
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
 
     @property
+    def is_merged(self) -> bool:
+        """Whether the states of several ranks are merged."""
+        return self.ranks > 1
+
+    @property
     def columns(self) -> int:
         """Columns of a head that q·k and p·v take together; the latent is both key and value."""
         return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim

@@ -61,6 +61,11 @@ class LayerCase(CachedCase):
         """New tokens of each request that decodes."""
         return self.q[self.decoding.start : self.decoding.stop]
 
+    def heads_of(self, rank: int) -> slice:
+        """The heads that a rank computes: equal shares, in order."""
+        each = self.heads // self.ranks
+        return slice(rank * each, (rank + 1) * each)
+
     def without(self, requests: range) -> dict[str, Any]:
         """The fields that differ without these requests."""
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
@@ -85,8 +90,10 @@ class LayerCase(CachedCase):
         widest = max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim)
         if self.weights == "selection" and widest > self.kv_lora_rank:
             raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}")
-        if self.ranks > 1 and (self.decodes < len(self.q) or self.weights == "dense" or self.out):
+        if self.heads % self.ranks:
+            raise CaseError(f"field heads: expected a multiple of the {self.ranks} ranks, got {self.heads}")
+        if self.ranks > 1 and (self.weights == "dense" or self.out):
             raise CaseError(
-                f"field ranks: expected decodes only, weights=selection and no out where {self.ranks} ranks share the "
-                f"tokens, got {self.decodes} decodes of {len(self.q)} requests, weights={self.weights}, out={self.out}"
+                f"field ranks: expected weights=selection and no out where {self.ranks} ranks share the tokens, got "
+                f"weights={self.weights}, out={self.out}"
             )

@@ -149,13 +149,18 @@ def graph_replay() -> Iterator[Fields]:
 
 
 def dcp() -> Iterator[Fields]:
-    """Decodes on each of several ranks: what it writes, and the state of what it holds."""
+    """Decodes, prefills and both on ranks that share the tokens; some hold none of a request."""
+    small = {**_LATENT, "heads": 4}
     yield layer((1,) * 4, (64, 5, 130, 0), 4, ranks=2, data="needle", heads=2)
-    yield layer((1,) * 4, (0, 1, 2, 70), 4, ranks=4, interleave=16, pad=2, **_LATENT)
+    yield layer((1,) * 4, (0, 1, 2, 70), 4, ranks=4, interleave=16, pad=2, **small)
     yield layer((4, 4), (130, 62), 2, ranks=2, interleave=64, data="needle", **_LATENT)
-    yield layer((4, 2, 8), (64, 0, 150), 3, ranks=3, cache="fp8", **_LATENT)
+    yield layer((4, 2, 8), (64, 0, 150), 3, ranks=3, cache="fp8", **{**_LATENT, "heads": 3})
     yield layer((1,) * 2, (63, 140), 2, ranks=2, cache="fp8_ds_mla", heads=2, data="needle")
     yield layer((1,) * 3, (63, 140, 5), 3, ranks=2, order=Order.DECODES_FIRST, layers=2, **_LATENT)
+    yield layer((5, 9, 3), (40, 0, 131), 0, ranks=2, data="needle", **_LATENT)
+    yield layer((5, 9, 20), (333, 5, 130), 0, ranks=4, interleave=16, workspace=128, data="needle", **small)
+    yield layer((5, 9, 1), (150, 17, 63), 1, ranks=2, interleave=64, page=64, cache="fp8", data="needle", **_LATENT)
+    yield layer((1, 1, 9), (63, 7, 140), 2, ranks=2, order=Order.DECODES_FIRST, cache="fp8_ds_mla", heads=2, pad=2)
 
 
 def call_order() -> Iterator[Fields]:

@@ -304,8 +304,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
             "H23",
             "`dcp`: {dcp.ranks} ranks in one process, dealt pieces of {dcp.interleave} tokens, ranks without a "
             "key, several query tokens under the bound of the whole sequence, {dcp.cache} in `cache`; each rank "
-            "is judged, and all of them merged. `layer_dcp`: {layer_dcp.ranks} ranks of a layer, the writes of each "
-            "too.",
+            "is judged, and all of them merged. `layer_dcp`: {layer_dcp.ranks} ranks of a layer, prefills with "
+            "context in one chunk and in several, decodes, and the writes of each rank.",
         ),
     ),
 }

@@ -28,7 +28,7 @@ class PlanOfTheBatchBefore(EagerLayer):
             return self._plans.setdefault(len(context_lens), super()._plan(context_lens))
 
 
-@known_defect("layer-returns-its-own-buffer", killed_by="no_side_effects", related=("layer_dcp",))
+@known_defect("layer-returns-its-own-buffer", killed_by="no_side_effects")
 class ResultInABuffer(EagerLayer):
     """The result is a part of a buffer that the next call writes again."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, OnlyRank, dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Layer:
-    """One layer of a model: its computation, its builder, its state.
+    """One layer of a model on one rank: its computation, its builder, its state.
 
     Attributes:
         backend: the class under test.
@@ -34,13 +35,21 @@ class Layer:
     impl: Any
     metadata: Any
 
-    def __init__(self, backend: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> None:
-        self.backend, self._case, self._device = backend, case, device
+    def __init__(
+        self,
+        backend: Any,
+        case: LayerCase,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ContextParallelGroup | None = None,
+    ) -> None:
+        self.backend, self._case, self._device, self._group = backend, case, device, group or OnlyRank()
         self.config = _config(case, dtype)
         spec = MLAAttentionSpec(
             block_size=case.page, head_size=self.config.model_config.head_size, cache_dtype_str=case.cache
         )
-        self.builder = backend.get_builder_cls()(spec, ["layer"], self.config, device)
+        with dcp_group(self._group):
+            self.builder = backend.get_builder_cls()(spec, ["layer"], self.config, device)
         self.state = backend.get_state_cls()(self._runner())
         self._linear: Linear | PackedLinear | None = None
 
@@ -55,14 +64,12 @@ class Layer:
             self._linear.weight.copy_(linear.weight)
         else:
             self._linear = linear
-            self.impl = self._make_impl(linear)
+            with dcp_group(self._group):
+                self.impl = self._make_impl(linear)
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: "LayerCall") -> None:
-        """Build the metadata of a batch by the route that the case names, as the rank that the call is of."""
-        if self._case.ranks > 1:
-            self.builder.dcp_rank = call.rank
-            self.impl.set_context_parallel(dcp_world_size=self._case.ranks, dcp_rank=call.rank)
+        """Build the metadata of a batch by the route that the case names."""
         if self._case.order == Order.PREFILLS_FIRST:
             self.metadata = self.builder.build_from_requests(call.requests, call.padding)
             model_input = SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query)
@@ -75,10 +82,6 @@ class Layer:
         given = {} if output is None else {"output": output}
         operands = (call.query, call.kv_c, call.k_pe, call.image.cache)
         return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
-
-    def rank_lse(self) -> Any:
-        """[N, T] of the keys that this rank holds."""
-        return self.impl.decode_lse
 
     def kernel_evidence(self) -> dict[str, str]:
         """What the kernels say of themselves, by role."""
@@ -112,7 +115,7 @@ class Layer:
     def _make_impl(self, linear: Linear | PackedLinear) -> Any:
         case, dims = self._case, self._case.dimensions
         return self.backend.get_impl_cls()(
-            num_heads=case.heads,
+            num_heads=case.heads // case.ranks,
             head_size=case.kv_lora_rank + dims.qk_rope_head_dim,
             scale=case.softmax_scale,
             num_kv_heads=1,

@@ -58,8 +58,8 @@ def layer_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: D
         reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
     if case.out and not getattr(layer, "accept_output_buffer", False):
         reasons.append("output buffer not declared (accept_output_buffer)")
-    if case.ranks > 1 and not hasattr(layer.get_impl_cls(), "decode_lse"):
-        reasons.append("its computation does not tell the LSE of a rank (decode_lse)")
+    if case.ranks > 1 and not getattr(layer.get_impl_cls(), "can_return_lse_for_decode", False):
+        reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
     return reasons or _kernel_reasons(layer, case, dtype, capability)
 
 

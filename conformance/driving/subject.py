@@ -25,6 +25,7 @@ from mla_conformance.cases.layer import LayerCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.device_needs import device_reasons
 from mla_conformance.driving.layer import Layer
+from mla_conformance.driving.layer_on_ranks import LayerOnRanks
 from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
 from mla_conformance.driving.selector_config import decode_config, prefill_config
 from mla_conformance.problems.operands import TORCH_DTYPES
@@ -196,7 +197,8 @@ class Subject:
         """A new instance of the case's role for its head dims and scale."""
         match case:
             case LayerCase():
-                return Layer(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+                made = Layer if case.ranks == 1 else LayerOnRanks
+                return made(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
             case DecodeCase():
                 return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
             case PrefillCase():

@@ -10,7 +10,6 @@ from mla_conformance.cases.case import Layout
 from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.problems.cache_bytes import ExpectedCache
-from mla_conformance.problems.calls import Question
 from mla_conformance.problems.latents import away_from_ties, shaped
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import draw_weights
@@ -18,6 +17,7 @@ from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import write_pages
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, up_project
@@ -27,15 +27,13 @@ _SLICE_MARGIN = 16
 
 
 def layer_problem(case: LayerCase, device: torch.device) -> Problem:
-    """The problem of a layer case: one call for each rank.
+    """The problem of a layer case: one call, which ranks make together.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner refuses the case.
     """
-    batch = LayerBatch(case, device)
-    calls = batch.calls()
-    return Problem(case, case.id, device, calls, batch.whole if case.is_merged else None)
+    return Problem(case, case.id, device, (LayerBatch(case, device).call(),))
 
 
 class LayerBatch(Draw[LayerCase]):
@@ -107,43 +105,36 @@ class LayerBatch(Draw[LayerCase]):
         """[S, width] entries of all tokens, on the CPU."""
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
-    @property
-    def whole(self) -> Question:
-        """Attention to the tokens of all ranks."""
-        starts = (self.query_start_loc, start_loc(self.totals))
-        k, v = (x.to(self.device) for x in self.keys)
-        q = self.queries[: self.query_start_loc[-1]]
-        return Question(q, k, v, *starts, causal=True, dequantised=self.case.holds_codes)
-
-    def calls(self) -> tuple[LayerCall, ...]:
-        """One call for each rank."""
+    def call(self) -> LayerCall | RankedCall:
+        """The call of the only rank, or of all of them."""
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
-        return tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
+        parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
+        return parts[0] if self.case.ranks == 1 else RankedCall.of(parts)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, held = self.case, self._held(rank)
-        every = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
-        expected = self._expected(held, every)
-        k, v = (x[every].to(self.device) for x in self.keys)
+        stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        expected, heads = self._expected(held, stored), case.heads_of(rank)
+        k, v = (x[:, heads].to(self.device) for x in self.keys)
+        queries = self.queries[:, heads]
         return LayerCall(
-            q=self.queries[: self.query_start_loc[-1]],
+            q=queries[: self.query_start_loc[-1]],
             k=k,
             v=v,
             query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc([len(own) for own in held]),
-            query=self.queries.flatten(1).contiguous(),
+            key_start_loc=start_loc(self.totals),
+            query=queries.flatten(1).contiguous(),
             kv_c=kv_c,
             k_pe=k_pe.unsqueeze(1),
-            weight=self.weight,
+            weight=self.weight[:, heads],
             latents=self.seen[0].to(self.device),
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
             padding_counts=self.padding_counts,
             image=expected.image(),
             chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
-            totals=self.totals,
             rank=rank,
         )
 

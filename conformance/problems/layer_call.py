@@ -13,7 +13,6 @@ from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.layer_weights import Linear, PackedLinear, as_linear
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import segments, start_loc
-from mla_conformance.problems.rank_question import rank_question
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projected import Projection
 
@@ -29,9 +28,6 @@ class LayerDriver(Protocol):
 
     def forward(self, call: "LayerCall", output: torch.Tensor | None) -> Any:
         """The layer's result."""
-
-    def rank_lse(self) -> Any:
-        """The LSE of the last result, of the keys of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +46,7 @@ class LayerCall(AttentionCall):
         padding_counts: whether the metadata counts these rows, as requests without tokens.
         image: the cache before the call, and what it must hold after it.
         chunks: context chunks that a prefill merges with its new tokens.
-        totals: tokens of each request on all ranks.
-        rank: whose call it is.
+        rank: whose call it is; its heads are that rank's, and its requests and cache what that rank holds.
     """
 
     query: torch.Tensor
@@ -64,14 +59,13 @@ class LayerCall(AttentionCall):
     padding_counts: bool
     image: CacheImage
     chunks: int
-    totals: tuple[int, ...]
     rank: int = 0
     packed: bool = False
 
     @property
     def name(self) -> str:
         """How messages call it."""
-        return "layer" if self.case.ranks == 1 else f"rank {self.rank}"
+        return "layer"
 
     @property
     def case(self) -> LayerCase:
@@ -87,8 +81,8 @@ class LayerCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """Where others hold the rest of the keys."""
-        return self.case.ranks > 1
+        """A layer returns none."""
+        return False
 
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands; the cache is written, so its bytes are compared with what they must be."""
@@ -116,7 +110,6 @@ class LayerCall(AttentionCall):
             padding_counts=False,
             image=self.image.with_only(new),
             chunks=len(plan_context_chunks(contexts, workspace_tokens=self.case.workspace, page_size=self.case.page)),
-            totals=tuple(self.totals[request] for request in requests),
         )
 
     def output_buffer(self) -> Guarded | None:
@@ -133,12 +126,12 @@ class LayerCall(AttentionCall):
         backend.prepare(self)
 
     def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
-        """``forward`` on the cache as it was before; its result by heads, with the LSE of a rank."""
+        """``forward`` on the cache as it was before; its result by heads."""
         self.image.reset()
         result = backend.forward(self, None if out is None else out.view)
         if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
             result = result[: self.q.shape[0]].unflatten(-1, (self.q.shape[1], -1))
-        return (result, backend.rank_lse()) if self.returns_lse else result
+        return result
 
     def wrong_writes(self) -> str:
         """What the last call wrote into the cache that it should not have, or failed to write."""
@@ -148,9 +141,6 @@ class LayerCall(AttentionCall):
         """Attention over keys and values as a prefill has them; a decode computes the same."""
         starts, case = (self.query_start_loc, self.key_start_loc), self.case
         whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
-        if case.ranks > 1:
-            split = {"rank": self.rank, "world_size": case.ranks, "interleave": case.interleave}
-            return rank_question(whole, self.totals, **split)
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole

@@ -23,6 +23,7 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.trials.context import Context
@@ -217,15 +218,23 @@ def test_dense_weights_weigh_every_latent_and_are_exact_in_the_model_s_dtype_and
     assert torch.equal(packed.qweight.double() * packed.unit, dense.weight.double())
 
 
-def test_ranks_write_each_new_token_once_and_share_the_keys() -> None:
-    problem = build_problem(
-        Case.parse("layer_dcp:call=layer;dims=32-16-32-64;q=[3,1];kv=[40,7];decodes=2;ranks=3"), CPU
+def test_ranks_write_each_new_token_once_and_divide_the_heads() -> None:
+    text = "layer_dcp:call=layer;dims=32-16-32-64;heads=6;q=[3,1];kv=[40,7];decodes=1"
+    (alone,), (call,) = (
+        build_problem(Case.parse(text), CPU).calls,
+        build_problem(Case.parse(f"{text};ranks=3"), CPU).calls,
     )
-    calls = [call for call in problem.calls if isinstance(call, LayerCall)]
-    assert [call.name for call in calls] == ["rank 0", "rank 1", "rank 2"]
-    assert sum(len(call.image.slots) for call in calls) == 4
-    assert sum(len(call.k) for call in calls) == 43 + 8
-    assert problem.whole is not None and len(problem.whole.k) == 43 + 8
+    assert isinstance(call, RankedCall) and call.name == "layer on 3 ranks"
+    assert sum(len(part.image.slots) for part in call.parts) == 4
+    assert [part.q.shape[1] for part in call.parts] == [2, 2, 2]
+    assert torch.equal(call.q, alone.q) and torch.equal(call.question().k, alone.question().k)
+
+
+def test_what_one_rank_returns_or_writes_wrongly_is_told(source: str) -> None:
+    case = Case.parse("layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5];kv=[12];ranks=2")
+    shaped, written = (judged(case, f"{source}:{name}") for name in ("Flat", "SilentSecond"))
+    assert shaped.message.startswith("layer on 2 ranks: expected output of shape [5, 2, 32], got [160]")
+    assert written.message.startswith("layer on 2 ranks: on rank 1, the entry of slot ")
 
 
 SOURCE = """
@@ -266,6 +275,19 @@ class Silent(EagerLayer):
     class impl_class(MLACommonImpl):
         def do_kv_cache_update(self, *operands):
             pass
+
+
+class SilentSecond(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, *operands):
+            if self.dcp_rank != 1:
+                super().do_kv_cache_update(*operands)
+
+
+class Flat(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def forward(self, *operands, **options):
+            return super().forward(*operands, **options).flatten()
 
 
 class Builder:
@@ -342,9 +364,9 @@ def test_what_a_layer_declares_unsupported_is_not_asked(source: str) -> None:
     [
         ("q=[5,1];kv=[12,15];decodes=1;out=1", "NoBuffer", "output buffer not declared (accept_output_buffer)"),
         (
-            "q=[1];kv=[15];decodes=1;ranks=2",
+            "heads=2;q=[1];kv=[15];decodes=1;ranks=2",
             "Collective",
-            "its computation does not tell the LSE of a rank (decode_lse)",
+            "ranks that share tokens not declared (can_return_lse_for_decode)",
         ),
     ],
 )
@@ -381,8 +403,8 @@ def test_a_layer_class_has_the_roles_that_it_names_kernels_for() -> None:
         ("order=decodes_first;decodes=0", "expected more than 1, got q=[5, 1] with 0 decodes"),
         ("cache=fp8_ds_mla", "fp8_ds_mla holds 512 + 64 values of a 16-bit model, or 512, got (64, 16) of bf16"),
         ("quant=fp8", "field quant: a layer case has none, only prefill cases; got 'fp8'"),
-        ("ranks=2", "field ranks: expected decodes only, weights=selection and no out where 2 ranks share the tokens"),
-        ("ranks=2;q=[1,1];decodes=2;out=1", "got 2 decodes of 2 requests, weights=selection, out=True"),
+        ("ranks=3", "field heads: expected a multiple of the 3 ranks, got 2"),
+        ("ranks=2;out=1", "no out where 2 ranks share the tokens, got weights=selection, out=True"),
         ("latents=tiny", "field latents: expected one of normal, outliers, low_rank"),
     ],
 )

@@ -16,7 +16,6 @@ from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.merge import merge
 from mla_conformance.reference.mla import mla_layer
 from mla_conformance.reference.projections import kv_b_proj, random_weights
 from mla_conformance.reference.rope import rope
@@ -177,33 +176,6 @@ def test_sharded_lengths_and_tokens_agree(ranks: int, interleave: int) -> None:
     assert total.equal(lengths)
 
 
-@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 2), (4, 4)])
-def test_ranks_merge_to_one(ranks: int, interleave: int, world: Any, batch: Any) -> None:
-    lengths = [(1, c, False) for c in (0, 3, 17)]
-    whole = batch(world(), lengths)
-    merged = None
-    for rank in range(ranks):
-        w = world(ranks=ranks, interleave=interleave)
-        builder, impl = w.builder(rank), w.impl()
-        impl.set_context_parallel(ranks, rank)
-        assert impl.need_to_return_lse_for_decode
-        blocks = [[3 * i, 3 * i + 1, 3 * i + 2, 30 + i, 40 + i] for i in range(len(lengths))]
-        all_new = [LayerRequest(q + c, 0, ids, False) for (q, c, _), ids in zip(lengths, blocks, strict=True)]
-        stored = builder.build_from_requests(all_new)
-        latents = torch.cat(whole.latents)
-        impl.do_kv_cache_update(latents[:, :32], latents[:, 32:], w.cache, stored.slot_mapping, w.layer._k_scale)
-        metadata = builder.build_from_requests(
-            [LayerRequest(q, c, ids, False) for (q, c, _), ids in zip(lengths, blocks, strict=True)]
-        )
-        view = metadata.decode_metadata
-        assert (view.dcp_world_size, view.dcp_rank, view.cp_kv_cache_interleave_size) == (ranks, rank, interleave)
-        assert view.dcp_tot_seq_lens.tolist() == [1, 4, 18] and view.seq_lens.tolist() == view.seq_lens_cpu.tolist()
-        part = impl.forward(w.layer, *whole.operands(), w.cache, metadata).unflatten(-1, (3, 12)), impl.decode_lse
-        merged = part if merged is None else merge(*merged, *part)
-    assert merged is not None
-    torch.testing.assert_close(merged[0].flatten(1).double(), whole.golden(), atol=1e-5, rtol=1e-5)
-
-
 def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> None:
     common = batch(world(), [(1, 4, False), (1, 7, False)]).common()
     w = world(ranks=2)
@@ -211,16 +183,6 @@ def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> No
     common.dcp_local_seq_lens = torch.tensor([2, 4], dtype=torch.int32)
     view = w.builder(1).build(0, common).decode_metadata
     assert view.seq_lens.data_ptr() == common.dcp_local_seq_lens.data_ptr() and view.seq_lens_cpu.tolist() == [2, 4]
-
-
-def test_prefills_with_context_on_several_ranks_are_refused(world: Any) -> None:
-    w = world(ranks=2)
-    metadata = w.builder().build_from_requests([LayerRequest(9, 4, [0, 1, 2], True)])
-    metadata.bind_workspace(w.builder().workspace)
-    with pytest.raises(
-        UnsupportedConfiguration, match="prefills with context on 2 context-parallel ranks not supported"
-    ):
-        w.impl().prepare(metadata)
 
 
 @pytest.mark.parametrize("path", ["compute_friendly", "data_movement_friendly", "chunked_prefill"])

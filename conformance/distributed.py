@@ -1,0 +1,140 @@
+"""Judges a layer on ranks that are processes, each with a device of its own: what ``layer_dcp`` runs in lockstep.
+
+``torchrun --nproc-per-node 2 -m mla_conformance.distributed --backend EAGER`` runs the cases of so many ranks, through
+NCCL where there are GPUs and through gloo elsewhere. Exit status: 0 all hold, 1 one failed, 2 usage, 3 nothing could be
+judged; torchrun makes 1 of whatever is not 0.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from mla_conformance.backends.layer.context_parallel import DistributedGroup
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
+from mla_conformance.cases.capabilities import find_capability
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.driving.layer import Layer
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import device_facts, find_device
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.report.terminal import say
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+
+if TYPE_CHECKING:
+    from mla_conformance.problems.layer_call import LayerCall
+
+_PATIENCE = timedelta(minutes=3)
+_PASSED, _FAILED, _USAGE, _NOTHING = range(4)
+
+
+class OwnRank:
+    """The layer of this process among those of all, for the same calls as ``LayerOnRanks``."""
+
+    def __init__(self, backend: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = DistributedGroup()
+        self._layer = Layer(backend, case, dtype, device, self._group)
+
+    def prepare(self, parts: Sequence["LayerCall"]) -> None:
+        """Weights and metadata of this rank."""
+        parts[self._group.rank].prepare(self._layer)
+
+    def forward(self, parts: Sequence["LayerCall"]) -> list[Any]:
+        """The result of every rank, and in every process what each of them wrote."""
+        own = parts[self._group.rank].invoke(self._layer, None)
+        for part in parts:
+            torch.distributed.broadcast(storage_bytes(part.image.cache), src=part.rank)
+        return list(self._group.all_gather(own))
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """What the kernels of this rank say of themselves."""
+        return self._layer.kernel_evidence()
+
+
+class RankSubject(Subject):
+    """A backend whose layers are this process's share of one on several ranks."""
+
+    def create(self, case: Case, vllm_config: Any = None) -> Any:
+        """A new layer of this rank."""
+        assert isinstance(case, LayerCase)
+        return OwnRank(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+
+
+def judge_ranks(reference: str, device: torch.device) -> int:
+    """Judge the cases of as many ranks as there are processes; the exit status, and lines from the first rank.
+
+    An exception on one rank ends it all and is told by that rank, since the others wait for it.
+    """
+    subject, counts = RankSubject(parse_reference(reference), device), Counter[Status]()
+    _say(_headline(subject))
+    if subject.unavailable:
+        _say(f"{subject.name} unavailable: {'; '.join(subject.unavailable)}")
+        return _NOTHING
+    context, world = Context(), torch.distributed.get_world_size()
+    for case in find_capability("layer_dcp").cases:
+        if not isinstance(case, LayerCase) or case.ranks != world:
+            continue
+        record = judge_one(subject, case, context)
+        counts[record.status] += 1
+        if record.check == Check.CALL:
+            say(f"rank {torch.distributed.get_rank()}: {_line(record)}")
+            return _FAILED
+        _say(_line(record))
+    _say(", ".join(f"{number} {status}" for status, number in counts.items()) or f"no case has {world} ranks")
+    judged = counts.total() - counts[Status.UNSUPPORTED] - counts[Status.UNAVAILABLE]
+    if not judged:
+        return _NOTHING
+    return _PASSED if counts[Status.PASS] == judged else _FAILED
+
+
+def _headline(subject: Subject) -> str:
+    facts, world = device_facts(subject.device), torch.distributed.get_world_size()
+    through = torch.distributed.get_backend()
+    return f"{subject.name} · {world} processes through {through} · {facts['device']} · torch {facts['torch']}"
+
+
+def _line(record: Record) -> str:
+    if record.status is Status.PASS:
+        return f"pass, {max(record.used.values()):.2f} of budget: {record.case}"
+    return f"{record.status}: {record.case}: {record.message}"
+
+
+def _say(line: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        say(line)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Join the processes that ``torchrun`` started, and judge; the exit status."""
+    parser = argparse.ArgumentParser("torchrun --nproc-per-node N -m mla_conformance.distributed", description=__doc__)
+    parser.add_argument("--backend", required=True, metavar="NAME", help="a layer, or kernels for prefill and decode")
+    options = parser.parse_args(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("expected to be one of the processes of torchrun, which names the ranks")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = find_device("cuda") or device
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        return judge_ranks(options.backend, device)
+    except BackendReferenceError as error:
+        _say(f"mla-conformance: {error}")
+        return _USAGE
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
