@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import Path as ZipPath
 
 RECORDED: dict[str, dict[str, list[list[Any]]]] = json.loads(
     (Path(__file__).parents[1] / "backends" / "tests" / "signatures.json").read_text(encoding="utf-8")
@@ -18,9 +19,9 @@ RECORDED: dict[str, dict[str, list[list[Any]]]] = json.loads(
 """Package and version to ``FILE:FUNCTION`` to its parameters as [name, kind, has a default]."""
 
 
-def signatures(folder: Path, functions: Iterable[str]) -> dict[str, list[list[object]]]:
-    """Those of ``functions`` (``FILE:FUNCTION``) that an unpacked package has, with their parameters."""
-    found = {}
+def signatures(folder: Path | ZipPath, functions: Iterable[str]) -> dict[str, list[list[object]]]:
+    """Those of ``functions`` (``FILE:FUNCTION``) that an unpacked package or a wheel has, with their parameters."""
+    found: dict[str, list[list[object]]] = {}
     for function in functions:
         file, _, name = function.partition(":")
         # A class may have moved to another file from one version to the next.
