@@ -38,9 +38,11 @@ class AdaptedLayerBackend:
 
     Attributes:
         wrapped: the class that is driven.
+        tile_scales: what vLLM's writer makes the scales of an ``fp8_ds_mla`` entry.
     """
 
     wrapped: ClassVar[Any]
+    tile_scales: ClassVar[str] = "pow2"
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:

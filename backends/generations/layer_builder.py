@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from mla_conformance.backends.generations.vllm_engine import current_config
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
@@ -43,7 +44,8 @@ class AdaptedLayerBuilder:
         self._page, self._device = kv_cache_spec.block_size, device
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         spec = self.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
-        self._builder = self.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
+        with current_config(impl.config):
+            self._builder = self.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -63,7 +65,7 @@ class AdaptedLayerBuilder:
             padding=max(cuda_graph_pad_size, 0),
             block_size=self._page,
             device=self._device,
-            sharding=Sharding(1, 0, 1),
+            sharding=Sharding(),
         )
         built = self.build(0, common)
         if order != list(range(len(requests))):

@@ -32,7 +32,6 @@ class AdaptedLayerImpl:
         wrapped: the attention backend that is driven.
         module: vLLM's layer.
         config: the configuration that it was made with.
-        device: where its weights lie.
     """
 
     wrapped: ClassVar[Any]
@@ -63,9 +62,8 @@ class AdaptedLayerImpl:
             MLADimensions(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim),
         )
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, qk_head_dim, v_head_dim
-        self.device = stored_weight(kv_b_proj).device
         self.config = engine_config(config, LayerSizes(num_heads=num_heads, kv_lora_rank=kv_lora_rank, dimensions=dims))
-        with current_config(self.config, self.device):
+        with current_config(self.config), stored_weight(kv_b_proj).device:
             self.module = import_module(LAYER_MODULE).MLAAttention(
                 num_heads=num_heads,
                 scale=scale,
@@ -84,7 +82,7 @@ class AdaptedLayerImpl:
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Hand the call on."""
-        with current_config(self.config, self.device):
+        with current_config(self.config):
             self.module.process_weights_after_loading(act_dtype)
 
     def forward(

@@ -74,9 +74,9 @@ def why_no_prefill(dtype: torch.dtype, dimensions: MLADimensions) -> str:
 
 
 @contextmanager
-def current_config(config: Any, device: torch.device) -> Iterator[None]:
-    """What is made inside of it lies on ``device`` and reads ``config``, as while vLLM loads a model."""
-    with import_module("vllm.config").set_current_vllm_config(config), device:
+def current_config(config: Any) -> Iterator[None]:
+    """What is made inside of it reads ``config``."""
+    with import_module("vllm.config").set_current_vllm_config(config):
         yield
 
 

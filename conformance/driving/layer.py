@@ -84,7 +84,7 @@ class Layer:
 
     def kernel_evidence(self) -> dict[str, str]:
         """What the layer says of itself, and the kernels, by role."""
-        told = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
+        told: dict[str, str] = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
         kernels = {role: getattr(getattr(self, "impl", None), role, None) for role in ("prefill", "decode")}
         return told | {
             f"{role} {name}": value
