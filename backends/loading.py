@@ -13,7 +13,7 @@ from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
-from mla_conformance.backends.generations.recognition import as_prefill_backend
+from mla_conformance.backends.generations.recognition import as_backend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
@@ -46,7 +46,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
     for member in members:
         if member.role() is role:
             found = member.get_variant(backend.variant) if backend.variant else member.get_class()
-            return as_prefill_backend(found)
+            return as_backend(found)
     return None
 
 
@@ -62,7 +62,7 @@ def _load_named(backend: BackendReference) -> Any:
     said = f"entry point {plugin.name} = {plugin.value}" if plugin else f"'{backend.reference}'"
     load = plugin.load if plugin else lambda: _load_class(backend.reference)
     try:
-        return call_foreign(lambda: as_prefill_backend(load()), passing=(BackendReferenceError,))
+        return call_foreign(lambda: as_backend(load()), passing=(BackendReferenceError,))
     except ForeignError as error:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
 

@@ -26,7 +26,7 @@ _EVERY = (
 REQUIRED = {
     Role.PREFILL: (*_EVERY, "supports_quant_output", "run_prefill_new_tokens", "run_prefill_context_chunk"),
     Role.DECODE: (*_EVERY, "run_decode"),
-    Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls", "get_kv_cache_shape"),
+    Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
 

@@ -1,6 +1,10 @@
 """The part of vLLM's configuration that a layer reads, for whoever drives a layer without vLLM; names as there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -51,6 +55,13 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """The layers of the model by name, entered by those whose builders look them up."""
+
+    static_forward_context: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """What stands for a ``VllmConfig``."""
 
@@ -59,6 +70,29 @@ class LayerConfig:
     cache_config: CacheConfig
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     speculative_config: SpeculativeConfig | None = None
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+
+
+_current: ContextVar[LayerConfig] = ContextVar("current layer configuration")
+
+
+@contextmanager
+def set_current_config(config: LayerConfig) -> Iterator[None]:
+    """Layers that are made inside of it may ask for ``config``, which their constructors do not receive."""
+    before = _current.set(config)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def get_current_config() -> LayerConfig:
+    """The configuration that a layer is made for.
+
+    Raises:
+        LookupError: outside of :func:`set_current_config`.
+    """
+    return _current.get()
 
 
 @dataclass(frozen=True, kw_only=True)

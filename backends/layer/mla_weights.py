@@ -41,13 +41,8 @@ def dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Ten
     Raises:
         ValueError: a layer without a weight, or one that adds a bias.
     """
-    stored = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
-    if stored is None:
-        raise ValueError(
-            f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
-            f"{type(linear).__name__}"
-        )
-    if stored.dtype.is_floating_point and stored.dtype.itemsize > 1:
+    stored = stored_weight(linear)
+    if is_dense(stored):
         return stored
     identity = torch.eye(in_features, dtype=dtype, device=stored.device)
     if hasattr(linear, "quant_method"):
@@ -56,3 +51,23 @@ def dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Ten
         raise ValueError("expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias")
     image = linear(identity)
     return (image[0] if isinstance(image, tuple) else image).mT
+
+
+def stored_weight(linear: Any) -> torch.Tensor:
+    """The weight of a linear layer as it is stored, possibly in codes.
+
+    Raises:
+        ValueError: a layer without a weight.
+    """
+    stored: torch.Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
+    if stored is None:
+        raise ValueError(
+            f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
+            f"{type(linear).__name__}"
+        )
+    return stored
+
+
+def is_dense(weight: torch.Tensor) -> bool:
+    """Whether a stored weight holds values, not codes."""
+    return weight.dtype.is_floating_point and weight.dtype.itemsize > 1

@@ -19,7 +19,7 @@ from mla_conformance.backends.eager_generations import (
 )
 from mla_conformance.backends.generations import earlier
 from mla_conformance.backends.generations.present_metadata import planned_runs, runs_of
-from mla_conformance.backends.generations.recognition import as_prefill_backend
+from mla_conformance.backends.generations.recognition import as_backend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
@@ -111,7 +111,7 @@ class Spy(PresentEagerPrefillBackend):
 
 
 def driven(cls: type, queries: list[int], chunks: tuple[ContextChunk, ...]) -> tuple[Any, list[Any]]:
-    backend = as_prefill_backend(cls)(**SIZES)
+    backend = as_backend(cls)(**SIZES)
     backend.prepare_metadata(metadata(queries, chunks))
     results = []
     for index, chunk in enumerate(chunks):
@@ -145,7 +145,7 @@ def test_new_tokens_get_out_only_where_it_is_supported() -> None:
                 return super().run_prefill_new_tokens(*args, **given)
 
         Kernel.writes = writes
-        backend = as_prefill_backend(Kernel)(**SIZES)
+        backend = as_backend(Kernel)(**SIZES)
         backend.prepare_metadata(metadata([3, 4], ()))
         out = torch.full((7, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
         assert backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out) is out
@@ -162,7 +162,7 @@ def test_only_rows_that_count_are_handed_over() -> None:
     q, k, v = (torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in operands(7, 7))
     for writes in (True, False):
         Kernel.writes = writes
-        backend = as_prefill_backend(Kernel)(**SIZES)
+        backend = as_backend(Kernel)(**SIZES)
         backend.prepare_metadata(metadata([3, 4], ()))
         out = torch.full((9, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
         output, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
@@ -208,7 +208,7 @@ def test_an_instance_that_claims_out_and_returns_another_tensor_is_refused() -> 
 
 def test_clone_must_be_another_instance() -> None:
     with pytest.raises(TypeError, match="clone"):
-        as_prefill_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
+        as_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
 
 
 def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the_caller() -> None:
@@ -287,7 +287,7 @@ class Builder(EarlierEagerPrefillBackend):
 
 def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_every_batch() -> None:
     Builder.log = []
-    backend = as_prefill_backend(Builder)(**SIZES)
+    backend = as_backend(Builder)(**SIZES)
     for queries in ([3, 4], [5]):
         backend.prepare_metadata(metadata(queries, ()))
     assert Builder.log == ["state", "post", "finalize", "post", "finalize"]
@@ -298,7 +298,7 @@ def test_a_backend_of_r1_dims_only_says_so() -> None:
     class Only(EarlierEagerPrefillBackend):
         requires_r1_mla_dimensions = True
 
-    backend = as_prefill_backend(Only)
+    backend = as_backend(Only)
     assert backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)) == []
     (reason,) = backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
@@ -306,9 +306,9 @@ def test_a_backend_of_r1_dims_only_says_so() -> None:
 
 
 def test_a_class_is_adapted_once_and_one_of_ours_not_at_all() -> None:
-    assert as_prefill_backend(EagerPrefillBackend) is EagerPrefillBackend
-    assert as_prefill_backend(Spy) is as_prefill_backend(Spy)
-    assert as_prefill_backend(3) == 3
+    assert as_backend(EagerPrefillBackend) is EagerPrefillBackend
+    assert as_backend(Spy) is as_backend(Spy)
+    assert as_backend(3) == 3
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         "supports_quant_output": lambda self, key: key == "their key",
     }
     for kind in (PresentEagerPrefillBackend, EagerPrefillBackend):
-        backend = as_prefill_backend(type("Theirs", (kind,), members))
+        backend = as_backend(type("Theirs", (kind,), members))
         assert backend.supports_mla_dimensions(SMALL)
         assert not backend.supports_mla_dimensions(PRESETS["r1"].head)
         config = MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)

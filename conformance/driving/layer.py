@@ -15,6 +15,7 @@ from mla_conformance.backends.layer.layer_config import (
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
+    set_current_config,
 )
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.problems.layer_weights import Linear, PackedLinear
@@ -29,10 +30,12 @@ class Layer:
     Attributes:
         backend: the class under test.
         impl: its computation, once weights were loaded.
+        builder: of the metadata, made with the computation.
         metadata: of the batch that was prepared last.
     """
 
     impl: Any
+    builder: Any
     metadata: Any
 
     def __init__(
@@ -45,12 +48,7 @@ class Layer:
     ) -> None:
         self.backend, self._case, self._device, self._group = backend, case, device, group or OnlyRank()
         self.config = _config(case, dtype)
-        spec = MLAAttentionSpec(
-            block_size=case.page, head_size=self.config.model_config.head_size, cache_dtype_str=case.cache
-        )
-        with dcp_group(self._group):
-            self.builder = backend.get_builder_cls()(spec, ["layer"], self.config, device)
-        self.state = backend.get_state_cls()(self._runner())
+        self.state = backend.get_state_cls()(self._runner()) if hasattr(backend, "get_state_cls") else None
         self._linear: Linear | PackedLinear | None = None
 
     def load(self, linear: Linear | PackedLinear) -> None:
@@ -64,16 +62,18 @@ class Layer:
             self._linear.weight.copy_(linear.weight)
         else:
             self._linear = linear
-            with dcp_group(self._group):
+            with dcp_group(self._group), set_current_config(self.config):
                 self.impl = self._make_impl(linear)
+                # Behind its layer, which some builders look up.
+                self.builder = self._make_builder()
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: "LayerCall") -> None:
         """Build the metadata of a batch by the route that the case names."""
         if self._case.order == Order.PREFILLS_FIRST:
             self.metadata = self.builder.build_from_requests(call.requests, call.padding)
-            model_input = SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query)
-            self.state.begin_forward(model_input)
+            if self.state is not None:
+                self.state.begin_forward(SimpleNamespace(attn_metadata=self.metadata, input_tokens=call.query))
         else:
             self.metadata = self.builder.build(0, self.common(call))
 
@@ -84,9 +84,10 @@ class Layer:
         return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the kernels say of themselves, by role."""
+        """What the layer says of itself, and the kernels, by role."""
+        told: dict[str, str] = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
         kernels = {role: getattr(getattr(self, "impl", None), role, None) for role in ("prefill", "decode")}
-        return {
+        return told | {
             f"{role} {name}": value
             for role, kernel in kernels.items()
             for name, value in getattr(kernel, "kernel_evidence", dict)().items()
@@ -111,6 +112,11 @@ class Layer:
         tensors = {f"_{name}_scale": torch.tensor(x, device=self._device) for name, x in scales.items()}
         floats = {f"_{name}_scale_float": x for name, x in scales.items()}
         return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
+
+    def _make_builder(self) -> Any:
+        head_size = self.config.model_config.head_size
+        spec = MLAAttentionSpec(block_size=self._case.page, head_size=head_size, cache_dtype_str=self._case.cache)
+        return self.backend.get_builder_cls()(spec, ["layer"], self.config, self._device)
 
     def _make_impl(self, linear: Linear | PackedLinear) -> Any:
         case, dims = self._case, self._case.dimensions

@@ -7,11 +7,18 @@ import torch
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.batch_form import BatchForm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.driving.selector_config import decode_config, prefill_config
 
 _COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
+
+_ASKED = {
+    "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
+    "graph_replay": ("get_state_cls",),
+}
+"""What a capability asks of a layer's class that later generations have no more."""
 
 
 def layer_declaration(layer: Any) -> Declaration:
@@ -60,7 +67,24 @@ def layer_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: D
         reasons.append("output buffer not declared (accept_output_buffer)")
     if case.ranks > 1 and not getattr(layer.get_impl_cls(), "can_return_lse_for_decode", False):
         reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
+    missing = [name for name in _ASKED.get(case.capability, ()) if not hasattr(layer, name)]
+    if missing:
+        reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
+    if hasattr(layer, "unsupported_batch"):
+        reasons += reasons_of(layer.unsupported_batch(_form(case, dtype)), "unsupported_batch")
     return reasons or _kernel_reasons(layer, case, dtype, capability)
+
+
+def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
+    counted = case.order == Order.PREFILLS_FIRST or case.decodes == len(case.q)
+    return BatchForm(
+        decodes=case.decode_queries,
+        prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
+        padding=case.pad if counted else 0,
+        kv_cache_dtype=case.cache,
+        dtype=dtype,
+        dimensions=case.dimensions,
+    )
 
 
 def _kernels(layer: Any) -> list[Any]:

@@ -1,0 +1,176 @@
+"""Drives the module that vLLM puts around an attention backend: it writes the cache, absorbs, and calls the backend."""
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.backends.generations.layer_builder import AdaptedLayerMetadata
+from mla_conformance.backends.generations.vllm_engine import (
+    LAYER_MODULE,
+    LAYER_NAME,
+    LayerSizes,
+    current_config,
+    engine_config,
+    forward_context,
+    prefill_class,
+)
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.layer.attention_types import AttentionLayer
+from mla_conformance.backends.layer.layer_config import get_current_config
+from mla_conformance.backends.layer.mla_weights import is_dense, stored_weight
+from mla_conformance.reference.dimensions import MLADimensions
+
+
+class AdaptedLayerImpl:
+    """One ``MLAAttention`` over an attention backend, with the interface of ``MLAAttentionImpl`` as it was before.
+
+    Symbols: T tokens, N heads, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
+
+    Attributes:
+        wrapped: the attention backend that is driven.
+        module: vLLM's layer.
+        config: the configuration that it was made with.
+    """
+
+    wrapped: ClassVar[Any]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+    ) -> None:
+        config, dims = (
+            get_current_config(),
+            MLADimensions(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim),
+        )
+        self._heads, self._qk_head_dim, self._v_head_dim = num_heads, qk_head_dim, v_head_dim
+        self.config = engine_config(config, LayerSizes(num_heads=num_heads, kv_lora_rank=kv_lora_rank, dimensions=dims))
+        with current_config(self.config), stored_weight(kv_b_proj).device:
+            self.module = import_module(LAYER_MODULE).MLAAttention(
+                num_heads=num_heads,
+                scale=scale,
+                qk_nope_head_dim=qk_nope_head_dim,
+                qk_rope_head_dim=qk_rope_head_dim,
+                v_head_dim=v_head_dim,
+                q_lora_rank=q_lora_rank,
+                kv_lora_rank=kv_lora_rank,
+                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, config.model_config.dtype),
+                cache_config=self.config.cache_config,
+                prefix=LAYER_NAME,
+                attn_backend=self.wrapped,
+                prefill_backend_cls=_prefill_or_none(config.model_config.dtype, dims),
+            )
+        config.compilation_config.static_forward_context[LAYER_NAME] = self
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Hand the call on."""
+        with current_config(self.config):
+            self.module.process_weights_after_loading(act_dtype)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AdaptedLayerMetadata,
+    ) -> torch.Tensor:
+        """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
+        self._take_scales(layer)
+        self.module.bind_kv_cache(kv_cache.unsqueeze(1))
+        order = attn_metadata.order
+        operands = (q.view(-1, self._heads, self._qk_head_dim), k_c_normed, k_pe)
+        given = operands if order is None else tuple(x[order] for x in operands)
+        with forward_context(self.config, attn_metadata.translated):
+            shape = torch.Size((len(given[0]), self._heads * self._v_head_dim))
+            result: torch.Tensor = self.module(*given, output_shape=shape)
+        return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
+
+    def kernel_evidence(self) -> dict[str, str]:
+        """The classes that vLLM put together."""
+        parts = {"layer": self.module, "decode": self.module.impl, "prefill": self.module.prefill_backend}
+        return {name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items()}
+
+    def _take_scales(self, layer: AttentionLayer) -> None:
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            getattr(self.module, name).copy_(getattr(layer, name))
+        for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float"):
+            setattr(self.module, name, getattr(layer, name))
+
+
+class NoPrefill:
+    """What a layer is made with where vLLM has no prefill backend, so that its decodes can be driven."""
+
+    def __init__(self, **sizes: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_name() -> str:
+        """None."""
+        return "none"
+
+    def clone(self) -> "NoPrefill":
+        """As a builder asks for it."""
+        return self
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        """Refuse.
+
+        Raises:
+            UnsupportedConfiguration: always.
+        """
+        raise UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
+
+
+def as_vllm_linear(linear: Any, in_features: int, dtype: torch.dtype) -> Any:
+    """A linear layer with what vLLM's layers ask of one of their own.
+
+    Args:
+        linear: called, it projects; one that says how it is quantised is taken as it is.
+        in_features: L.
+        dtype: of what it is called with.
+    """
+    if hasattr(linear, "quant_method"):
+        return linear
+    own = None if is_dense(stored_weight(linear)) else SimpleNamespace(apply=lambda layer, x, bias: linear(x)[0])
+    return _Linear(linear, quant_method=own, input_size_per_partition=in_features, params_dtype=dtype)
+
+
+class _Linear:
+    """A linear layer and more attributes."""
+
+    def __init__(self, linear: Any, **attributes: Any) -> None:
+        self._linear = linear
+        vars(self).update(attributes)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self._linear(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._linear, name)
+
+
+def _prefill_or_none(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
+    try:
+        return prefill_class(dtype, dimensions)
+    except ValueError:
+        return NoPrefill

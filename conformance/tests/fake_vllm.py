@@ -1,0 +1,241 @@
+"""A stand-in for an installed vLLM whose attention backends have two computations and a module around them.
+
+It has the names that such a vLLM has, and as much behind them as a layer needs; the maths is in float32.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.layer.mla_batch import count_decodes
+
+STATE: dict[str, Any] = {"config": None, "batch": None, "prefill": True}
+
+
+@dataclass(kw_only=True)
+class CommonAttentionMetadata:
+    """A batch as the runner describes it."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+    seq_lens_cpu_upper_bound: torch.Tensor
+
+
+class Builder:
+    """Counts decodes by their lengths."""
+
+    reorder_batch_threshold = 1
+    query_len_support = SimpleNamespace(value="uniform")
+
+    def __init__(self, spec: Any, names: list[str], config: Any, device: torch.device) -> None:
+        self.prefill = config.compilation_config.static_forward_context[names[0]].prefill_backend.clone()
+        drafted = getattr(config.speculative_config, "num_speculative_tokens", 0)
+        self.threshold = max(self.reorder_batch_threshold, 1 + drafted)
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> Any:
+        lengths = common.query_start_loc_cpu.diff()
+        decodes = count_decodes(lengths, self.threshold, uniform=True)
+        if decodes < common.num_reqs:
+            self.prefill.prepare_metadata(common)
+        return SimpleNamespace(common=common, slot_mapping=common.slot_mapping, decodes=decodes)
+
+
+class Prefill:
+    """Its computation is in the fake's ``Impl``."""
+
+    def __init__(self, **sizes: Any) -> None:
+        self.sizes = sizes
+
+    def clone(self) -> "Prefill":
+        return type(self)(**self.sizes)
+
+    def prepare_metadata(self, metadata: Any) -> None:
+        """Nothing is kept."""
+
+
+class Impl:
+    """Attention of one request at a time."""
+
+    def __init__(self, scale: float, kv_b_proj: Any, heads: int, nope: int) -> None:
+        self.scale, self.kv_b_proj, self.heads, self.nope = scale, kv_b_proj, heads, nope
+
+    def forward_mha(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+        """[T, N, V] of the last T of the latents' tokens."""
+        k_nope, v = self.kv_b_proj(kv_c)[0].unflatten(-1, (self.heads, -1)).tensor_split([self.nope], dim=-1)
+        k = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.heads, -1)], dim=-1)
+        return self._attend(q, k, v)
+
+    def forward_mqa(self, q: torch.Tensor, entries: torch.Tensor, rank: int) -> torch.Tensor:
+        """[T, N, L] of absorbed queries."""
+        keys = entries.unsqueeze(1).expand(-1, self.heads, -1)
+        return self._attend(q, keys, keys[..., :rank])
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(k) - len(q) + 1)
+        return (scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v.float().transpose(0, 1)).transpose(0, 1)
+
+
+class MLAAttention:
+    """Writes, absorbs, and calls the backend's computation."""
+
+    def __init__(self, **given: Any) -> None:
+        config = STATE["config"]
+        vars(self).update(given)
+        self.impl = given["attn_backend"].get_impl_cls()(
+            given["scale"], given["kv_b_proj"], given["num_heads"], given["qk_nope_head_dim"]
+        )
+        self.prefill_backend = given["prefill_backend_cls"](num_heads=given["num_heads"])
+        config.compilation_config.static_forward_context[given["prefix"]] = self
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            setattr(self, name, torch.tensor(1.0))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        linear = self.kv_b_proj  # type: ignore[attr-defined]
+        coded = linear.quant_method is not None
+        identity = torch.eye(linear.input_size_per_partition, dtype=act_dtype)
+        weight = linear.quant_method.apply(linear, identity, bias=None).mT if coded else linear.weight
+        by_head = weight.clone().unflatten(0, (self.num_heads, -1))  # type: ignore[attr-defined]
+        self.w_uk, self.w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)  # type: ignore[attr-defined]
+
+    def get_kv_cache_spec(self, config: Any) -> Any:
+        return SimpleNamespace(block_size=config.cache_config.block_size)
+
+    def bind_kv_cache(self, cache: torch.Tensor) -> None:
+        self.cache = cache.squeeze(1)
+
+    def __call__(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, output_shape: Any) -> torch.Tensor:
+        batch = STATE["batch"].attn_metadata[self.prefix]  # type: ignore[attr-defined]
+        self.write(torch.cat([kv_c, k_pe[:, 0]], dim=-1), STATE["batch"].slot_mapping[self.prefix])  # type: ignore[attr-defined]
+        output = q.new_full(output_shape, torch.nan)
+        starts = batch.common.query_start_loc_cpu.tolist()
+        for request, rows in enumerate(map(slice, starts[:-1], starts[1:])):
+            entries = self._entries(batch.common, request)
+            attend = self._decode if request < batch.decodes else self._prefill
+            if rows.stop > rows.start:
+                output[rows] = attend(q[rows], entries).to(q.dtype).flatten(1)
+        output[starts[-1] : batch.common.num_actual_tokens] = 0
+        return output
+
+    def write(self, entries: torch.Tensor, slots: torch.Tensor) -> None:
+        page = self.cache.shape[1]
+        for entry, slot in zip(entries, slots.tolist(), strict=False):
+            if slot >= 0:
+                self.cache[slot // page, slot % page] = entry
+
+    def _entries(self, common: CommonAttentionMetadata, request: int) -> torch.Tensor:
+        length, page = int(common.seq_lens[request]), self.cache.shape[1]
+        blocks = common.block_table_tensor[request, : -(-length // page)].long()
+        return self.cache[blocks].flatten(0, 1)[:length]
+
+    def _prefill(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        return self.impl.forward_mha(q, *entries.tensor_split([self.kv_lora_rank], dim=1))  # type: ignore[attr-defined]
+
+    def _decode(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        nope, rope = q.tensor_split([self.qk_nope_head_dim], dim=-1)  # type: ignore[attr-defined]
+        absorbed = torch.einsum("tnp,npl->tnl", nope.float(), self.w_uk.float())
+        latent = self.impl.forward_mqa(torch.cat([absorbed, rope], dim=-1), entries, self.kv_lora_rank)  # type: ignore[attr-defined]
+        return torch.einsum("tnl,nvl->tnv", latent, self.w_uv.float())
+
+
+class MLACommonBackend:
+    """An attention backend that takes any size."""
+
+    __module__ = "vllm.v1.attention.backends.mla.fake"
+
+    @staticmethod
+    def get_name() -> str:
+        return "FAKE_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [SimpleNamespace(base=16)]
+
+    @staticmethod
+    def customize_spec(spec: Any) -> Any:
+        return spec
+
+    @staticmethod
+    def supports_head_size(head_size: int) -> bool:
+        return head_size < 600
+
+    @staticmethod
+    def supports_compute_capability(capability: Any) -> bool:
+        return True
+
+    @staticmethod
+    def validate_configuration(*, use_per_head_quant_scales: bool, dtype: torch.dtype, **asked: Any) -> list[str]:
+        return [] if dtype == torch.bfloat16 else ["dtype not supported"]
+
+
+@contextmanager
+def _held(name: str, value: Any) -> Any:
+    before, STATE[name] = STATE[name], value
+    try:
+        yield
+    finally:
+        STATE[name] = before
+
+
+def _vllm_config(compilation_config: Any) -> Any:
+    return SimpleNamespace(
+        compilation_config=compilation_config,
+        scheduler_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+    )
+
+
+def _get_mla_prefill_backend(config: Any) -> Any:
+    if STATE["prefill"]:
+        return Prefill
+    raise ValueError("No valid MLA prefill backend found")
+
+
+def modules() -> dict[str, ModuleType]:
+    """The modules of the stand-in, by name."""
+    parts = {
+        "vllm.config": {
+            "VllmConfig": _vllm_config,
+            "CompilationConfig": lambda mode, cudagraph_mode: SimpleNamespace(static_forward_context={}),
+            "CompilationMode": SimpleNamespace(NONE=0),
+            "CUDAGraphMode": SimpleNamespace(NONE=0),
+            "set_current_vllm_config": lambda config: _held("config", config),
+        },
+        "vllm.forward_context": {
+            "ForwardContext": lambda **batch: SimpleNamespace(**batch),
+            "override_forward_context": lambda batch: _held("batch", batch),
+        },
+        "vllm.v1.attention.backend": {"CommonAttentionMetadata": CommonAttentionMetadata},
+        "vllm.v1.attention.backends.mla.prefill": {"get_mla_prefill_backend": _get_mla_prefill_backend},
+        "vllm.model_executor.layers.attention.mla_attention": {
+            "MLAAttention": MLAAttention,
+            "MLACommonBackend": MLACommonBackend,
+        },
+    }
+    found: dict[str, Any] = {}
+    for name, members in parts.items():
+        words = name.split(".")
+        for depth in range(1, len(words) + 1):
+            found.setdefault(".".join(words[:depth]), ModuleType(".".join(words[:depth])))
+        vars(found[name]).update(members)
+    return found

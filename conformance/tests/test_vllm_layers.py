@@ -1,0 +1,171 @@
+"""Attention backends of an installed vLLM as whole layers: driven unchanged, and asked for no more than they have."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.generations.layer_builder import in_vllms_terms
+from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
+from mla_conformance.backends.layer.mla_sharding import Sharding
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+
+CPU = torch.device("cpu")
+CONTEXT = Context()
+BACKENDS = "vllm.v1.attention.backends.mla.fake"
+SMALL = "call=layer;dims=32-16-32-64;heads=2"
+PREFILLS_FIRST = f"mixed_batch:{SMALL};q=[5,9,1];kv=[40,0,130];decodes=1;data=needle;workspace=64"
+DECODES_FIRST = (
+    f"mixed_batch:{SMALL};q=[1,1,20];kv=[33,7,40];decodes=2;order=decodes_first;layers=3;layout=sliced;pad=2"
+)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in, installed."""
+    path = Path(__file__).with_name("fake_vllm.py")
+    spec = importlib.util.spec_from_file_location("fake_vllm", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fake_vllm", module)
+    spec.loader.exec_module(module)
+    for name, part in module.modules().items():
+        monkeypatch.setitem(sys.modules, name, part)
+    return module
+
+
+@pytest.fixture
+def judged(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``judged(case, backend)``: the record of a case on a class of the stand-in, as a user names it."""
+
+    def judge(case: str, backend: type | None = None) -> Record:
+        holder = ModuleType(BACKENDS)
+        vars(holder)["Backend"] = backend or fake.MLACommonBackend
+        monkeypatch.setitem(sys.modules, BACKENDS, holder)
+        return judge_one(Subject.of(f"{BACKENDS}:Backend", CPU), Case.parse(case), CONTEXT)
+
+    return judge
+
+
+def with_impl(fake: Any, impl: type) -> type:
+    return type("Wrong", (fake.MLACommonBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PREFILLS_FIRST,
+        DECODES_FIRST,
+        f"mixed_batch:{SMALL};q=[3,3,9];kv=[30,4,64];decodes=2;order=decodes_first;weights=dense",
+        f"weight_absorption:{SMALL};q=[5,1];kv=[20,33];decodes=1",
+        f"graph_padding:{SMALL};q=[1,1];kv=[40,16];decodes=2;pad=3",
+    ],
+)
+def test_an_unchanged_backend_passes_as_a_layer(case: str, judged: Any) -> None:
+    found = judged(case)
+    assert found.status is Status.PASS, found.message
+    assert found.evidence["decode"] == "fake_vllm.Impl"
+
+
+def test_it_is_a_layer_and_says_what_was_done_for_it(fake: Any, judged: Any) -> None:
+    judged(PREFILLS_FIRST)
+    subject = Subject.of(f"{BACKENDS}:Backend", CPU)
+    assert subject.roles == (Role.LAYER,)
+    assert any("reordered" in deviation.adapter for deviation in subject.declaration.deviations)
+
+
+def test_a_decode_that_misses_its_newest_key_fails(fake: Any, judged: Any) -> None:
+    class Late(fake.Impl):
+        def forward_mqa(self, q: Any, entries: Any, rank: int) -> Any:
+            return super().forward_mqa(q, entries[:-1], rank)
+
+    for case in (PREFILLS_FIRST, DECODES_FIRST):
+        found = judged(case, with_impl(fake, Late))
+        assert (found.status, "output" in found.message) == (Status.FAIL, True)
+
+
+def test_a_prefill_that_drops_its_context_fails(fake: Any, judged: Any) -> None:
+    class Forgetful(fake.Impl):
+        def forward_mha(self, q: Any, kv_c: Any, k_pe: Any) -> Any:
+            return super().forward_mha(q, kv_c[-len(q) :], k_pe[-len(q) :])
+
+    found = judged(PREFILLS_FIRST, with_impl(fake, Forgetful))
+    assert (found.status, "request 0" in found.message) == (Status.FAIL, True)
+
+
+def test_a_module_that_leaves_a_mark_in_the_cache_fails(
+    fake: Any, judged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = fake.MLAAttention._decode
+
+    def untidy(self: Any, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        self.cache[0, 3] = 1
+        return torch.as_tensor(decode(self, q, entries))
+
+    monkeypatch.setattr(fake.MLAAttention, "_decode", untidy)
+    found = judged(DECODES_FIRST)
+    assert (found.status, "of the cache was written" in found.message) == (Status.FAIL, True), found.message
+
+
+def test_weights_that_stay_those_of_the_first_load_fail(
+    fake: Any, judged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = fake.MLAAttention.process_weights_after_loading
+
+    def once(self: Any, act_dtype: torch.dtype) -> None:
+        if not hasattr(self, "w_uk"):
+            process(self, act_dtype)
+
+    monkeypatch.setattr(fake.MLAAttention, "process_weights_after_loading", once)
+    found = judged(f"weight_absorption:{SMALL};q=[5,1];kv=[20,33];decodes=1")
+    assert (found.status, "weights were replaced" in found.message) == (Status.FAIL, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (f"cache_write:{SMALL};q=[5,1];kv=[12,15];decodes=1", "no get_kv_cache_shape, copy_blocks, swap_blocks"),
+        (f"graph_replay:{SMALL};q=[1,1];kv=[12,15];decodes=2", "no get_state_cls"),
+        (f"layer_dcp:{SMALL};q=[1,1];kv=[12,15];decodes=2;ranks=2", "LSE of a rank"),
+        (f"mixed_batch:{SMALL};q=[5,1];kv=[12,15];decodes=1;out=1", "output buffer not declared"),
+        (f"graph_padding:{SMALL};q=[5,1];kv=[12,15];decodes=1;pad=2", "rows of padding behind prefills"),
+        (f"mixed_batch:{SMALL};q=[5,1];kv=[12,15];decodes=1;page=1", "pages of 1 tokens"),
+        (f"mixed_batch:{SMALL};q=[5,1];kv=[12,15];decodes=1;dtype=fp32", "dtype not supported"),
+        ("mixed_batch:call=layer;dims=32-16-32-640;q=[1];kv=[9];decodes=1", "head size 656 not supported"),
+        (f"mixed_batch:{SMALL};q=[1,1];kv=[12,15];decodes=1;cache=fp8", "takes for a prefill"),
+        (f"mixed_batch:{SMALL};q=[2,3];kv=[12,15];decodes=2;cache=fp8", "takes for a prefill"),
+    ],
+)
+def test_what_has_no_place_in_its_generation_is_unsupported(case: str, said: str, judged: Any) -> None:
+    found = judged(case)
+    assert found.status is Status.UNSUPPORTED, found.message
+    assert said in found.message
+
+
+def test_decodes_are_driven_where_there_is_no_prefill_backend(fake: Any, judged: Any) -> None:
+    fake.STATE["prefill"] = False
+    found = judged(PREFILLS_FIRST)
+    assert (found.status, "No valid MLA prefill" in found.message) == (Status.UNSUPPORTED, True)
+    assert judged(f"mixed_batch:{SMALL};q=[1,1];kv=[40,16];decodes=2").status is Status.PASS
+
+
+def test_padding_is_translated_to_requests_without_a_query(fake: Any) -> None:
+    requests = [LayerRequest(1, 20, [4, 5], False), LayerRequest(1, 0, [6], False)]
+    common = common_metadata(requests, padding=2, block_size=16, device=CPU, sharding=Sharding())
+    theirs = in_vllms_terms(common)
+    assert theirs.query_start_loc.tolist() == theirs.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
+    assert (theirs.num_reqs, theirs.num_actual_tokens) == (4, 4)
+    assert theirs.seq_lens.tolist() == theirs.seq_lens_cpu_upper_bound.tolist() == [21, 1, 0, 0]
+    assert theirs.block_table_tensor.tolist() == [[4, 5], [6, 0], [0, 0], [0, 0]]
+    assert theirs.slot_mapping.tolist() == [84, 96, -1, -1]
