@@ -103,6 +103,7 @@ def _model(config: LayerConfig, sizes: LayerSizes) -> SimpleNamespace:
         dtype=config.model_config.dtype,
         max_model_len=config.model_config.max_model_len,
         hf_text_config=text,
+        is_diffusion=False,
         get_head_size=lambda: width,
         get_num_attention_heads=lambda parallel_config: heads,
     )
