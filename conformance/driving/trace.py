@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 _MAPS = Path("/proc/self/maps")
 _LONGEST = 240
 """Characters of a kernel's name that are kept: templates of CUTLASS run to thousands."""
-_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID")
+_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
 
 
 def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:

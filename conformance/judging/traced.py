@@ -2,8 +2,8 @@
 
 import msgspec
 
-_OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "Memcpy", "Memset")
-"""Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing."""
+_OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "nvjet", "Memcpy", "Memset")
+"""Kernels that torch launches for anybody: fills, copies, elementwise arithmetic, indexing, matrix products."""
 
 
 class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
