@@ -142,20 +142,20 @@ def killed_and_resumed(home: Path, out: Path, moments: list[tuple[int, int]]) ->
     assert main(arguments) == 1
 
 
-def test_a_run_that_was_killed_interrupted_and_resumed_gives_the_undisturbed_report(
-    home: Path, tmp_path: Path, settled: Callable[[Path], Any]
-) -> None:
-    killed_and_resumed(home, tmp_path / "out", [(3, signal.SIGKILL), (5, signal.SIGINT)])
-    assert settled(tmp_path / "out" / "report.json") == settled(home / "whole" / "report.json")
+KILLED, TOLD = signal.SIGKILL, st.sampled_from([signal.SIGINT, signal.SIGTERM])
 
 
-@settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(tokens=st.integers(1, len(CASES)), number=st.sampled_from([signal.SIGKILL, signal.SIGTERM]))
-def test_a_run_that_ended_anywhere_and_was_resumed_gives_the_undisturbed_report(
-    home: Path, settled: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory, tokens: int, number: int
+@settings(max_examples=2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(places=st.lists(st.integers(1, len(CASES)), min_size=2, max_size=2, unique=True).map(sorted), told=TOLD)
+def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_report(
+    home: Path,
+    settled: Callable[[Path], Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    places: list[int],
+    told: signal.Signals,
 ) -> None:
     out = tmp_path_factory.mktemp("killed")
-    killed_and_resumed(home, out, [(tokens, number)])
+    killed_and_resumed(home, out, list(zip(places, (KILLED, told), strict=True)))
     assert settled(out / "report.json") == settled(home / "whole" / "report.json")
 
 
