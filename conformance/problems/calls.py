@@ -1,6 +1,7 @@
 """Calls of a backend's interface, each also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -83,6 +84,20 @@ class AttentionCall(ABC):
     @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        """The queries as they are handed over, tokens first."""
+        return (self.q,)
+
+    @abstractmethod
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
+
+        Args:
+            case: what the call was made from.
+            requests: numbers of requests.
+            queries: new tokens of each that are kept, with their keys; only a prefill is cut.
+        """
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses."""
