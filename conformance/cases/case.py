@@ -30,6 +30,8 @@ class Call(StrEnum):
     CHUNKED_CONTEXT = "chunked_context"
     DECODE = "decode"
     LAYER = "layer"
+    SPARSE_DECODE = "sparse_decode"
+    SPARSE_PREFILL = "sparse_prefill"
 
 
 class Layout(StrEnum):
@@ -244,6 +246,16 @@ class Case(ABC):
     def merges_in_place(self) -> bool:
         """Whether that merge is given the running state both as its prefix and as its output."""
         return False
+
+    @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Keys that a new token of each request sees, beside what new tokens see of each other."""
+        return self.kv or (0,) * len(self.q)
+
+    @property
+    @abstractmethod
+    def profile(self) -> str:
+        """What the must-pass profiles of its cases begin with; empty for the core."""
 
     @property
     def columns(self) -> int:

@@ -16,6 +16,11 @@ class DecodeCase(CachedCase):
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
 
     @property
+    def profile(self) -> str:
+        """The role."""
+        return self.call
+
+    @property
     def columns(self) -> int:
         """Columns of a head that q·k and p·v take together; the latent is both key and value."""
         return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim

@@ -61,6 +61,11 @@ class LayerCase(CachedCase):
         """New tokens of each request that decodes."""
         return self.q[self.decoding.start : self.decoding.stop]
 
+    @property
+    def profile(self) -> str:
+        """The role."""
+        return self.call
+
     def without(self, requests: range) -> dict[str, Any]:
         """The fields that differ without these requests."""
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}

@@ -11,7 +11,8 @@ from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.prefill import PrefillCase
-from mla_conformance.driving.selector_config import decode_config, prefill_config
+from mla_conformance.cases.sparse import SparseCase
+from mla_conformance.driving.selector_config import decode_config, prefill_config, sparse_config
 
 
 def prefill_reasons(
@@ -48,6 +49,17 @@ def prefill_kernel(kernel: type[MLAPrefillBackend], case: Case) -> MLAPrefillBac
 def decode_kernel(kernel: Any, case: DecodeCase) -> Any:
     """A new instance for the head dims, the scale and the cache of ``case``."""
     return kernel(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=None)
+
+
+def sparse_reasons(kernel: Any, case: SparseCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+    """What of ``case`` a sparse class declares unsupported."""
+    return reasons_of(kernel.validate_configuration(capability, sparse_config(case, dtype)))
+
+
+def sparse_kernel(kernel: Any, case: SparseCase) -> Any:
+    """A new instance for the head dims, the scale and the caches of ``case``."""
+    extra = {"extra_kv_cache_dtype": case.extra} if case.has_extra else {}
+    return kernel(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=None, **extra)
 
 
 def _writes_unquantised(kernel: Any, dtype: torch.dtype) -> bool:

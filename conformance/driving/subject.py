@@ -17,11 +17,19 @@ from mla_conformance.backends.loading import resolve_backend, roles_of, unavaila
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
+from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.device_needs import device_reasons
-from mla_conformance.driving.kernel_support import decode_kernel, decode_reasons, prefill_kernel, prefill_reasons
+from mla_conformance.driving.kernel_support import (
+    decode_kernel,
+    decode_reasons,
+    prefill_kernel,
+    prefill_reasons,
+    sparse_kernel,
+    sparse_reasons,
+)
 from mla_conformance.driving.layer import Layer
 from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
 from mla_conformance.problems.operands import TORCH_DTYPES
@@ -65,6 +73,12 @@ class Subject:
     def decode_class(self) -> type[MLADecodeBackend]:
         """The class that decode calls go to on this device."""
         loaded: type[MLADecodeBackend] = resolve_backend(self.backend, self.capability, Role.DECODE)
+        return loaded
+
+    @cached_property
+    def sparse_class(self) -> type[MLASparseBackend]:
+        """The class that sparse calls go to on this device."""
+        loaded: type[MLASparseBackend] = resolve_backend(self.backend, self.capability, Role.SPARSE)
         return loaded
 
     @cached_property
@@ -169,9 +183,14 @@ _REASONS: Mapping[Role, Callable[..., list[str]]] = {
     Role.PREFILL: prefill_reasons,
     Role.DECODE: decode_reasons,
     Role.LAYER: layer_reasons,
+    Role.SPARSE: sparse_reasons,
 }
 """What a class declares unsupported of a case, whatever the device has."""
-_KERNELS: Mapping[Role, Callable[..., Any]] = {Role.PREFILL: prefill_kernel, Role.DECODE: decode_kernel}
+_KERNELS: Mapping[Role, Callable[..., Any]] = {
+    Role.PREFILL: prefill_kernel,
+    Role.DECODE: decode_kernel,
+    Role.SPARSE: sparse_kernel,
+}
 
 
 def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:

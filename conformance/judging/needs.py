@@ -27,4 +27,4 @@ def memory_need(case: Case, device_type: str) -> int:
 
 def operations_of(case: Case) -> float:
     """Useful operations of a case."""
-    return useful_operations(case, case.q, case.kv or (0,) * len(case.q))
+    return useful_operations(case, case.q, case.visible_lens)
