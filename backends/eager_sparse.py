@@ -16,7 +16,7 @@ from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse import IndexSpace
 from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.backends.sparse_formats import LAYOUTS
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
 _ROWS = 1024
 """Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
@@ -26,8 +26,8 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
     """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LAYOUTS)
-    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(LAYOUTS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
+    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = list(IndexSpace)
     supports_topk_length: ClassVar[bool] = True
     supports_sink: ClassVar[bool] = True

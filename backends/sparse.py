@@ -20,7 +20,7 @@ from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse_formats import require_layout
+from mla_conformance.reference.cache_layout import require_layout
 
 NO_KEY = -1
 """What a list holds where it names no key."""
@@ -243,8 +243,8 @@ class MLASparseBackend(KernelBackend):
         self.qk_nope_head_dim = qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
-        self.kv_cache_dtype = require_layout(kv_cache_dtype)
-        self.extra_kv_cache_dtype = None if extra_kv_cache_dtype is None else require_layout(extra_kv_cache_dtype)
+        self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
+        self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
         self.vllm_config = vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:

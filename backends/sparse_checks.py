@@ -3,7 +3,8 @@
 import torch
 
 from mla_conformance.backends.sparse import NO_KEY, MLASparseBackend, MLASparseMetadata
-from mla_conformance.backends.sparse_formats import entry_of, fitting
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
 def check_operands(
@@ -84,10 +85,11 @@ def check_cache(name: str, cache: torch.Tensor, layout: str, backend: MLASparseB
         ValueError: another width or dtype, or keys that the layout has no room for.
     """
     dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
-    width, stored = entry_of(layout, dims, dtype)
+    width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
     if cache.dim() == 3 and cache.shape[2] == width and cache.dtype == stored:
         return
-    others = fitting(cache.shape[-1], dims) if cache.dim() else []
+    fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
+    others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
     hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
     raise ValueError(
         f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "

@@ -263,6 +263,21 @@ class Case(ABC):
         return self.dimensions.qk_head_dim + self.dimensions.v_head_dim
 
     @property
+    def row_elements(self) -> int:
+        """Elements of a row's query and output."""
+        return self.heads * self.columns
+
+    @property
+    def output_elements(self) -> int:
+        """Elements of a row's output."""
+        return self.heads * self.dimensions.v_head_dim
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of a key and its value."""
+        return self.heads * self.columns
+
+    @property
     @abstractmethod
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""

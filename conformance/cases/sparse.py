@@ -94,6 +94,16 @@ class SparseCase(CachedCase):
         return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
 
     @property
+    def output_elements(self) -> int:
+        """Elements of a row's output."""
+        return self.heads * self.kv_lora_rank
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of a key, which heads share, and which holds its value."""
+        return sum(self.latent_dims)
+
+    @property
     def profile(self) -> str:
         """The entry that is driven, since a kernel may have one alone."""
         return self.call

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,8 @@ class Question:
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
         projection: what k and v are projected from, where projecting rounds.
+        selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
+        sink: [N], the logit of each head's sink; None without.
     """
 
     q: torch.Tensor
@@ -34,6 +37,8 @@ class Question:
     causal: bool
     dequantised: bool = False
     projection: Projection | None = None
+    selected: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,11 @@ class AttentionCall(ABC):
     def width(self) -> int:
         """Columns of the output."""
         return self.v.shape[-1]
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """Keys that a query of each request may see."""
+        return tuple(stop - start for start, stop in pairwise(self.key_start_loc))
 
     @property
     def merges(self) -> int:

@@ -11,6 +11,8 @@ from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.sparse_call import SparseCall
+from mla_conformance.reference.entry_pages import write_entries
 
 KINDS = ("nan", "inf", "largest")
 """What spoiled values are, in turn; codes, which know no infinity, are never numbers."""
@@ -48,6 +50,13 @@ def _(call: DecodeCall, request: int, kind: str) -> None:
     entries = poison((len(tokens), cache.shape[2]), cache.dtype, cache.device, kind)
     # As bytes, since float8 cannot be indexed everywhere.
     cache.view(torch.uint8)[blocks, tokens % page] = entries.view(torch.uint8)
+
+
+@_spoil_keys.register
+def _(call: SparseCall, request: int, kind: str) -> None:
+    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.kv_cache.device)
+    entries = poison((len(slots), call.kv_cache.shape[2]), call.kv_cache.dtype, call.kv_cache.device, kind)
+    write_entries(call.kv_cache, entries, slots, call.case.cache)
 
 
 def _spoil_rows(tensor: torch.Tensor, starts: Sequence[int], request: int, kind: str) -> None:
