@@ -1,4 +1,4 @@
-"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.10, with expected and got."""
+"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.11, with expected and got."""
 
 import torch
 
