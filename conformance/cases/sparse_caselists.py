@@ -379,6 +379,7 @@ def streams() -> Iterator[Fields]:
 def large_offsets() -> Iterator[Fields]:
     """Blocks beyond 2^31 elements, and beyond 2^32."""
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle")
+    yield single(2000, 700, 64, topk=128, far="cache31", data="needle", cache="fp8_ds_mla")
     yield single(2000, 700, 64, topk=128, far="cache32", data="needle")
 
 
