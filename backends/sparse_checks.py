@@ -2,9 +2,10 @@
 
 import torch
 
-from mla_conformance.backends.sparse import NO_KEY, MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.selected import NO_KEY
 
 
 def check_operands(

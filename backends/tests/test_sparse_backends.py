@@ -9,10 +9,11 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.selected import SelectedKeysBackend
-from mla_conformance.backends.sparse import IndexSpace, MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.torch_sdpa_sparse import TorchSDPASparseBackend
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.entry_pages import write_entries

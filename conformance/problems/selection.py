@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_conformance.cases.sparse import SparseCase
+from mla_conformance.reference.selected import NO_KEY
 
-NO_KEY = -1
 _HUGE = 2**31 - 1
 _ROUND = 7
 """Of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.sparse import IndexSpace, MLASparseMetadata
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.data import Data
 from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.sparse import SparseCase
@@ -19,8 +20,9 @@ from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, write_pages
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.selection import NO_KEY, Lists, draw_lists
+from mla_conformance.problems.selection import Lists, draw_lists
 from mla_conformance.problems.sparse_call import SparseCall
+from mla_conformance.reference.selected import NO_KEY
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0

@@ -9,7 +9,6 @@ import torch
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.selected import Selected
-from mla_conformance.backends.sparse import NO_KEY, IndexSpace
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving.subject import Subject
@@ -24,6 +23,7 @@ from mla_conformance.problems.sparse_call import SparseCall
 from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.entry_pages import read_entries
 from mla_conformance.reference.merge import merge_states
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 
@@ -286,7 +286,3 @@ def test_a_wrong_kernel_fails_its_capability(kernel: type[EagerSparseBackend]) -
 )
 def test_a_format_that_is_read_otherwise_fails(kernel: type[EagerSparseBackend], capability: str) -> None:
     assert judged(kernel, CAPABILITIES[capability].cases[0]).status is Status.FAIL
-
-
-def test_index_spaces_are_those_of_the_interface() -> None:
-    assert [call_of(case(space=space)).metadata.index_space for space in IndexSpace] == list(IndexSpace)
