@@ -1,29 +1,75 @@
-"""Reading entries of the latent cache as a kernel does: codes times their scales, in float32."""
+"""Reading entries of the latent cache as a kernel does: gathered by slot, codes times their scales, in float32."""
+
+from collections.abc import Callable, Mapping
 
 import torch
 
-_CODES, _SCALES, _ROPE = 512, 16, 128
-"""Bytes of the three parts of an ``fp8_ds_mla`` entry."""
-_TILES = 4
+from mla_conformance.reference.entry_formats import TILED_FORMATS, TiledFormat
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the low three bits of a 4-bit code mean; the highest is the sign."""
+_MANTISSA_BITS = 23
+
+
+def gather(cache: torch.Tensor, slots: torch.Tensor, layout: str) -> torch.Tensor:
+    """Entries [..., width] of a cache [blocks, page, width] by their slots [...], the parts of an entry joined."""
+    page, data = cache.shape[1], cache.view(torch.uint8)
+    if layout not in TILED_FORMATS:
+        # As bytes, since float8 cannot be indexed everywhere.
+        return data[slots // page, slots % page].view(cache.dtype)
+    pages, start, parts = data.flatten(1), 0, []
+    for width in TILED_FORMATS[layout].parts:
+        part = pages[:, start : start + page * width].unflatten(1, (page, width))
+        parts.append(part[slots // page, slots % page])
+        start += page * width
+    return torch.cat(parts, dim=-1)
 
 
 def dequantise(rows: torch.Tensor, layout: str, k_scale: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
-    """Keys [..., L + R] in float32; of an ``fp8_ds_mla`` entry always 512 + 64, zeros where a model has no rope.
+    """Keys [..., L + R] in float32; of a tiled entry all of its columns, zeros where a model has no rope.
 
     Args:
         rows: [..., width] entries of the cache's dtype.
-        layout: ``auto``, ``fp8`` or ``fp8_ds_mla``.
+        layout: ``auto``, ``fp8`` or the name of a tiled format.
         k_scale: float32 scalar, what a code of 1.0 in an ``fp8`` cache stands for.
-        model_dtype: dtype of the rope values in an ``fp8_ds_mla`` entry.
+        model_dtype: dtype of the plain values in a tiled entry.
     """
-    if layout == "fp8_ds_mla":
-        return _dequantise_tiles(rows, model_dtype)
+    if layout in TILED_FORMATS:
+        return _dequantise_tiles(rows, TILED_FORMATS[layout], model_dtype)
     return rows.float() * k_scale if layout == "fp8" else rows.float()
 
 
-def _dequantise_tiles(rows: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
-    """Four tiles of codes, each with a float32 scale, then rope values."""
-    codes, scales, rope = (part.contiguous() for part in torch.split(rows, [_CODES, _SCALES, _ROPE], dim=-1))
-    tiles = codes.view(torch.float8_e4m3fn).float().reshape(*rows.shape[:-1], _TILES, _CODES // _TILES)
-    latent = (tiles * scales.view(torch.float32).unsqueeze(-1)).flatten(-2)
-    return torch.cat((latent, rope.view(model_dtype).float()), dim=-1)
+def _dequantise_tiles(rows: torch.Tensor, form: TiledFormat, model_dtype: torch.dtype) -> torch.Tensor:
+    """Tiles of codes, each with its scale, then plain values."""
+    sizes = [form.code_bytes, form.scale_bytes, form.plain_bytes]
+    if form.scales_behind_page:
+        codes, plain, scales = (part.contiguous() for part in rows.split([sizes[0], sizes[2], sizes[1]], dim=-1))
+    else:
+        codes, scales, plain = (part.contiguous() for part in rows.split(sizes, dim=-1))
+    tiles = _CODES[form.codes](codes).unflatten(-1, (form.tiles, form.tile))
+    scaled = (tiles * _SCALES[form.scales](scales)[..., : form.tiles].unsqueeze(-1)).flatten(-2)
+    return torch.cat((scaled, plain.view(model_dtype).float()), dim=-1) if form.plain else scaled
+
+
+def _e4m3(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.float8_e4m3fn).float()
+
+
+def _e2m1(data: torch.Tensor) -> torch.Tensor:
+    """Two codes of a byte, the lower four bits first."""
+    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).long()
+    values = torch.tensor(_E2M1, device=data.device)[codes & 7]
+    return torch.where(codes >= 8, -values, values)
+
+
+def _ue8m0(data: torch.Tensor) -> torch.Tensor:
+    """The byte is the exponent of a float32 number."""
+    return (data.int() << _MANTISSA_BITS).view(torch.float32)
+
+
+_CODES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"e4m3": _e4m3, "e2m1": _e2m1}
+_SCALES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float32": lambda data: data.view(torch.float32),
+    "ue8m0": _ue8m0,
+    "e4m3": _e4m3,
+}

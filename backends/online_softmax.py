@@ -23,16 +23,14 @@ class OnlineSoftmax:
 
     Attributes:
         key_tile: keys of one step.
-        num_heads: heads of the queries.
         scale: softmax scale.
     """
 
     key_tile: ClassVar[int] = 128
-    num_heads: int
     scale: float
 
     def _initial(self, q: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        shape = (self.num_heads, q.shape[0])
+        shape = (q.shape[1], q.shape[0])
         return SoftmaxState(
             maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
             total=q.new_zeros(*shape, 1, dtype=torch.float32),

@@ -13,6 +13,7 @@ from mla_conformance.backends.roles import Role
 if TYPE_CHECKING:
     from mla_conformance.backends.decode import MLADecodeBackend
     from mla_conformance.backends.interface import MLAPrefillBackend
+    from mla_conformance.backends.sparse import MLASparseBackend
 
 
 class _ListsValidNames(EnumMeta):
@@ -181,7 +182,29 @@ class MLADecodeBackendEnum(BackendEnum):
         return loaded
 
 
-ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum)
+class MLASparseBackendEnum(BackendEnum):
+    """Every sparse MLA backend."""
+
+    EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
+    TORCH_SDPA = (
+        "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
+        "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
+    )
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.SPARSE
+
+    def get_class(self) -> "type[MLASparseBackend]":
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLASparseBackend] = super().get_class()
+        return loaded
+
+
+ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum, MLASparseBackendEnum)
 """The enumerations of all roles."""
 
 
@@ -212,6 +235,11 @@ def register_mla_prefill_backend(
 
 def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
     """Register or override a decode backend's class; see :func:`register_mla_prefill_backend`."""
+    return _register(backend, class_path)
+
+
+def register_mla_sparse_backend(backend: MLASparseBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
+    """Register or override a sparse backend's class; see :func:`register_mla_prefill_backend`."""
     return _register(backend, class_path)
 
 

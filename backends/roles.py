@@ -13,6 +13,8 @@ class Role(StrEnum):
     """A ``MLADecodeBackend``."""
     LAYER = "layer"
     """An ``AttentionBackend``: a whole layer with its metadata and its cache."""
+    SPARSE = "sparse"
+    """A ``MLASparseBackend``: attention to selected keys."""
 
 
 _EVERY = (
@@ -27,6 +29,7 @@ REQUIRED = {
     Role.PREFILL: (*_EVERY, "supports_quant_output", "run_prefill_new_tokens", "run_prefill_context_chunk"),
     Role.DECODE: (*_EVERY, "run_decode"),
     Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
+    Role.SPARSE: (*_EVERY, "run_sparse_decode", "run_sparse_prefill"),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
 
@@ -35,9 +38,11 @@ def role_of(loaded: type) -> Role:
     """The role of a class, by what it can be called for."""
     if callable(getattr(loaded, "get_impl_cls", None)):
         return Role.LAYER
-    return Role.DECODE if callable(getattr(loaded, "run_decode", None)) else Role.PREFILL
+    by_call = {"run_decode": Role.DECODE, "run_sparse_decode": Role.SPARSE, "run_sparse_prefill": Role.SPARSE}
+    found = (role for call, role in by_call.items() if callable(getattr(loaded, call, None)))
+    return next(found, Role.PREFILL)
 
 
 def sibling(loaded: type, role: Role) -> Any:
-    """The class that ``loaded`` names for another role, by the attribute ``prefill_backend`` or ``decode_backend``."""
+    """The class that ``loaded`` names for another role, by an attribute such as ``decode_backend``."""
     return getattr(loaded, f"{role}_backend", None)

@@ -1,7 +1,9 @@
-"""Static per-tensor quantisation to float8 e4m3fn, correctly rounded.
+"""Quantisation to float8 e4m3fn, static and per tensor, and to 4-bit e2m1, correctly rounded.
 
 e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, largest value 448, smallest 2^-9, no infinity, NaN at 0x7f and
 0xff. Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
+e2m1: 1 sign, 2 exponent (bias 1) and 1 mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, neither infinity nor NaN. Source:
+OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
 
 import math
@@ -12,6 +14,11 @@ from torch import Tensor
 E4M3_MAX = 448.0
 """The largest finite value of e4m3fn."""
 
+E2M1_MAX = 6.0
+"""The largest value of e2m1."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_SIGN = 8
 _MANTISSA_BITS = 3
 _MIN_EXPONENT = -6
 _NAN_MAGNITUDE = 0x7F
@@ -63,6 +70,22 @@ def e4m3_ordinal(code: Tensor) -> Tensor:
     if bool((magnitude == _NAN_MAGNITUDE).any()):
         raise ValueError("expected finite e4m3 codes, got NaN; compare the NaN masks first and number the rest")
     return torch.where(bits >= 0x80, -magnitude, magnitude)
+
+
+def quantize_e2m1(x: Tensor) -> Tensor:
+    """The e2m1 codes of finite values, rounded to nearest-even and saturated to ±6: uint8 of x's shape, 0 to 15."""
+    values = torch.tensor(_E2M1, dtype=torch.float64, device=x.device)
+    magnitude = x.to(torch.float64).abs().clamp(max=E2M1_MAX)
+    _, exponent = torch.frexp(magnitude)
+    step = torch.exp2((exponent - 1).clamp(min=0).to(torch.float64) - 1)
+    code = torch.searchsorted(values, torch.round(magnitude / step) * step)
+    return (code + _E2M1_SIGN * torch.signbit(x)).to(torch.uint8)
+
+
+def dequantize_e2m1(code: Tensor) -> Tensor:
+    """The values that e2m1 codes, uint8 of 0 to 15, stand for: float64 of the same shape."""
+    values = torch.tensor(_E2M1, dtype=torch.float64, device=code.device)[(code % _E2M1_SIGN).long()]
+    return torch.where(code >= _E2M1_SIGN, -values, values)
 
 
 def _require_scale(scale: float) -> None:

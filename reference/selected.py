@@ -15,6 +15,8 @@ from mla_conformance.reference import attention as definition
 from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend
 
 NO_KEY = -1
+_KEY_ELEMENTS = 2**24
+"""Elements of keys that may be gathered at once (128 MiB of float64); those of a single row always may."""
 
 
 def selected_attention(
@@ -40,7 +42,7 @@ def selected_attention(
     _check(q, k, v, selected, sink)
     chosen = torch.arange(len(q), device=q.device) if rows is None else torch.tensor(rows, device=q.device)
     parts, order = [], []
-    for part in _alike(selected[chosen], q.shape[1]):
+    for part in _alike(selected[chosen], q.shape[1], k.shape[2]):
         numbers = chosen[part]
         parts.append(_rows(q[numbers], k, v, selected[numbers], scale, with_terms, with_key_terms))
         order.append(part)
@@ -74,12 +76,13 @@ def _powers(name: str, share: Tensor) -> Tensor:
     return share.square() if name in ("squares", "key_spread") else share
 
 
-def _alike(selected: Tensor, heads: int) -> Iterator[Tensor]:
-    """Numbers of rows [n] that name equally many keys, so many at a time that their scores fit the workspace."""
+def _alike(selected: Tensor, heads: int, width: int) -> Iterator[Tensor]:
+    """Numbers of rows [n] that name equally many keys, so many at a time that scores and keys fit their workspaces."""
     counts = (selected != NO_KEY).sum(dim=1)
     for count in counts.unique().tolist():
         alike = (counts == count).nonzero()[:, 0]
-        yield from alike.split(max(1, definition.WORKSPACE_ELEMENTS // max(1, heads * count)))
+        rows = definition.WORKSPACE_ELEMENTS // max(1, heads * count), _KEY_ELEMENTS // max(1, width * count)
+        yield from alike.split(max(1, min(rows)))
 
 
 def _rows(

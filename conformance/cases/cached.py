@@ -5,13 +5,13 @@ from typing import Self
 
 from mla_conformance.cases.case import Case, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.tile_scales import TILE_SCALES
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")
 _LONGER = 3
 _USUAL_PAGE = 64
-_DS_MLA_DIMS = ((512, 64), (512, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,19 @@ class CachedCase(Case):
         super().validate()
         if min(self.q) < 1:
             raise CaseError(f"{self.call} expects at least one query token a request, got q={list(self.q)}")
-        if self.cache != "fp8_ds_mla":
-            if self.scales != "float32":
-                raise CaseError(f"field scales: only the tiles of fp8_ds_mla have scales, got cache {self.cache}")
-        elif self.latent_dims not in _DS_MLA_DIMS or self.dtype not in ("bf16", "fp16"):
-            raise CaseError(
-                f"fp8_ds_mla holds 512 + 64 values of a 16-bit model, or 512, got {self.latent_dims} of {self.dtype}"
-            )
+        if self.cache != "fp8_ds_mla" and self.scales != "float32":
+            raise CaseError(f"field scales: only the tiles of fp8_ds_mla have scales, got cache {self.cache}")
+        self.require_room(self.cache)
+
+    def require_room(self, layout: str) -> None:
+        """Hold the head dims and the dtype against what an entry of a layout has room for.
+
+        Raises:
+            CaseError: it has none.
+        """
+        form = TILED_FORMATS.get(layout)
+        if form is None:
+            return
+        if self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16")):
+            held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
+            raise CaseError(f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}")

@@ -30,6 +30,8 @@ class Call(StrEnum):
     CHUNKED_CONTEXT = "chunked_context"
     DECODE = "decode"
     LAYER = "layer"
+    SPARSE_DECODE = "sparse_decode"
+    SPARSE_PREFILL = "sparse_prefill"
 
 
 class Layout(StrEnum):
@@ -188,7 +190,8 @@ class Case(ABC):
         for name, value in values.items():
             others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
             if name not in own and any(value != other.defaults()[name] for other in others):
-                roles = " and ".join(other.role for other in others)
+                *first, last = [other.role for other in others]
+                roles = f"{', '.join(first)} and {last}" if first else last
                 raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
         return {name: value for name, value in values.items() if name in own}
 
@@ -246,9 +249,34 @@ class Case(ABC):
         return False
 
     @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Keys that a new token of each request sees, beside what new tokens see of each other."""
+        return self.kv or (0,) * len(self.q)
+
+    @property
+    @abstractmethod
+    def profile(self) -> str:
+        """What the must-pass profiles of its cases begin with; empty for the core."""
+
+    @property
     def columns(self) -> int:
         """Columns of a head that q·k and p·v take together."""
         return self.dimensions.qk_head_dim + self.dimensions.v_head_dim
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row's query and output."""
+        return self.heads * self.columns
+
+    @property
+    def output_elements(self) -> int:
+        """Elements of a row's output."""
+        return self.heads * self.dimensions.v_head_dim
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of a key and its value."""
+        return self.heads * self.columns
 
     @property
     @abstractmethod

@@ -21,6 +21,21 @@ class DecodeCase(CachedCase):
         return self.ranks > 1
 
     @property
+    def profile(self) -> str:
+        """The role."""
+        return self.call
+
+    @property
+    def row_elements(self) -> int:
+        """By the head dims before absorption: results outweigh queries and keys, which heads share."""
+        return self.heads * (self.dimensions.qk_head_dim + self.dimensions.v_head_dim)
+
+    @property
+    def key_elements(self) -> int:
+        """Likewise."""
+        return self.row_elements
+
+    @property
     def columns(self) -> int:
         """Columns of a head that q·k and p·v take together; the latent is both key and value."""
         return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim

@@ -59,8 +59,9 @@ def _aligned(site: Site, logit: float) -> torch.Tensor:
     """Queries whose head h has ``logit`` more at the h-th edge key than the noise gives it."""
     if not site.edges:
         return site.q
-    heads = site.q.shape[1]
-    keys = torch.stack([site.k[site.edges[head % len(site.edges)], head].float().cpu() for head in range(heads)])
+    heads = torch.arange(site.q.shape[1])
+    chosen = torch.tensor(site.edges)[heads % len(site.edges)]
+    keys = site.k[chosen.to(site.k.device), heads.to(site.k.device)].float().cpu()
     direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
     return site.q + direction * (logit / site.scale)
 

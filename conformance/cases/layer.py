@@ -66,6 +66,11 @@ class LayerCase(CachedCase):
         each = self.heads // self.ranks
         return slice(rank * each, (rank + 1) * each)
 
+    @property
+    def profile(self) -> str:
+        """The role."""
+        return self.call
+
     def without(self, requests: range) -> dict[str, Any]:
         """The fields that differ without these requests."""
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}

@@ -68,6 +68,11 @@ class PrefillCase(Case):
         return self.merge == "in_place"
 
     @property
+    def profile(self) -> str:
+        """Empty."""
+        return ""
+
+    @property
     def asks(self) -> tuple[str, ...]:
         """A quantised output, a merge of its own."""
         return ("quant_output" if self.quant != "none" else "", "own_merge" if self.own_merge else "")

@@ -1,5 +1,6 @@
 """The backend under test: its class in each role, its declarations, and what it supports."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -10,24 +11,28 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding, declaration_of
 from mla_conformance.backends.decode import MLADecodeBackend
-from mla_conformance.backends.foreign import reasons_of, yes_or_no
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
-from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
+from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.layer import LayerCase
-from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.device_needs import device_reasons
+from mla_conformance.driving.kernel_support import (
+    decode_kernel,
+    decode_reasons,
+    prefill_kernel,
+    prefill_reasons,
+    sparse_kernel,
+    sparse_reasons,
+)
 from mla_conformance.driving.layer import Layer
 from mla_conformance.driving.layer_on_ranks import LayerOnRanks
 from mla_conformance.driving.layer_support import layer_declaration, layer_reasons
-from mla_conformance.driving.selector_config import decode_config, prefill_config
 from mla_conformance.problems.operands import TORCH_DTYPES
 
 
@@ -72,6 +77,12 @@ class Subject:
         return loaded
 
     @cached_property
+    def sparse_class(self) -> type[MLASparseBackend]:
+        """The class that sparse calls go to on this device."""
+        loaded: type[MLASparseBackend] = resolve_backend(self.backend, self.capability, Role.SPARSE)
+        return loaded
+
+    @cached_property
     def layer_class(self) -> Any:
         """The layer: the one that was named, or the common one over the backend's kernels."""
         named = resolve_backend(self.backend, self.capability, Role.LAYER)
@@ -107,11 +118,11 @@ class Subject:
 
     @property
     def rounding(self) -> dict[str, str]:
-        """The declared rounding classes by name; beside those of prefill the ones of decode say so."""
+        """The declared rounding classes by name; those of a role beside prefill say so."""
         found: dict[str, str] = {}
         kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
         for role, declaration in (kernels or self._declarations).items():
-            prefix = f"{role}: " if role is Role.DECODE and len(kernels) > 1 else ""
+            prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
             found |= _classes(declaration.rounding, prefix)
             if declaration.e4m3_rounding is not None:
                 found |= _classes(declaration.e4m3_rounding, f"{prefix}e4m3 operands: ")
@@ -158,74 +169,32 @@ class Subject:
         needs = find_capability(case.capability).needs
         if needs and not getattr(self.declaration_of(case.role), needs):
             return [f"not declared {needs}"]
-        reasons = self._refused(case, dtype)
-        return reasons or device_reasons(case, self.device, self.class_of(case.role))
+        kernel = self.class_of(case.role)
+        return _REASONS[case.role](kernel, case, dtype, self.capability) or device_reasons(case, self.device, kernel)
 
-    def _refused(self, case: Case, dtype: torch.dtype) -> list[str]:
-        """What the class of the case's role declares unsupported, whatever the device has."""
-        match case:
-            case LayerCase():
-                return layer_reasons(self.layer_class, case, dtype, self.capability)
-            case DecodeCase():
-                return reasons_of(self.decode_class.validate_configuration(self.capability, decode_config(case, dtype)))
-            case PrefillCase():
-                return self._refused_prefill(case, dtype)
-        raise TypeError(f"no driver for {type(case).__name__}")
-
-    def _refused_prefill(self, case: PrefillCase, dtype: torch.dtype) -> list[str]:
-        reasons = reasons_of(self.prefill_class.validate_configuration(self.capability, prefill_config(case, dtype)))
-        if (case.lse or case.has_context) and not getattr(self.prefill_class, "returns_lse", True):
-            reasons.append("LSE not declared")
-        if case.own_merge and not hasattr(self.prefill_class, "merge_attn_states"):
-            reasons.append("no merge_attn_states of its own")
-        if case.quant == "none" and not self._writes_unquantised(dtype):
-            reasons.append(f"unquantised output of {dtype} not declared")
-        if case.quant == "fp8" and not reasons:
-            try:
-                key = fp8_static_tensor_sym()
-            except ValueError as error:
-                return [str(error)]
-            if not self.create_prefill(case).supports_quant_output(key):
-                reasons.append("fused e4m3 output not declared")
-        return reasons
-
-    def _writes_unquantised(self, dtype: torch.dtype) -> bool:
-        declared = getattr(self.prefill_class, "supports_unquantised_output", lambda dtype: True)
-        return yes_or_no(declared(dtype), "supports_unquantised_output")
-
-    def create(self, case: Case, vllm_config: Any = None) -> Any:
+    def create(self, case: Case) -> Any:
         """A new instance of the case's role for its head dims and scale."""
-        match case:
-            case LayerCase():
-                made = Layer if case.ranks == 1 else LayerOnRanks
-                return made(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
-            case DecodeCase():
-                return self.decode_class(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=vllm_config)
-            case PrefillCase():
-                return self.create_prefill(case, vllm_config)
-        raise TypeError(f"no driver for {type(case).__name__}")
-
-    def create_prefill(self, case: Case, vllm_config: Any = None) -> MLAPrefillBackend:
-        """A new prefill instance for the case's head dims and scale."""
-        return self.prefill_class(**_sizes(case), vllm_config=vllm_config)
+        if isinstance(case, LayerCase):
+            made = Layer if case.ranks == 1 else LayerOnRanks
+            return made(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+        return _KERNELS[case.role](self.class_of(case.role), case)
 
 
 _DECLARED = {Role.LAYER: layer_declaration}
+_REASONS: Mapping[Role, Callable[..., list[str]]] = {
+    Role.PREFILL: prefill_reasons,
+    Role.DECODE: decode_reasons,
+    Role.LAYER: layer_reasons,
+    Role.SPARSE: sparse_reasons,
+}
+"""What a class declares unsupported of a case, whatever the device has."""
+_KERNELS: Mapping[Role, Callable[..., Any]] = {
+    Role.PREFILL: prefill_kernel,
+    Role.DECODE: decode_kernel,
+    Role.SPARSE: sparse_kernel,
+}
 
 
 def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
     """Rounding classes by name, each name behind ``prefix``."""
     return {f"{prefix}{name}": value.value for name, value in vars(rounding).items()}
-
-
-def _sizes(case: Case) -> dict[str, Any]:
-    """The arguments that the constructors of all roles have in common."""
-    dims = case.dimensions
-    return {
-        "num_heads": case.heads,
-        "scale": case.softmax_scale,
-        "kv_lora_rank": case.kv_lora_rank,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "v_head_dim": dims.v_head_dim,
-    }

@@ -1,9 +1,9 @@
 """Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
 
 A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
-determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes, and
-each backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
-unsupported.
+determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes,
+``sparse_decode`` and ``sparse_prefill`` those that have these calls, and each backend is bound by one of them at least.
+Any other profile binds a backend unless it declares all of its cases unsupported.
 """
 
 import hashlib
@@ -12,25 +12,24 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
-DECODE = "decode"
+_CORES = (CORE, *(call.value for call in (Call.DECODE, Call.SPARSE_DECODE, Call.SPARSE_PREFILL)))
+"""The profiles of which at least one binds a backend."""
 
 
 def profile_of(case: Case) -> str:
     """The profile that a case belongs to; what a backend must refuse or run belongs to ``core``."""
-    core = CORE if case.role is Role.PREFILL else DECODE
     if CAPABILITIES[case.capability].probes_refusals:
-        return core
+        return case.profile or CORE
     asked = (
-        case.role if case.role is not Role.PREFILL else "",
+        case.profile,
         CAPABILITIES[case.capability].needs,
         f"dims_{case.dims}" if case.dims != "r1" else "",
         case.dtype if case.dtype != "bf16" else "",
@@ -122,7 +121,7 @@ class MustPass:
     def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
         """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
         binding = [profile for profile in self.profiles if not self._unsupported(profile, records)]
-        if CORE not in binding and DECODE not in binding:
+        if not set(_CORES) & set(binding):
             yield CORE
         yield from binding
 

@@ -13,6 +13,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.projected import projected_terms
+from mla_conformance.reference.selected import selected_attention
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ def _unchunked(problem: Problem) -> Question:
 
 def _golden(problem: Problem, rows: JudgedRows, question: Question) -> AttentionState:
     operands = (question.q, question.k, question.v)
+    if question.selected is not None:
+        return selected_attention(
+            *operands,
+            question.selected,
+            scale=problem.case.softmax_scale,
+            sink=question.sink,
+            with_terms=True,
+            with_key_terms=question.dequantised,
+            rows=rows.numbers,
+        )
     state = blockwise_attention(
         *operands,
         query_start_loc=question.query_start_loc,

@@ -23,7 +23,6 @@ from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, rms_limit
@@ -154,8 +153,7 @@ class _Judge:
         lse: torch.Tensor | None,
         merged: Merged | None,
     ) -> _Part:
-        lengths = ([rows.stop - rows.start for rows in segments(call.key_start_loc)] for call in calls)
-        keys = max(map(sum, zip(*lengths, strict=True)))
+        keys = max(map(sum, zip(*(call.key_lens for call in calls), strict=True)))
         whole, judged = output[: self.rows.total], self.rows.pick(output)
         picked = None if lse is None else self.rows.pick(lse, dim=1)
         return _Part(name, keys, golden, whole, judged, picked, merged)

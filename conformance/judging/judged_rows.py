@@ -99,7 +99,7 @@ def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) ->
 def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
     """New tokens of each request, and what it attends to beside them."""
     new = [rows.stop - rows.start for rows in segments(problem.query_start_loc)]
-    seen = [sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in problem.calls) for r in range(len(new))]
+    seen = list(map(sum, zip(*(call.key_lens for call in problem.calls), strict=True)))
     beside = new if problem.case.is_causal else [0] * len(new)
     return new, [max(0, keys - tokens) for keys, tokens in zip(seen, beside, strict=True)]
 

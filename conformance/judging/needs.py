@@ -16,15 +16,15 @@ def memory_need(case: Case, device_type: str) -> int:
     """Bytes that judging a case takes at most, generously: inputs and their copies, results in float64, workspaces."""
     dims = case.dimensions
     rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
-    widths = rows * (dims.qk_head_dim + dims.v_head_dim) + keys * (dims.qk_head_dim + dims.v_head_dim)
-    inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * widths
-    projected = 3 * 8 * min(case.workspace, keys) * (dims.qk_nope_head_dim + dims.v_head_dim)
+    elements = rows * case.row_elements + keys * case.key_elements
+    inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
+    projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
     judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
-    results = _RESULT_COPIES * 8 * judged * dims.v_head_dim
+    results = _RESULT_COPIES * 8 * judged * case.output_elements
     far = 0 if case.far == "none" else needed_bytes(case)
-    return far + _WORKSPACE + case.heads * (inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0))
+    return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)
 
 
 def operations_of(case: Case) -> float:
     """Useful operations of a case."""
-    return useful_operations(case, case.q, case.kv or (0,) * len(case.q))
+    return useful_operations(case, case.q, case.visible_lens)

@@ -11,11 +11,13 @@ from mla_conformance.problems.decode import decode_problem
 from mla_conformance.problems.layer import layer_problem
 from mla_conformance.problems.prefill import prefill_problem
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.sparse import sparse_problem
 
 _BUILDERS: Mapping[Role, Callable[[Any, torch.device], Problem]] = {
     Role.PREFILL: prefill_problem,
     Role.DECODE: decode_problem,
     Role.LAYER: layer_problem,
+    Role.SPARSE: sparse_problem,
 }
 
 

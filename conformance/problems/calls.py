@@ -1,7 +1,9 @@
 """Calls of a backend's interface, each also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -23,6 +25,8 @@ class Question:
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
         projection: what k and v are projected from, where projecting rounds.
+        selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
+        sink: [N], the logit of each head's sink; None without.
     """
 
     q: torch.Tensor
@@ -33,6 +37,8 @@ class Question:
     causal: bool
     dequantised: bool = False
     projection: Projection | None = None
+    selected: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,11 @@ class AttentionCall(ABC):
         return self.v.shape[-1]
 
     @property
+    def key_lens(self) -> tuple[int, ...]:
+        """Keys that a query of each request may see."""
+        return tuple(stop - start for start, stop in pairwise(self.key_start_loc))
+
+    @property
     def merges(self) -> int:
         """Merges of stored results that the call itself makes."""
         return 0
@@ -83,6 +94,20 @@ class AttentionCall(ABC):
     @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        """The queries as they are handed over, tokens first."""
+        return (self.q,)
+
+    @abstractmethod
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
+
+        Args:
+            case: what the call was made from.
+            requests: numbers of requests.
+            queries: new tokens of each that are kept, with their keys; only a prefill is cut.
+        """
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses."""

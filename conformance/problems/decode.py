@@ -9,14 +9,13 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.cases.case import Layout
 from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.hazards import Site
+from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import Question
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, edges, lay_out, segments, start_loc
-from mla_conformance.problems.paging import write_pages
+from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
+from mla_conformance.problems.paging import PageForm, write_pages
 from mla_conformance.problems.problem import Problem
-from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.sharding import local_positions
 
 
 def decode_problem(case: DecodeCase, device: torch.device) -> Problem:
@@ -29,45 +28,8 @@ def decode_problem(case: DecodeCase, device: torch.device) -> Problem:
     return Problem(case, case.id, device, batch.calls(), batch.whole)
 
 
-class DecodeBatch(Draw[DecodeCase]):
+class DecodeBatch(CachedBatch[DecodeCase]):
     """The batch of a decode case, before and after its tokens are dealt out to ranks."""
-
-    @cached_property
-    def query_lens(self) -> tuple[int, ...]:
-        """Query tokens of each request, rows of padding last."""
-        return self.case.q + (1,) * self.case.pad
-
-    @property
-    def query_start_loc(self) -> tuple[int, ...]:
-        """First query token of each request, and the end."""
-        return start_loc(self.query_lens)
-
-    @cached_property
-    def totals(self) -> tuple[int, ...]:
-        """Cached tokens of each request on all ranks, its new ones included; none of a row of padding."""
-        return tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True)) + (0,) * self.case.pad
-
-    @cached_property
-    def k_scale(self) -> torch.Tensor:
-        """Float32 scalar on the device."""
-        return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
-
-    @cached_property
-    def entries(self) -> torch.Tensor:
-        """[S, width] entries of all tokens, on the CPU."""
-        case, rank = self.case, self.case.kv_lora_rank
-        width = rank + case.dimensions.qk_rope_head_dim
-        keys = self.regime.keys(torch.randn(sum(self.totals), 1, width, generator=self.generator))[:, 0]
-        kv_c = self.regime.values(keys[:, :rank])
-        parts = kv_c.to(self.dtype), keys[:, rank:].to(self.dtype)
-        return encode(*parts, case.cache, float(self.k_scale), case.scales)
-
-    @cached_property
-    def keys(self) -> torch.Tensor:
-        """[S, 1, L + R] float64 on the device: what the entries mean."""
-        case = self.case
-        parts = decode_rows(self.entries, case.cache, float(self.k_scale), *case.latent_dims, self.dtype)
-        return torch.cat(parts, dim=-1).unsqueeze(1).to(self.device)
 
     @cached_property
     def queries(self) -> torch.Tensor:
@@ -96,12 +58,9 @@ class DecodeBatch(Draw[DecodeCase]):
         return tuple(self._call(rank, *operands) for rank in range(self.case.ranks))
 
     def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
-        owned = [
-            [first + position for position in self._positions(total, rank)]
-            for first, total in zip(start_loc(self.totals), self.totals, strict=False)
-        ]
-        lengths, every = [len(rows) for rows in owned], [row for rows in owned for row in rows]
-        pages, keys = write_pages(self.case, self.entries[every], lengths, self.device), self.keys[every]
+        lengths, every = self.owned(rank)
+        pages = write_pages(self.case, PageForm.of(self.case), self.entries[every], lengths, self.device)
+        keys = self.keys[every]
         return DecodeCall(
             q=self.queries,
             k=keys,
@@ -117,16 +76,8 @@ class DecodeBatch(Draw[DecodeCase]):
             lse=self.case.lse,
         )
 
-    def _positions(self, total: int, rank: int) -> Sequence[int]:
-        if self.case.ranks == 1:
-            return range(total)
-        return local_positions(total, rank=rank, world_size=self.case.ranks, interleave=self.case.interleave)
-
     def _metadata(self, rank: int, block_table: torch.Tensor, lengths: Sequence[int]) -> MLACommonDecodeMetadata:
         case, cpu = self.case, torch.device("cpu")
-
-        def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-            return torch.tensor(numbers, dtype=torch.int32, device=device)
 
         return MLACommonDecodeMetadata(
             block_table=block_table,

@@ -7,9 +7,10 @@ from typing import Self
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import start_loc
+from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.problems.rank_question import rank_question
 
 
@@ -55,6 +56,25 @@ class DecodeCall(AttentionCall):
         named = {name: getattr(self, name) for name in ("ql_nope", "q_pe", "kv_cache", "k_scale")}
         named |= {field.name: getattr(self.metadata, field.name) for field in fields(self.metadata)}
         return {f"{name} of {self.name}": x for name, x in named.items() if isinstance(x, torch.Tensor)}
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        """Both parts."""
+        return self.ql_nope, self.q_pe
+
+    def regrouped(self, case: DecodeCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Other rows of the block table and of the queries; the cache stays as it is."""
+        rows, keys = (
+            rows_of(starts, requests).to(self.q.device) for starts in (self.query_start_loc, self.key_start_loc)
+        )
+        metadata = regrouped_metadata(self.metadata, requests)
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in ("q", "ql_nope", "q_pe")},
+            **{name: getattr(self, name)[keys] for name in ("k", "v")},
+            query_start_loc=start_loc(metadata.query_lens_cpu.tolist()),
+            key_start_loc=start_loc(metadata.seq_lens_cpu.tolist()),
+            metadata=metadata,
+        )
 
     def overwritten(self, other: Self) -> Self:
         """What the operands mean changes with them."""

@@ -15,7 +15,7 @@ from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import draw_weights
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
-from mla_conformance.problems.paging import write_pages
+from mla_conformance.problems.paging import PageForm, write_pages
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.reference.cache_layout import decode_rows, encode
@@ -174,7 +174,7 @@ class LayerBatch(Draw[LayerCase]):
     def _expected(self, held: list[Sequence[int]], rows: list[int]) -> ExpectedCache:
         """The cache of a rank that holds these positions of each request, which are these rows of all tokens."""
         lengths = [*map(len, held), *(0 for _ in range(len(self.case.q) + self.case.pad - len(held)))]
-        pages = write_pages(self.case, self.entries[rows], lengths, self.device)
+        pages = write_pages(self.case, PageForm.of(self.case), self.entries[rows], lengths, self.device)
         new = [
             [position >= total - q for position in own]
             for own, total, q in zip(held, self.totals, self.case.q, strict=False)

@@ -12,7 +12,7 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.layer_weights import Linear, PackedLinear, as_linear
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import segments, start_loc
+from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projected import Projection
 
@@ -94,9 +94,9 @@ class LayerCall(AttentionCall):
         image = replace(other.image, cache=self.image.cache)
         return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, image=image)
 
-    def regrouped(self, requests: Sequence[int]) -> Self:
-        """Some of the batch's requests in the given order, prefills and decodes each together, without padding."""
-        new, every = _rows(self.query_start_loc, requests), _rows(self.key_start_loc, requests)
+    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Prefills and decodes each together, without padding."""
+        new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
         return replace(
@@ -144,9 +144,3 @@ class LayerCall(AttentionCall):
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
-
-
-def _rows(starts: tuple[int, ...], requests: Sequence[int]) -> torch.Tensor:
-    """Rows of these requests, one after another."""
-    rows = list(segments(starts))
-    return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])

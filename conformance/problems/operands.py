@@ -52,6 +52,12 @@ def segments(locations: Sequence[int]) -> Iterator[slice]:
     return (slice(a, b) for a, b in pairwise(locations))
 
 
+def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
+    """[n] int64 numbers of the rows of these requests, one request after another."""
+    rows = list(segments(locations))
+    return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])
+
+
 def edges(keys: int, case: Case) -> list[int]:
     """Key positions next to a boundary, most telling first."""
     candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]

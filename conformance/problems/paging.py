@@ -7,7 +7,8 @@ import torch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison
-from mla_conformance.reference.kv_cache import write_rows
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.entry_pages import write_entries
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
@@ -20,26 +21,54 @@ class Pages:
     Attributes:
         cache: [blocks, page, width]; a slice of a buffer of several layers if the case says so.
         block_table: [B, max blocks] int32, on the cache's device.
+        slots: [S] int64, on the CPU; where each token's entry stands, block · page + offset.
     """
 
     cache: torch.Tensor
     block_table: torch.Tensor
+    slots: torch.Tensor
 
 
-def write_pages(case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device) -> Pages:
+@dataclass(frozen=True)
+class PageForm:
+    """What a page is.
+
+    Attributes:
+        layout: of its entries.
+        tokens: how many it holds.
+    """
+
+    layout: str
+    tokens: int
+
+    @staticmethod
+    def of(case: CachedCase) -> "PageForm":
+        """Of a case's own cache."""
+        return PageForm(case.cache, case.page)
+
+    def elements(self, width: int) -> int:
+        """Elements of a page of entries so wide, with what rounds it up."""
+        form = TILED_FORMATS.get(self.layout)
+        return self.tokens * width if form is None else form.page_bytes(self.tokens)
+
+
+def write_pages(
+    case: CachedCase, form: PageForm, entries: torch.Tensor, lengths: Sequence[int], device: torch.device
+) -> Pages:
     """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
 
     Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
     A request without tokens pads a graph's batch, if the case has such rows, or has no key on this rank.
     """
     tokens = torch.tensor(lengths)
-    counts = -(-tokens // case.page)
+    counts = -(-tokens // form.tokens)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=torch.Generator().manual_seed(case.seed)) + 1
-    cache = _poisoned(case, 1 + len(order), entries, device)
+    cache = _poisoned(case, form, 1 + len(order), entries, device)
     position = _positions(tokens)
-    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // case.page]
-    write_rows(cache, entries.to(device), (block * case.page + position % case.page).to(device))
-    return Pages(cache, _block_table(case, counts, order).to(device))
+    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
+    slots = block * form.tokens + position % form.tokens
+    write_entries(cache, entries.to(device), slots.to(device), form.layout)
+    return Pages(cache, _block_table(case, counts, order).to(device), slots)
 
 
 def _positions(lengths: torch.Tensor) -> torch.Tensor:
@@ -47,9 +76,10 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
-def _poisoned(case: CachedCase, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    buffer = poison((blocks, case.layers, case.page, like.shape[1]), like.dtype, device, case.poison)
-    return buffer[:, -1]
+def _poisoned(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    width = like.shape[1]
+    buffer = poison((blocks, case.layers, form.elements(width)), like.dtype, device, case.poison)
+    return buffer[:, -1, : form.tokens * width].unflatten(1, (form.tokens, width))
 
 
 def _block_table(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """A call of a prefill backend, and the metadata of its batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -12,6 +13,7 @@ from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.context import LatentContext
 from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.chunking import ContextChunk
 
 
@@ -52,6 +54,24 @@ class PrefillCall(AttentionCall):
             owned |= {name: getattr(context, name) for name in ("cu_seq_lens", "starts", "seq_lens", "workspace")}
         return owned if self.output_scale is None else {**owned, "output_scale": self.output_scale}
 
+    def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Of new tokens the keys are cut with the queries."""
+        rows = [list(range(s.start, s.stop))[:queries] for s in segments(self.query_start_loc)]
+        seen = [list(range(s.start, s.stop)) for s in segments(self.key_start_loc)]
+        keys = rows if self.chunk_idx is None else seen
+        query_lens, key_lens = ([len(numbers[request]) for request in requests] for numbers in (rows, keys))
+        new, picked = (_joined(numbers, requests, self.q.device) for numbers in (rows, keys))
+        chunks = () if self.chunk_idx is None else one_chunk(key_lens)
+        return replace(
+            self,
+            q=self.q[new],
+            k=self.k[picked],
+            v=self.v[picked],
+            query_start_loc=start_loc(query_lens),
+            key_start_loc=start_loc(key_lens),
+            metadata=assemble_metadata(case, query_lens, chunks, self.q.dtype, self.q.device),
+        )
+
     def output_buffer(self) -> Guarded | None:
         """An output tensor for new tokens, if the case asks for one."""
         if self.chunk_idx is not None or self.out_dtype is None:
@@ -79,6 +99,10 @@ class PrefillCall(AttentionCall):
     def question(self) -> Question:
         """The attention that the call computes."""
         return Question(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None)
+
+
+def _joined(rows: Sequence[list[int]], requests: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([row for request in requests for row in rows[request]], dtype=torch.long, device=device)
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:

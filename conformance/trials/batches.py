@@ -53,7 +53,7 @@ def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Ca
 
 def _cannot_be_padded(case: Case) -> bool:
     """A row of padding has one token, so a batch of several tokens a request is never smaller."""
-    return case.role is Role.DECODE and max(case.q) > 1
+    return case.role is not Role.PREFILL and max(case.q) > 1
 
 
 def _half(length: int) -> int:

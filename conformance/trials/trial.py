@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError, one_line
-from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.driver import Observation, run_calls
@@ -150,7 +150,7 @@ class Trial:
         for instance, problem, _ in both:
             self.asked("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
-            ranks = problem.case.role is Role.DECODE and len(problem.calls) > 1
+            ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
             # Ranks share an instance here, so each of them is prepared just before its call.
             observation = self.run(instance, problem, prepare=ranks)
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))

@@ -1,0 +1,126 @@
+"""EAGER, sparse: an honest online softmax over the listed entries of a cache in plain PyTorch, for CPU and GPU.
+
+All rows of a call go through their lists side by side, tile by tile of their columns, the second cache's lists behind
+those of the first: to the steps of the softmax a row is what a head is to them elsewhere, and its heads are the
+queries. Codes are dequantised to float32, P is rounded to the model's dtype, the output once. Like its twins it is the
+base of the known defects, which override a step, and never counts as certified.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend
+from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
+
+_ROWS = 1024
+"""Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
+
+
+class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
+    """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
+    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
+    supported_index_spaces: ClassVar[list[str]] = list(IndexSpace)
+    supports_topk_length: ClassVar[bool] = True
+    supports_sink: ClassVar[bool] = True
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "EAGER"
+
+    def attend(
+        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`SelectedKeysBackend`."""
+        self._model_dtype = q.dtype
+        output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        for start in range(0, q.shape[0], _ROWS):
+            rows = slice(start, min(start + _ROWS, q.shape[0]))
+            request = self._sparse_metadata.req_id_per_token[rows].long()
+            state = self._attend(q[rows], request, [source.rows(rows) for source in sources], k_scale)
+            found, found_lse = self._finish(state)
+            # Rows are heads to these steps.
+            output[rows], lse[:, rows] = found.transpose(0, 1), found_lse.mT
+        return self._with_sink(output, lse, sink).to(q.dtype), lse
+
+    def _attend(
+        self, q: torch.Tensor, request: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor
+    ) -> SoftmaxState:
+        """State of some rows, q [T, N, D], over all of their lists; ``request`` [T] is that of each row."""
+        queries = q.transpose(0, 1)
+        state = self._initial(queries, queries[..., : self.kv_lora_rank])
+        for source in sources:
+            visible = self._listed(source) & self._held(source)
+            # Nothing is dereferenced that is not listed.
+            slots = self._slots(source, request).masked_fill(~visible, 0)
+            for tile in self._tiles(source.indices.shape[1]):
+                keys = self._keys(source, slots[:, tile], visible[:, tile], k_scale).transpose(0, 1)
+                scores = self._scores(queries, keys).masked_fill(~visible[:, None, tile], -torch.inf)
+                state = self._accumulate(state, scores, self._values(keys))
+        return state
+
+    def _listed(self, source: Selected) -> torch.Tensor:
+        """[T, K] bool: what of the lists counts."""
+        return listed(source.indices, source.length)
+
+    def _held(self, source: Selected) -> torch.Tensor:
+        """[T, K] bool: which of the named keys this rank holds; lists of its own numbers name no others."""
+        if source.space is not IndexSpace.POSITION:
+            return torch.ones_like(source.indices, dtype=torch.bool)
+        metadata = self._sparse_metadata
+        owner = source.indices // metadata.cp_kv_cache_interleave_size % metadata.dcp_world_size
+        return owner == metadata.dcp_rank
+
+    def _slots(self, source: Selected, request: torch.Tensor) -> torch.Tensor:
+        """[T, K] int64 numbers of entries in the cache; anything where a list names no key of this rank."""
+        if source.space is IndexSpace.SLOT:
+            return source.indices.long()
+        metadata, local = self._sparse_metadata, source.indices.long()
+        if source.space is IndexSpace.POSITION:
+            interleave = metadata.cp_kv_cache_interleave_size
+            local = local // (interleave * metadata.dcp_world_size) * interleave + local % interleave
+        if metadata.block_table is None:
+            assert metadata.workspace_starts is not None
+            return metadata.workspace_starts.long()[request].unsqueeze(1) + local
+        page = source.cache.shape[1]
+        columns = (local // page).clamp(0, metadata.block_table.shape[1] - 1)
+        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + local % page
+
+    def _keys(
+        self, source: Selected, slots: torch.Tensor, visible: torch.Tensor, k_scale: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, tile, D] float32; zeros where a list names no key: a weight of 0 times NaN is NaN."""
+        keys = dequantise(self._entries(source, slots), source.layout, k_scale, self._model_dtype)
+        keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
+        return keys.masked_fill(~visible.unsqueeze(-1), 0.0)
+
+    def _entries(self, source: Selected, slots: torch.Tensor) -> torch.Tensor:
+        """[T, tile, width] entries; gathered keys are a cache of pages of one token."""
+        return gather(source.cache, slots, source.layout)
+
+    def _values(self, keys: torch.Tensor) -> torch.Tensor:
+        """[tile, T, L]: the first columns of a key are its value."""
+        return keys[..., : self.kv_lora_rank]
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """To the model's dtype, whatever the dtype of the dequantised values is."""
+        return p.to(self._model_dtype).float()
+
+    def _with_sink(self, output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+        """[T, N, L] with the share of the weights that the keys have beside the sink."""
+        if sink is None:
+            return output
+        share = torch.sigmoid(lse - sink.unsqueeze(1))
+        # Without keys there is nothing to share, whatever the sink is.
+        return output * share.nan_to_num(0.0).mT.unsqueeze(-1)

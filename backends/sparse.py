@@ -1,0 +1,298 @@
+"""The abstract sparse MLA backend: attention of each query token to the keys that a list of its own names.
+
+What vLLM calls a sparse MLA implementation: an indexer has scored the cached tokens and left the numbers of the best in
+``topk_indices``; the kernel gathers them, from a paged cache (``run_sparse_decode``) or from rows that were gathered
+before (``run_sparse_prefill``). Heads share a key of D = L + R columns, whose first L are its value; a model whose
+value holds the rotated part too, such as DeepSeek V4, has R = 0. Sources: FlashMLA's ``flash_mla_with_kvcache`` with
+``indices`` and ``flash_mla_sparse_fwd``, vLLM's ``flashmla_sparse``.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.reference.cache_layout import require_layout
+
+
+@dataclass
+class MLASparseMetadata:
+    """What a sparse backend may know of the batch; B requests, T query tokens, requests end to end.
+
+    A row of padding is a request of one query token without keys: its list names none.
+
+    Attributes:
+        query_start_loc: [B + 1] int32, on the device.
+        req_id_per_token: [T] int32, on the device; the request of each query token.
+        seq_lens: [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered
+            keys, its new ones included.
+        block_table: [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's
+            last page may hold anything.
+        workspace_starts: [B] int32, on the device; row of the gathered keys at which each request begins. None with a
+            cache.
+        index_space: what the lists count; lists of a second cache always count its slots.
+        max_query_len: longest query in tokens; may exceed the true one.
+        max_seq_len: longest sequence in tokens; may exceed the true one.
+        query_lens_cpu: [B] int32, on the CPU.
+        seq_lens_cpu: [B] int32, on the CPU.
+        dcp_world_size: ranks that share the sequences' tokens.
+        dcp_rank: this rank.
+        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
+    """
+
+    query_start_loc: torch.Tensor
+    req_id_per_token: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    workspace_starts: torch.Tensor | None
+    index_space: IndexSpace
+    max_query_len: int
+    max_seq_len: int
+    query_lens_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    dcp_world_size: int = 1
+    dcp_rank: int = 0
+    cp_kv_cache_interleave_size: int = 1
+
+
+class MLASparseSelectorConfig(NamedTuple):
+    """What a sparse backend is validated against; hashable.
+
+    Attributes:
+        call: ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype.
+        dtype: of the queries and of the output.
+        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``.
+        block_size: tokens of a page.
+        kv_lora_rank: L.
+        qk_rope_head_dim: R.
+        num_heads: N.
+        topk: columns of the lists.
+        index_space: what the lists count.
+        topk_length: whether lengths are handed over beside the lists.
+        sink: whether sinks are handed over.
+        duplicates: whether a list may name a key twice.
+        lse: whether the LSE is asked for.
+        extra_kv_cache_dtype: layout of a second cache; None without one.
+        extra_block_size: tokens of its pages.
+        extra_topk: columns of its lists.
+        dcp_world_size: ranks that share a sequence.
+        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
+    """
+
+    call: str
+    dtype: torch.dtype
+    kv_cache_dtype: str
+    block_size: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    num_heads: int
+    topk: int
+    index_space: str = IndexSpace.SLOT
+    topk_length: bool = False
+    sink: bool = False
+    duplicates: bool = False
+    lse: bool = True
+    extra_kv_cache_dtype: str | None = None
+    extra_block_size: int = 0
+    extra_topk: int = 0
+    dcp_world_size: int = 1
+    tile_scales: str = "float32"
+
+
+class MLASparseBackend(KernelBackend):
+    """Attention to selected keys.
+
+    Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
+
+    Attributes:
+        supported_calls: ``decode``, ``prefill`` or both; the other one is refused.
+        supported_kv_cache_dtypes: layouts of the cache that a decode reads.
+        supported_extra_kv_cache_dtypes: those of a second cache; none of them means no second cache.
+        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
+        supported_latent_dims: pairs (L, R); empty means any.
+        supported_heads: numbers of heads; empty means any.
+        supported_topk: numbers of columns of a list.
+        supported_index_spaces: what the lists may count.
+        supports_topk_length: whether lengths may be handed over beside the lists.
+        supports_sink: whether sinks may be.
+        supports_duplicates: whether a list may name a key twice, which then counts twice.
+        returns_lse: whether an LSE can be asked for.
+        cudagraph_support: what may be captured in a CUDA graph.
+    """
+
+    supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
+    supported_heads: ClassVar[list[int]] = []
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]
+    supports_topk_length: ClassVar[bool] = False
+    supports_sink: ClassVar[bool] = False
+    supports_duplicates: ClassVar[bool] = True
+    returns_lse: ClassVar[bool] = True
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Page sizes of a cache, in tokens."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLASparseSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        reasons.extend(cls._shape_reasons(selector_config))
+        reasons.extend(cls._list_reasons(selector_config))
+        if selector_config.call == "decode":
+            reasons.extend(cls._cache_reasons(selector_config))
+            reasons.extend(cls._extra_reasons(selector_config))
+        return reasons
+
+    @classmethod
+    def _shape_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
+        if config.call not in cls.supported_calls:
+            yield f"sparse {config.call} not supported"
+        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
+            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+        if cls.supported_heads and config.num_heads not in cls.supported_heads:
+            yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
+        if config.sink and not cls.supports_sink:
+            yield "sinks not supported"
+        if config.lse and not cls.returns_lse:
+            yield "LSE not declared"
+
+    @classmethod
+    def _list_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        if not accepts_block_size(cls.supported_topk, config.topk):
+            yield f"topk {config.topk} not supported"
+        if config.index_space not in cls.supported_index_spaces:
+            read = ", ".join(cls.supported_index_spaces)
+            yield f"lists that count by {config.index_space} not supported (supported: {read})"
+        if config.topk_length and not cls.supports_topk_length:
+            yield "topk_length not supported"
+        if config.duplicates and not cls.supports_duplicates:
+            yield "lists that name a key twice not supported"
+
+    @classmethod
+    def _cache_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        layout = layout_of(config.kv_cache_dtype)
+        if layout not in cls.supported_kv_cache_dtypes:
+            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
+        elif layout == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
+            read = ", ".join(cls.supported_tile_scales)
+            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
+        if reason := contradiction(config.kv_cache_dtype, config.dtype):
+            yield reason
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
+
+    @classmethod
+    def _extra_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        """About a second cache."""
+        if config.extra_kv_cache_dtype is None:
+            return
+        if layout_of(config.extra_kv_cache_dtype) not in cls.supported_extra_kv_cache_dtypes:
+            yield f"a second cache of {config.extra_kv_cache_dtype} not supported"
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.extra_block_size):
+            yield f"block_size {config.extra_block_size} of a second cache not supported"
+        if not accepts_block_size(cls.supported_topk, config.extra_topk):
+            yield f"topk {config.extra_topk} of a second cache not supported"
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_cache_dtype: str,
+        vllm_config: Any,
+        extra_kv_cache_dtype: str | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.scale = scale
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
+        self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
+        self.vllm_config = vllm_config
+
+    def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
+        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
+        self._sparse_metadata = sparse_metadata
+
+    @abstractmethod
+    def run_sparse_decode(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        topk_indices: torch.Tensor,
+        return_softmax_lse: bool,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        extra_kv_cache: torch.Tensor | None = None,
+        extra_topk_indices: torch.Tensor | None = None,
+        extra_topk_length: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of each query token to the entries of a paged cache that its list names; no other mask.
+
+        Args:
+            q: [T, N, D], absorbed and rotated; any strides.
+            kv_cache: [blocks, page, D] of the model's dtype (``auto``) or of e4m3 (``fp8``), or [blocks, page, bytes of
+                an entry] uint8; the stride between blocks may exceed a packed block.
+            k_scale: float32 scalar tensor, the value that code 1.0 of an ``fp8`` cache stands for; without influence
+                on the other layouts.
+            topk_indices: [T, K] int32, in the metadata's index space; -1 names no key, wherever it stands.
+            return_softmax_lse: whether to return the LSE as well.
+            topk_length: [T] int32; entries of a list from there on are no part of it, whatever they hold.
+            attn_sink: [N] float32, the logit of each head's sink, natural: it takes its share of the weights, so the
+                output becomes output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
+            extra_kv_cache: a second cache of ``extra_kv_cache_dtype``, attended to together with the first.
+            extra_topk_indices: [T, K'] int32 slots of it, or -1.
+            extra_topk_length: [T] int32, likewise.
+
+        Returns:
+            The output [T, N, L] of the query's dtype, or (output, lse) with lse [N, T] float32, natural logarithm; a
+            row without keys is 0 and -inf.
+        """
+
+    @abstractmethod
+    def run_sparse_prefill(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        topk_indices: torch.Tensor,
+        return_softmax_lse: bool,
+        topk_length: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of each query token to the gathered rows that its list names; no other mask.
+
+        Args:
+            q: [T, N, D].
+            kv: [S, 1, D] of the query's dtype.
+            topk_indices: [T, K] int32 rows of ``kv``, or in the metadata's index space; -1 names none.
+            return_softmax_lse: whether to return the LSE as well.
+            topk_length: [T] int32.
+            attn_sink: [N] float32.
+
+        Returns:
+            As of :meth:`run_sparse_decode`.
+        """

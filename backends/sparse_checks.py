@@ -1,0 +1,104 @@
+"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.11, with expected and got."""
+
+import torch
+
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.selected import NO_KEY
+
+
+def check_operands(
+    backend: MLASparseBackend, metadata: MLASparseMetadata, q: torch.Tensor, attn_sink: torch.Tensor | None
+) -> None:
+    """Refuse queries and sinks that do not fit the metadata; reads no device memory.
+
+    Raises:
+        ValueError: other shapes or dtypes.
+    """
+    heads, width = backend.num_heads, backend.kv_lora_rank + backend.qk_rope_head_dim
+    tokens = int(metadata.query_lens_cpu.sum())
+    if q.shape != (tokens, heads, width):
+        raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
+    if attn_sink is not None and (attn_sink.shape != (heads,) or attn_sink.dtype != torch.float32):
+        raise ValueError(
+            f"attn_sink: expected [{heads}] of torch.float32, a logit for each head, got {list(attn_sink.shape)} of "
+            f"{attn_sink.dtype}"
+        )
+
+
+def check_lists(name: str, indices: torch.Tensor, topk_length: torch.Tensor | None, tokens: int) -> None:
+    """Refuse lists and lengths that are not int32, or not one for each query token; reads no device memory.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if indices.dtype != torch.int32:
+        raise ValueError(f"{name}: expected lists of torch.int32, got {indices.dtype}; convert them")
+    if indices.dim() != 2 or indices.shape[0] != tokens:
+        raise ValueError(f"{name}: expected a list for each of {tokens} query tokens, got shape {list(indices.shape)}")
+    if topk_length is not None and (topk_length.shape != (tokens,) or topk_length.dtype != torch.int32):
+        raise ValueError(
+            f"topk_length: expected [{tokens}] of torch.int32, the length of each list of {name}, got "
+            f"{list(topk_length.shape)} of {topk_length.dtype}"
+        )
+
+
+def check_selection(name: str, indices: torch.Tensor, topk_length: torch.Tensor | None, limit: torch.Tensor) -> None:
+    """Refuse lengths beyond the list and numbers that name nothing; reads the lists.
+
+    Args:
+        name: how messages call the lists.
+        indices: [T, K] int32.
+        topk_length: [T] int32, or None.
+        limit: [1, 1] or [T, 1], on the device; numbers from 0 to below it name a key.
+
+    Raises:
+        ValueError: a length or a number out of range, with the row where it stands.
+    """
+    columns = indices.shape[1]
+    if topk_length is not None:
+        off = (topk_length < 0) | (topk_length > columns)
+        if bool(off.any()):
+            row = int(off.nonzero()[0])
+            got = int(topk_length[row])
+            raise ValueError(f"topk_length: expected 0 to {columns}, the columns of {name}, got {got} in row {row}")
+    outside = listed(indices, topk_length) & ((indices < NO_KEY) | (indices >= limit))
+    if bool(outside.any()):
+        row, column = outside.nonzero()[0].tolist()
+        most = int(limit.expand(len(indices), 1)[row]) - 1
+        got = int(indices[row, column])
+        raise ValueError(f"{name}: expected 0 to {most}, or -1, got {got} in row {row}, column {column}")
+
+
+def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
+    """[T, K] bool: what of the lists counts and names a key."""
+    named = indices != NO_KEY
+    if topk_length is None:
+        return named
+    return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
+
+
+def names_twice(indices: torch.Tensor, topk_length: torch.Tensor | None) -> bool:
+    """Whether a list names a key more than once; reads the lists."""
+    ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
+
+
+def check_cache(name: str, cache: torch.Tensor, layout: str, backend: MLASparseBackend, dtype: torch.dtype) -> None:
+    """Refuse a cache of another form than the layout's; reads no device memory.
+
+    Raises:
+        ValueError: another width or dtype, or keys that the layout has no room for.
+    """
+    dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
+    width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
+    if cache.dim() == 3 and cache.shape[2] == width and cache.dtype == stored:
+        return
+    fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
+    others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
+    hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
+    raise ValueError(
+        f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "
+        f"{hint}"
+    )

@@ -1,0 +1,102 @@
+"""The forms of a cache entry that holds codes in tiles, each tile with a scale of its own. No torch.
+
+An entry is the key of one token, whose first L columns are its value. Its first ``coded`` columns are stored as codes,
+the others, if any, as plain values of 16 bits. Sources: vLLM's ``concat_and_cache_ds_mla``; FlashMLA's README and the
+quantisation of its tests, for V3.2, V4 and V4.1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+SCALES = {"float32": 4, "ue8m0": 1, "e4m3": 1}
+"""Bytes of a tile's scale: a float32 number, a power of two as its biased exponent, or a code."""
+CODE_BITS = {"e4m3": 8, "e2m1": 4}
+_SIXTEEN_BITS = 2
+
+
+@dataclass(frozen=True)
+class TiledFormat:
+    """One form.
+
+    Attributes:
+        name: by which a configuration calls it.
+        dims: the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it.
+        codes: what a code is, a name in :data:`CODE_BITS`; of two in a byte the first column has the low half.
+        coded: columns stored as codes.
+        tile: columns that share a scale.
+        scales: what a scale is, a name in :data:`SCALES`.
+        plain: columns stored as they are, behind the coded ones.
+        padding: unused bytes behind the scales.
+        scales_behind_page: whether the scales of a page stand behind the rest of all its entries; otherwise those of
+            an entry stand in it, between codes and plain values.
+        page_multiple: bytes of a page are rounded up to a multiple of this.
+        extra_only: whether only a second cache has it.
+    """
+
+    name: str
+    dims: tuple[tuple[int, int], ...]
+    codes: str
+    coded: int
+    tile: int
+    scales: str
+    plain: int = 0
+    padding: int = 0
+    scales_behind_page: bool = False
+    page_multiple: int = 1
+    extra_only: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Scales of an entry."""
+        return self.coded // self.tile
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of an entry's codes."""
+        return self.coded * CODE_BITS[self.codes] // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of an entry's scales, padding included."""
+        return self.tiles * SCALES[self.scales] + self.padding
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of an entry's plain values."""
+        return self.plain * _SIXTEEN_BITS
+
+    @property
+    def width(self) -> int:
+        """Bytes of an entry."""
+        return self.code_bytes + self.scale_bytes + self.plain_bytes
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of an entry that stand together in a page: all of them, or first the data and then the scales."""
+        return (self.width - self.scale_bytes, self.scale_bytes) if self.scales_behind_page else (self.width,)
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes of a page of so many tokens."""
+        return -(-page * self.width // self.page_multiple) * self.page_multiple
+
+
+_FORMATS = (
+    TiledFormat("fp8_ds_mla", ((512, 64), (512, 0)), "e4m3", coded=512, tile=128, scales="float32", plain=64),
+    TiledFormat(
+        "fp8_v4",
+        ((512, 0),),
+        "e4m3",
+        coded=448,
+        tile=64,
+        scales="ue8m0",
+        plain=64,
+        padding=1,
+        scales_behind_page=True,
+        page_multiple=576,
+    ),
+    TiledFormat("fp8_v41", ((512, 0),), "e4m3", coded=512, tile=32, scales="ue8m0"),
+    TiledFormat("fp4_v41", ((512, 0),), "e2m1", coded=512, tile=16, scales="e4m3", extra_only=True),
+)
+TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
+"""The forms by name: DeepSeek V3.2's 656 bytes, V4's 584, V4.1's 528 and the 288 of its second cache."""
