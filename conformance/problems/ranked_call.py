@@ -6,9 +6,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from mla_conformance.cases.layer import LayerCase
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import ProblemError
 
 
 class RanksDriver(Protocol):
@@ -56,6 +58,14 @@ class RankedCall(AttentionCall):
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands of each rank."""
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
+
+    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Not here: which entries a rank writes goes by the whole batch.
+
+        Raises:
+            ProblemError: always.
+        """
+        raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def overwritten(self, other: Self) -> Self:
         """The other batch, at the addresses of this one."""

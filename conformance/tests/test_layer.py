@@ -23,6 +23,7 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.operands import ProblemError
 from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.cache_layout import encode
@@ -228,6 +229,8 @@ def test_ranks_write_each_new_token_once_and_divide_the_heads() -> None:
     assert sum(len(part.image.slots) for part in call.parts) == 4
     assert [part.q.shape[1] for part in call.parts] == [2, 2, 2]
     assert torch.equal(call.q, alone.q) and torch.equal(call.question().k, alone.question().k)
+    with pytest.raises(ProblemError, match="a batch on ranks cannot be regrouped; expected ranks=1"):
+        call.regrouped(Case.parse(f"{text};ranks=3"), [1, 0], None)
 
 
 def test_what_one_rank_returns_or_writes_wrongly_is_told(source: str) -> None:
