@@ -230,7 +230,7 @@ def test_ranks_write_each_new_token_once_and_divide_the_heads() -> None:
     assert [part.q.shape[1] for part in call.parts] == [2, 2, 2]
     assert torch.equal(call.q, alone.q) and torch.equal(call.question().k, alone.question().k)
     with pytest.raises(ProblemError, match="a batch on ranks cannot be regrouped; expected ranks=1"):
-        call.regrouped(Case.parse(f"{text};ranks=3"), [1, 0], None)
+        call.regrouped(call.parts[0].case, [1, 0], None)
 
 
 def test_what_one_rank_returns_or_writes_wrongly_is_told(source: str) -> None:
