@@ -186,6 +186,7 @@ class MLASparseBackendEnum(BackendEnum):
     """Every sparse MLA backend."""
 
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
+    FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 
