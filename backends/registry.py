@@ -187,6 +187,8 @@ class MLASparseBackendEnum(BackendEnum):
 
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
+    FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
+    FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 
