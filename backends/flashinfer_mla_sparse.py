@@ -15,8 +15,8 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse import NO_KEY
 from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.reference.selected import NO_KEY
 
 _WORKSPACE_BYTES = 128 << 20
 _STATISTICS_BYTES = 8 * 256

@@ -186,6 +186,10 @@ class MLASparseBackendEnum(BackendEnum):
     """Every sparse MLA backend."""
 
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
+    TORCH_SDPA = (
+        "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
+        "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
+    )
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
     FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"

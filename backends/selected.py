@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import get_device_capability
-from mla_conformance.backends.sparse import IndexSpace, MLASparseBackend, MLASparseSelectorConfig
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import check_cache, check_lists, check_operands, check_selection
 
 

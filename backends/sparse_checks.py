@@ -1,10 +1,11 @@
-"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.10, with expected and got."""
+"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.11, with expected and got."""
 
 import torch
 
-from mla_conformance.backends.sparse import NO_KEY, MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.selected import NO_KEY
 
 
 def check_operands(

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.latent_entries import dequantise, gather
-from mla_conformance.backends.sparse import NO_KEY, IndexSpace, MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.entry_pages import write_entries
-from mla_conformance.reference.selected import selected_attention
+from mla_conformance.reference.selected import NO_KEY, selected_attention
 
 TOKENS, KEYS, LATENT, SCALE, K_SCALE = 5, 70, 512, 0.05, 0.25
 _KEYLESS, _HUGE = 2, 2**30
