@@ -79,6 +79,12 @@ def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Ten
     return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
 
 
+def names_twice(indices: torch.Tensor, topk_length: torch.Tensor | None) -> bool:
+    """Whether a list names a key more than once; reads the lists."""
+    ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
+
+
 def check_cache(name: str, cache: torch.Tensor, layout: str, backend: MLASparseBackend, dtype: torch.dtype) -> None:
     """Refuse a cache of another form than the layout's; reads no device memory.
 

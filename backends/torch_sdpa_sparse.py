@@ -21,7 +21,7 @@ from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 _GATHERED_ELEMENTS = 2**28
 """Elements of keys that are gathered at once: half a GiB of 16 bits."""
 _ALIGNMENT = 16
-"""Keys of a call are a multiple of this, for kernels that load masks in vectors."""
+"""Columns of lists that are a multiple of this suit a kernel that loads masks in vectors."""
 
 _ADAPTED = (
     Deviation("no lists", "gathers the named entries of every query token; a column that names none is masked"),
@@ -36,7 +36,6 @@ class TorchSDPASparseBackend(SelectedKeysBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(_ALIGNMENT)]
     supports_topk_length: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     declaration: ClassVar[Declaration] = Declaration(
@@ -110,6 +109,7 @@ class TorchEfficientSparseBackend(TorchSDPASparseBackend):
     """
 
     variant: ClassVar[str] = "efficient"
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(_ALIGNMENT)]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
         rounding=Rounding(dequantised_keys=Precision.MODEL),

@@ -1,7 +1,7 @@
 """The sparse backends of this project: what they compute, the laws that lists give, and what they refuse."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -311,6 +311,16 @@ def test_an_unknown_layout_is_refused_with_the_known_ones() -> None:
 
 
 def test_what_is_not_declared_is_refused_by_the_call_too() -> None:
+    class Confined(EagerSparseBackend):
+        supports_duplicates = False
+        supported_heads: ClassVar[list[int]] = [64]
+
     q, cache, _ = operands()
-    with pytest.raises(UnsupportedConfiguration, match="TORCH_SDPA: sinks not supported; topk 15 not supported"):
-        decoded(made(TorchSDPASparseBackend), q, cache, slots_of(lists(15)), attn_sink=torch.zeros(2))
+    with pytest.raises(UnsupportedConfiguration, match="TORCH_SDPA: sinks not supported"):
+        decoded(made(TorchSDPASparseBackend), q, cache, slots_of(lists()), attn_sink=torch.zeros(2))
+    indices = slots_of(lists())
+    with pytest.raises(UnsupportedConfiguration, match=r"EAGER: 2 heads not supported \(supported: \[64\]\)$"):
+        decoded(made(Confined), q, cache, indices)
+    indices[0, 1] = indices[0, 0]
+    with pytest.raises(UnsupportedConfiguration, match="lists that name a key twice not supported"):
+        decoded(made(Confined), q, cache, indices)

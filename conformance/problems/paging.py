@@ -36,10 +36,12 @@ class PageForm:
     Attributes:
         layout: of its entries.
         tokens: how many it holds.
+        guards: blocks of poison before the first one and behind the last, which no number names.
     """
 
     layout: str
     tokens: int
+    guards: int = 0
 
     @staticmethod
     def of(case: CachedCase) -> "PageForm":
@@ -78,8 +80,10 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
 
 def _poisoned(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     width = like.shape[1]
-    buffer = poison((blocks, case.layers, form.elements(width)), like.dtype, device, case.poison)
-    return buffer[:, -1, : form.tokens * width].unflatten(1, (form.tokens, width))
+    size = blocks + 2 * form.guards
+    buffer = poison((size, case.layers, form.elements(width)), like.dtype, device, case.poison)
+    inside = buffer[form.guards : size - form.guards, -1, : form.tokens * width]
+    return inside.unflatten(1, (form.tokens, width))
 
 
 def _block_table(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

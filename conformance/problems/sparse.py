@@ -26,6 +26,8 @@ from mla_conformance.reference.selected import NO_KEY
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
+_GUARDS = 1
+"""Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
 _COUNTED_ELEMENTS = 2**28
 """Elements of the queries from which they are drawn on the device."""
 
@@ -218,7 +220,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         names = ("extra_kv_cache", "extra_topk_indices", "extra_topk_length")
         if self.extra is None:
             return dict.fromkeys(names)
-        form = PageForm(self.case.extra, self.case.extra_page)
+        form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
         pages = write_pages(self.case, form, self.extra.entries, self.extra.lengths, self.device)
         lists = self.extra.lists
         handed = self._handed(lists, lists.renumbered(pages.slots).keys)
@@ -227,12 +229,14 @@ class SparseBatch(CachedBatch[SparseCase]):
     def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
         """The entries in pages; or gathered, each request behind a few rows of poison, where slots are rows."""
         if self.case.is_paged:
-            return write_pages(self.case, PageForm.of(self.case), entries, lengths, self.device)
+            form = PageForm(self.case.cache, self.case.page, _GUARDS)
+            return write_pages(self.case, form, entries, lengths, self.device)
         spare, rows = self.case.spare, start_loc(lengths)
         request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         slots = torch.arange(len(entries)) + spare * (request + 1)
-        size = rows[-1] + spare * (len(lengths) + 1)
-        gathered = poison((max(1, size), 1, entries.shape[1]), entries.dtype, self.device, self.case.poison)
+        size = max(1, rows[-1] + spare * (len(lengths) + 1))
+        buffer = poison((size + 2 * _GUARDS, 1, entries.shape[1]), entries.dtype, self.device, self.case.poison)
+        gathered = buffer[_GUARDS : size + _GUARDS]
         gathered[slots.to(self.device), 0] = entries.to(self.device)
         starts = int32([first + spare * (number + 1) for number, first in enumerate(rows[:-1])], self.device)
         return Pages(gathered, starts, slots)
