@@ -17,17 +17,19 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 
-_FORK = Library(
+FORK = Library(
     "flash_mla", "sgl-flash-mla", extra("flashmla"), "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
 )
-_DEEPSEEK = Library("flash_mla", "flash-mla", _FORK.command)
+"""The build on the package index."""
+
+_DEEPSEEK = Library("flash_mla", "flash-mla", FORK.command)
 _PAGE = 64
 
 
 class FlashMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches over pages of 64 tokens."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (_FORK,)
+    libraries: ClassVar[tuple[Library, ...]] = (FORK,)
     needed_capability: ClassVar[str] = "9.0"
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
@@ -74,18 +76,18 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
     def kernel_evidence(self) -> dict[str, str]:
         """Which build served."""
         library = _package()
-        kernels = {"kernels": "legacy"} if _is_fork(library.load()) else {}
+        kernels = {"kernels": "legacy"} if is_fork(library.load()) else {}
         return {library.distribution: library.version(), **kernels}
 
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`PagedDecodeBackend`."""
-        metadata, library = self._decode_metadata, _FORK.load()
+        metadata, library = self._decode_metadata, FORK.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())
         query = torch.cat([ql_nope, q_pe], dim=-1).view(requests, queries, self.num_heads, -1)
         schedule, _ = library.get_mla_metadata()
-        build: dict[str, Any] = {"use_legacy": True} if _is_fork(library) else {}
+        build: dict[str, Any] = {"use_legacy": True} if is_fork(library) else {}
         output, lse = library.flash_mla_with_kvcache(
             query,
             aligned(kv_cache).unsqueeze(2),
@@ -102,16 +104,17 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
 
 def _package() -> Library:
     """The distribution that the installed module comes from."""
-    return _FORK if _is_fork(_FORK.load()) else _DEEPSEEK
+    return FORK if is_fork(FORK.load()) else _DEEPSEEK
 
 
-def _is_fork(library: Any) -> bool:
+def is_fork(library: Any) -> bool:
+    """Whether a module ``flash_mla`` is that build."""
     return "use_legacy" in inspect.signature(library.flash_mla_with_kvcache).parameters
 
 
 def _lacks(library: Any) -> list[str]:
     """Why this build has no dense decode kernel to call; empty if it has."""
-    if _is_fork(library):
+    if is_fork(library):
         return [] if library.has_legacy() else ["it was built without its legacy kernels, dense decode among them"]
     if inspect.signature(library.flash_mla_with_kvcache).parameters["is_fp8_kvcache"].default:
         return ["DeepSeek's release of 2026-09-30 and later ones have no dense decode"]

@@ -190,6 +190,15 @@ class MLASparseBackendEnum(BackendEnum):
         "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
         "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
     )
+    FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
+    FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
+    FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
+    SGLANG_TRITON_SPARSE = (
+        "mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseBackend",
+        "union2=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion2",
+        "union4=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion4",
+        "interpreted=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseInterpreted",
+    )
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 

@@ -157,6 +157,7 @@ class SelectedKeysBackend(MLASparseBackend):
             topk_length=main.length is not None,
             sink=sink is not None,
             lse=lse,
+            tile_scales=self.supported_tile_scales[0],  # the cache alone knows
             dcp_world_size=self._sparse_metadata.dcp_world_size,
             extra_kv_cache_dtype=extra.layout if extra else None,
             extra_block_size=extra.cache.shape[1] if extra else 0,

@@ -59,6 +59,11 @@ class CachedCase(Case):
         return self.q
 
     @property
+    def is_merged(self) -> bool:
+        """Whether the states of several ranks are merged."""
+        return self.ranks > 1
+
+    @property
     def asks(self) -> tuple[str, ...]:
         """Beyond one query token a request and a plain cache of pages of 64 tokens."""
         several = "uniform" if len(set(self.q)) == 1 else "nonuniform"

@@ -16,11 +16,6 @@ class DecodeCase(CachedCase):
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
 
     @property
-    def is_merged(self) -> bool:
-        """Whether the states of several ranks are merged."""
-        return self.ranks > 1
-
-    @property
     def profile(self) -> str:
         """The role."""
         return self.call

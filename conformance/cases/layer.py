@@ -61,6 +61,11 @@ class LayerCase(CachedCase):
         """New tokens of each request that decodes."""
         return self.q[self.decoding.start : self.decoding.stop]
 
+    @property
+    def is_merged(self) -> bool:
+        """Ranks of a layer merge their states themselves."""
+        return False
+
     def heads_of(self, rank: int) -> slice:
         """The heads that a rank computes: equal shares, in order."""
         each = self.heads // self.ranks

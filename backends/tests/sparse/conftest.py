@@ -1,0 +1,201 @@
+"""Sparse adapters driven through lists with holes over a poisoned cache, and what a library computes of such lists."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.selected import NO_KEY, selected_attention
+
+TOKENS, KEYS, LATENT, SCALE, K_SCALE = 5, 70, 512, 0.05, 0.25
+_KEYLESS, _HUGE = 2, 2**30
+
+
+class Lists(NamedTuple):
+    """Keys [S, D] float64, the cache that holds them, the lists [T, K] of its slots, and their lengths, if any."""
+
+    keys: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    indices: torch.Tensor
+    length: torch.Tensor | None
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """[T, K] int64: which key each entry names, or -1."""
+        number = torch.full((int(self.slots.max()) + 1,), NO_KEY)
+        number[self.slots] = torch.arange(len(self.slots))
+        named = listed(self.indices, self.length)
+        return torch.where(named, number[self.indices.long().masked_fill(~named, 0)], NO_KEY)
+
+
+def attended(
+    q: torch.Tensor, keys: torch.Tensor, lists: torch.Tensor, scale: float, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of q [T, N, D], keys [S, D] and numbers of them [T, K], or -1: output [T, N, L] of q's dtype, LSE [T, N]."""
+    state = selected_attention(q, keys[:, None], keys[:, None, :LATENT], lists, scale=scale, sink=sink)
+    return state.output.to(q.dtype), state.lse.mT.float()
+
+
+@pytest.fixture
+def sparse_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`attended`."""
+    return attended
+
+
+@pytest.fixture
+def slots_of() -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """Every slot of a cache [blocks, page, width] of a layout, as a kernel reads it: [S, D]."""
+
+    def read(cache: torch.Tensor, layout: str) -> torch.Tensor:
+        slots = torch.arange(cache.shape[0] * cache.shape[1])
+        return dequantise(gather(cache, slots, layout), layout, torch.tensor(1.0), torch.bfloat16)
+
+    return read
+
+
+@pytest.fixture
+def selects(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLASparseBackend]:
+    """Drive a sparse adapter and hold what it returns against the definition.
+
+    Args of the result: the class; ``layout`` of the cache, or None for gathered keys, and ``page``; ``heads``,
+    ``topk``, ``rope``; ``length``, ``sink`` and ``extra``: what is handed over besides; ``keyless``: whether one list
+    names nothing; ``lse``: whether it is asked for.
+    """
+
+    def check(
+        backend_class: type[MLASparseBackend],
+        layout: str | None,
+        page: int = 64,
+        heads: int = 64,
+        topk: int = 128,
+        rope: int = 64,
+        length: bool = False,
+        sink: bool = False,
+        extra: bool = False,
+        keyless: bool = True,
+        lse: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> MLASparseBackend:
+        # The stand-in is all that the adapter needs, and it runs on a CPU.
+        monkeypatch.setattr(backend_class, "missing_dependencies", list)
+        monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
+        stored, second = layout or "auto", layout if extra else None
+        backend = backend_class(heads, SCALE, LATENT, 128, rope, 128, stored, None, second)
+        generator = torch.Generator().manual_seed(topk + heads)
+        q = torch.randn(TOKENS, heads, LATENT + rope, generator=generator).to(dtype)
+        sources = [_drawn(stored, page if layout else 1, topk, rope, length, keyless, dtype, generator)]
+        if extra:
+            sources.append(_drawn(stored, 2 * page, topk // 2, rope, length, keyless, dtype, generator))
+        sinks = torch.randn(heads, generator=generator) if sink else None
+        backend.prepare_metadata(_metadata(paged=layout is not None))
+        output, got = _called(backend, q, sources, sinks, layout is not None, lse)
+        _agrees(output, got, q, sources, sinks)
+        return backend
+
+    return check
+
+
+def _drawn(
+    layout: str,
+    page: int,
+    topk: int,
+    rope: int,
+    length: bool,
+    keyless: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Lists:
+    """Keys at shuffled slots of a cache that is poison elsewhere, and lists with holes; behind lengths huge numbers."""
+    latents = torch.randn(KEYS, LATENT + rope, generator=generator).to(dtype)
+    rows = encode(latents[:, :LATENT], latents[:, LATENT:], layout, K_SCALE, "pow2" if rope else "float32")
+    slots = torch.randperm(2 * KEYS, generator=generator)[:KEYS]
+    cache = _poisoned(layout, page, -(-2 * KEYS // page), rope, dtype)
+    write_entries(cache, rows, slots, layout)
+    indices = torch.full((TOKENS, topk), NO_KEY, dtype=torch.int32)
+    counts = torch.randint(1, topk + 1, (TOKENS,), generator=generator)
+    for token in range(TOKENS):
+        columns = torch.randperm(int(counts[token]), generator=generator)[: KEYS // 2]
+        if token != _KEYLESS or not keyless:
+            indices[token, columns] = slots[torch.randperm(KEYS, generator=generator)[: len(columns)]].int()
+    if length:
+        indices[torch.arange(topk) >= counts[:, None]] = _HUGE
+    keys = torch.cat(decode_rows(rows, layout, K_SCALE, LATENT, rope, dtype), dim=-1)
+    return Lists(keys, cache, slots, indices, counts.int() if length else None)
+
+
+def _poisoned(layout: str, page: int, blocks: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
+    """[blocks, page, width] of NaN, each block with what rounds a page up behind it."""
+    stored, width = cache_dtype(layout, dtype), entry_width(layout, LATENT, rope)
+    form = TILED_FORMATS.get(layout)
+    size = form.page_bytes(page) if form else page * width
+    if stored.is_floating_point and stored.itemsize > 1:
+        return torch.full((blocks, page, width), torch.nan, dtype=stored)
+    buffer = torch.full((blocks, size), 0xFF, dtype=torch.uint8)
+    return buffer[:, : page * width].unflatten(1, (page, width)).view(stored)
+
+
+def _metadata(paged: bool) -> MLASparseMetadata:
+    """Each query token is a request."""
+    ones = torch.ones(TOKENS, dtype=torch.int32)
+    tables = torch.zeros(TOKENS, 1, dtype=torch.int32)
+    return MLASparseMetadata(
+        query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
+        req_id_per_token=torch.arange(TOKENS, dtype=torch.int32),
+        seq_lens=KEYS * ones,
+        block_table=tables if paged else None,
+        workspace_starts=None if paged else tables[:, 0],
+        index_space=IndexSpace.SLOT,
+        max_query_len=1,
+        max_seq_len=KEYS,
+        query_lens_cpu=ones,
+        seq_lens_cpu=KEYS * ones,
+    )
+
+
+def _called(
+    backend: MLASparseBackend,
+    q: torch.Tensor,
+    sources: list[Lists],
+    sink: torch.Tensor | None,
+    paged: bool,
+    lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    main, given = sources[0], {} if sink is None else {"attn_sink": sink}
+    given |= {} if main.length is None else {"topk_length": main.length}
+    for extra in sources[1:]:
+        given |= {"extra_kv_cache": extra.cache, "extra_topk_indices": extra.indices}
+        given |= {} if extra.length is None else {"extra_topk_length": extra.length}
+    if paged:
+        found: Any = backend.run_sparse_decode(q, main.cache, torch.tensor(K_SCALE), main.indices, lse, **given)
+    else:
+        found = backend.run_sparse_prefill(q, main.cache, main.indices, lse, **given)
+    return found if lse else (found, None)
+
+
+def _agrees(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    sources: list[Lists],
+    sink: torch.Tensor | None,
+) -> None:
+    keys, numbers = sources[0].keys, sources[0].numbers
+    for extra in sources[1:]:
+        behind = extra.numbers
+        numbers = torch.cat((numbers, torch.where(behind == NO_KEY, NO_KEY, behind + len(keys))), dim=1)
+        keys = torch.cat((keys, extra.keys))
+    want, want_lse = attended(q, keys, numbers, SCALE, sink)
+    assert (output.shape, output.dtype) == (want.shape, q.dtype)
+    torch.testing.assert_close(output, want, atol=1e-3, rtol=2.0**-7)
+    if lse is not None:
+        assert (lse.shape, lse.dtype) == ((q.shape[1], TOKENS), torch.float32)
+        torch.testing.assert_close(lse, want_lse.mT, atol=1e-4, rtol=1e-5)
