@@ -5,7 +5,7 @@ from functools import singledispatch
 
 import torch
 
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import segments
@@ -32,7 +32,7 @@ def spoil_keys(problem: Problem, request: int, kind: str) -> None:
 
 
 @singledispatch
-def _spoil_keys(call: AttentionCall, request: int, kind: str) -> None:
+def _spoil_keys(call: KernelCall, request: int, kind: str) -> None:
     raise TypeError(f"expected a call whose keys are handed over, got a {type(call).__name__}")
 
 

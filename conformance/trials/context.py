@@ -15,7 +15,8 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
-from mla_conformance.judging.golden import Expectation, expect
+from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import expect
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
@@ -81,7 +82,7 @@ class Context:
     """What one process has made before."""
 
     def __init__(self) -> None:
-        self._problems, self._golden = Kept[Problem](), Kept[Expectation]()
+        self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.
@@ -100,7 +101,7 @@ class Context:
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
             return deepcopy(untouched, {id(untouched.case): untouched.case})
 
-    def expect(self, problem: Problem, clock: Clock) -> Expectation:
+    def expect(self, problem: Problem, clock: Clock) -> Expected:
         """The golden result of a problem."""
         key = (problem.key, str(problem.device))
         found = self._golden.find(key)
@@ -113,8 +114,9 @@ class Context:
 
     def is_intact(self) -> bool:
         """Whether nothing that is kept was written over."""
-        budgets = (expectation.budgets for expectation in self._golden.values())
-        return self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in budgets)
+        return (
+            self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in self._golden.values())
+        )
 
     def forget(self) -> None:
         """Make everything anew from here on."""
