@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, model_shapes
+from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, model_shapes, sparse_caselists
 from mla_conformance.cases import prefill_caselists as caselists
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
@@ -22,6 +22,7 @@ from mla_conformance.cases.long_contexts import LONG_CONTEXTS
 from mla_conformance.cases.prefill_caselists import Fields
 from mla_conformance.cases.prefill_space import PREFILL
 from mla_conformance.cases.smoke import smoke_cases, with_killing
+from mla_conformance.cases.sparse_space import SPARSE
 
 
 class Tier(StrEnum):
@@ -178,6 +179,7 @@ _VOCABULARY = (
         "All heads of a model, with hundreds of rows, keys and requests, are computed right.",
         model_shapes.prefills,
         model_shapes.decodes,
+        sparse_caselists.model_shapes,
     ),
     _entry(
         "mixed_batch",
@@ -227,12 +229,118 @@ _VOCABULARY = (
         layer_caselists.dcp,
     ),
     _entry(
+        "sparse_decode",
+        "7.2",
+        "Each query token attends, absorbed, to the entries of a paged cache that its list names.",
+        sparse_caselists.decodes,
+    ),
+    _entry(
+        "sparse_prefill",
+        "7.3",
+        "Each query token attends, absorbed, to the gathered keys that its list names.",
+        sparse_caselists.prefills,
+    ),
+    _entry(
+        "sparse_lse",
+        "7.4",
+        "The LSE over selected keys is the natural logarithm, by value, and -inf where none is named.",
+        sparse_caselists.lses,
+    ),
+    _entry(
+        "selection_padding",
+        "7.5",
+        "-1 names no key, wherever it stands in a list and however often.",
+        sparse_caselists.padding,
+        procedure="selection_padding",
+    ),
+    _entry(
+        "selection_length",
+        "7.5",
+        "From its length on nothing of a list has an influence, whatever it holds.",
+        sparse_caselists.lengths,
+    ),
+    _entry(
+        "selection_order",
+        "7.5",
+        "The order of a list has no influence, and a key that it names twice counts twice.",
+        sparse_caselists.orders,
+        procedure="selection_order",
+    ),
+    _entry(
+        "selection_rows",
+        "7.5",
+        "A row's result depends on its own list alone.",
+        sparse_caselists.rows,
+        procedure="selection_rows",
+    ),
+    _entry(
+        "index_spaces",
+        "7.6",
+        "The numbers of a list count what the metadata say: slots, positions, or tokens of this rank.",
+        sparse_caselists.spaces,
+    ),
+    _entry(
+        "unselected_keys",
+        "7.5",
+        "What no list names has no influence, and nothing is read through an entry that does not count.",
+        sparse_caselists.unselected,
+    ),
+    _entry(
+        "attention_sinks",
+        "7.7",
+        "A sink takes its share of the output, and none of the LSE.",
+        sparse_caselists.sinks,
+    ),
+    _entry(
+        "second_cache",
+        "7.8",
+        "Keys of a second cache, named by lists of their own, count beside those of the first.",
+        sparse_caselists.second_cache,
+    ),
+    _entry(
+        "sparse_fp8",
+        "6.4",
+        "Codes of an e4m3 cache mean code × k_scale to lists as well.",
+        sparse_caselists.fp8,
+    ),
+    _entry(
+        "sparse_fp8_ds_mla",
+        "6.5",
+        "Entries of 656 bytes: four tiles of codes, each with a float32 scale, and rope as it is.",
+        sparse_caselists.fp8_ds_mla,
+    ),
+    _entry(
+        "sparse_fp8_v4",
+        "7.9",
+        "Entries of 584 bytes, the exponents of a page's tiles behind the data of the whole page.",
+        sparse_caselists.fp8_v4,
+    ),
+    _entry(
+        "sparse_fp8_v41",
+        "7.9",
+        "Entries of 528 bytes: sixteen tiles of codes, rope among them, each with an exponent.",
+        sparse_caselists.fp8_v41,
+    ),
+    _entry(
+        "sparse_fp4_v41",
+        "7.9",
+        "Entries of 288 bytes in a second cache: e2m1 codes, the first of two in the low half, under e4m3 scales.",
+        sparse_caselists.fp4_v41,
+    ),
+    _entry(
+        "sparse_dcp",
+        "7.10",
+        "Ranks that share a sequence return the state of the selected keys that they hold; merged they equal one rank.",
+        sparse_caselists.dcp,
+    ),
+    _entry(
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
         caselists.determinism,
         decode_caselists.determinism,
         layer_caselists.determinism,
+        sparse_caselists.determinism,
         needs="deterministic",
         procedure="determinism",
     ),
@@ -243,6 +351,7 @@ _VOCABULARY = (
         caselists.call_order,
         decode_caselists.call_order,
         layer_caselists.call_order,
+        sparse_caselists.call_order,
         procedure="call_order",
     ),
     _entry(
@@ -252,6 +361,7 @@ _VOCABULARY = (
         caselists.no_side_effects,
         decode_caselists.no_side_effects,
         layer_caselists.no_side_effects,
+        sparse_caselists.no_side_effects,
         procedure="no_side_effects",
     ),
     _entry(
@@ -261,6 +371,7 @@ _VOCABULARY = (
         caselists.batches,
         decode_caselists.batches,
         layer_caselists.batches,
+        sparse_caselists.batches,
         procedure="batch_invariance",
     ),
     _entry(
@@ -270,6 +381,7 @@ _VOCABULARY = (
         caselists.batches,
         decode_caselists.batches,
         layer_caselists.batches,
+        sparse_caselists.batches,
         procedure="request_order",
     ),
     _entry(
@@ -278,6 +390,7 @@ _VOCABULARY = (
         "Queries of one request that are no numbers, or too large ones, change no other request.",
         caselists.neighbours,
         decode_caselists.neighbours,
+        sparse_caselists.neighbours,
         procedure="neighbours",
     ),
     _entry(
@@ -286,6 +399,7 @@ _VOCABULARY = (
         "Keys and values of one request that are no numbers, or too large ones, change no other request.",
         caselists.neighbours,
         decode_caselists.neighbours,
+        sparse_caselists.neighbours,
         procedure="neighbour_keys",
     ),
     _entry(
@@ -315,6 +429,7 @@ _VOCABULARY = (
         "Maxima in the metadata may exceed the true ones.",
         caselists.loose_maxima,
         decode_caselists.loose_maxima,
+        sparse_caselists.loose_maxima,
     ),
     _entry(
         "refusals",
@@ -322,6 +437,7 @@ _VOCABULARY = (
         "What is declared unsupported is refused with an exception, what is declared supported runs.",
         caselists.refusals,
         decode_caselists.refusals,
+        sparse_caselists.refusals,
         probes_refusals=True,
         procedure="refuses_or_conforms",
     ),
@@ -330,6 +446,7 @@ _VOCABULARY = (
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
         device_caselists.cuda_graph,
+        sparse_caselists.cuda_graph,
         procedure="graph",
         captures=True,
     ),
@@ -338,6 +455,7 @@ _VOCABULARY = (
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
         device_caselists.streams,
+        sparse_caselists.streams,
         procedure="streams",
         needs_cuda=True,
     ),
@@ -346,6 +464,7 @@ _VOCABULARY = (
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
         device_caselists.large_offsets,
+        sparse_caselists.large_offsets,
         procedure="far",
         needs_cuda=True,
     ),
@@ -354,6 +473,7 @@ _VOCABULARY = (
         "3.9",
         "Around 2^16 rows in a call are all computed right.",
         device_caselists.many_rows,
+        sparse_caselists.many_rows,
         needs_cuda=True,
     ),
 )
@@ -373,9 +493,10 @@ _COMBINED = (
     _together(PREFILL, "3.1", "What other capabilities vary one by one is computed right together."),
     _together(DECODE, "6.2", "What other capabilities vary one by one is computed right together, of a decode."),
     _together(LAYER, "6.7", "What other capabilities vary one by one is computed right together, of a layer."),
+    _together(SPARSE, "7.2", "What other capabilities vary one by one is computed right together, of selected keys."),
 )
 
-SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER)}
+SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE)}
 
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, *_COMBINED)}
 

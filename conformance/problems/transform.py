@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mla_conformance.cases.decode import DecodeCase
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.sparse_call import SparseCall
 
 
 def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:
@@ -26,15 +27,15 @@ def scale_values(problem: Problem, factor: float) -> Problem:
 
 def scale_cache(problem: Problem, factor: float) -> Problem:
     """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
-    assert isinstance(problem.case, DecodeCase)
+    assert isinstance(problem.case, CachedCase)
     meant = factor if problem.case.cache == "fp8" else 1.0
     calls = tuple(_rescaled(call, factor, meant) for call in problem.calls)
     whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
     return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=calls, whole=whole)
 
 
-def _rescaled(call: KernelCall, factor: float, meant: float) -> DecodeCall:
-    assert isinstance(call, DecodeCall)
+def _rescaled(call: KernelCall, factor: float, meant: float) -> AttentionCall:
+    assert isinstance(call, DecodeCall | SparseCall)
     return replace(call, k_scale=call.k_scale * factor, k=call.k * meant, v=call.v * meant)
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Call
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.operands import segments
@@ -16,6 +17,7 @@ from mla_conformance.trials.batches import of_size
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
 from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.refusal import refuses_or_conforms
 from mla_conformance.trials.streams import side_stream, two_streams
@@ -41,7 +43,7 @@ def call_order(trial: Trial) -> None:
         _other_sizes(trial)
     trial.interleaved(trial.other_problem())
     trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
-    if trial.case.role is Role.DECODE:
+    if trial.case.call in (Call.DECODE, Call.SPARSE_DECODE):
         trial.conforms(scale_cache(trial.problem, 2.0), step="another k_scale, everything else the same")
     trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
 
@@ -158,7 +160,7 @@ PROCEDURES: Mapping[str, Callable[[Trial], None]] = {
     for procedure in (
         conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        neighbours, neighbour_keys, refuses_or_conforms,
+        neighbours, neighbour_keys, refuses_or_conforms, selection_order, selection_padding, selection_rows,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""
