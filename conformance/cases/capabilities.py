@@ -12,7 +12,14 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, model_shapes, sparse_caselists
+from mla_conformance.cases import (
+    decode_caselists,
+    device_caselists,
+    indexer_caselists,
+    layer_caselists,
+    model_shapes,
+    sparse_caselists,
+)
 from mla_conformance.cases import prefill_caselists as caselists
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
@@ -332,6 +339,36 @@ _VOCABULARY = (
         "7.10",
         "Ranks that share a sequence return the state of the selected keys that they hold; merged they equal one rank.",
         sparse_caselists.dcp,
+    ),
+    _entry(
+        "indexer_logits",
+        "8.3",
+        "An indexer scores every token that a row sees, paged or gathered, with any number of heads.",
+        indexer_caselists.logits,
+    ),
+    _entry(
+        "indexer_topk",
+        "8.5",
+        "An indexer selects the tokens with the best scores, each once, and -1 where there are fewer.",
+        indexer_caselists.selections,
+    ),
+    _entry(
+        "indexer_causal",
+        "8.1",
+        "A row sees the tokens of its request up to its own, and selects no other.",
+        indexer_caselists.bounds,
+    ),
+    _entry(
+        "indexer_fp8",
+        "8.2",
+        "Codes of index keys mean code × the scale of their token.",
+        indexer_caselists.codes,
+    ),
+    _entry(
+        "index_mapping",
+        "8.4",
+        "Selected tokens are told as slots of the cache, or rows of gathered keys, where that is asked for.",
+        indexer_caselists.mappings,
     ),
     _entry(
         "determinism",

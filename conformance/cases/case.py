@@ -32,6 +32,8 @@ class Call(StrEnum):
     LAYER = "layer"
     SPARSE_DECODE = "sparse_decode"
     SPARSE_PREFILL = "sparse_prefill"
+    INDEX_LOGITS = "index_logits"
+    INDEX_TOPK = "index_topk"
 
 
 class Layout(StrEnum):

@@ -16,6 +16,8 @@ from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
 from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.index_golden import IndexExpectation
+from mla_conformance.judging.index_judge import IndexJudge
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.measured import Measured
@@ -84,6 +86,8 @@ def measure(
 
 def _steps(problem: Problem, expectation: Expected, declaration: Declaration, numbers: Tolerance) -> Steps:
     """What judges results of this kind."""
+    if isinstance(expectation, IndexExpectation):
+        return IndexJudge(problem, expectation, declaration, numbers)
     assert isinstance(expectation, Expectation)
     return _Judge(problem, expectation, declaration, numbers)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.problem import Problem
