@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of
 from mla_conformance.backends.indexer_checks import check_index_call
-from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.latent_entries import gather
 from mla_conformance.backends.sparse import NO_KEY, IndexSpace
 
 _ROWS = 256
@@ -81,17 +81,26 @@ class EagerIndexerBackend(MLAIndexerBackend):
         self, k: torch.Tensor, k_scale: torch.Tensor | None, request: int, positions: torch.Tensor
     ) -> torch.Tensor:
         """[tile, D] float32, the keys of a request's tokens."""
-        slots = self._slots(k, torch.full_like(positions, request), positions)
-        if self._sparse_metadata.block_table is not None:
-            entries = gather(k, slots, self.kv_cache_dtype)
-            return dequantise(entries, self.kv_cache_dtype, torch.ones((), device=k.device), k.dtype)
-        # As bytes, since float8 cannot be indexed everywhere.
-        keys = k.view(torch.uint8)[slots].view(k.dtype).float()
-        return keys if k_scale is None else keys * self._scales(k_scale, slots)
+        values, scales = self._stored(k, k_scale, self._slots(k, torch.full_like(positions, request), positions))
+        return values if scales is None else values * self._scales(scales)
 
-    def _scales(self, k_scale: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[tile, 1], the scales of gathered codes."""
-        return k_scale[slots].unsqueeze(1)
+    def _stored(
+        self, k: torch.Tensor, k_scale: torch.Tensor | None, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What stands in slots: values or codes [tile, D] in float32, and the scales [tile, 1] of codes."""
+        if self._sparse_metadata.block_table is None:
+            # As bytes, since float8 cannot be indexed everywhere.
+            values = k.view(torch.uint8)[slots].view(k.dtype).float()
+            return values, None if k_scale is None else k_scale[slots].unsqueeze(1)
+        entries = gather(k, slots, self.kv_cache_dtype)
+        if self.kv_cache_dtype == "auto":
+            return entries.float(), None
+        codes, scales = (part.contiguous() for part in entries.tensor_split([self.head_dim], dim=1))
+        return codes.view(torch.float8_e4m3fn).float(), scales.view(torch.float32)
+
+    def _scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """[tile, 1], what codes are multiplied by."""
+        return scales
 
     def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """[n, tile] of some rows, q [n, H, D] and weights [n, H], for keys [tile, D]; all float32."""

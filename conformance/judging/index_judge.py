@@ -65,7 +65,7 @@ class IndexJudge(Steps):
         return self._wrong(
             f"{name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
             f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
-            share > 1,
+            (share > 1).any(dim=1),
         )
 
     def _selection(
@@ -77,7 +77,7 @@ class IndexJudge(Steps):
             if bool(wrong.any()):
                 row = int(wrong.nonzero()[0])
                 place = Place.of(self.rows, [row, 0])
-                message = f"{call.name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong.unsqueeze(1))}"
+                message = f"{call.name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong)}"
                 yield failed(Check.SELECTION, message, {"request": place.request, "query": place.position})
         yield self._margin(call.name, positions, golden, budget)
 
@@ -102,13 +102,13 @@ class IndexJudge(Steps):
         return self._wrong(
             f"{name}: token {out} with score {golden.scores[row, out]:.5g} is left out for token {inside} with "
             f"{golden.scores[row, inside]:.5g} at {self._at(row)}: {share[row]:.3g} × the error budget of both",
-            (share > 1).unsqueeze(1),
+            share > 1,
         )
 
     def _wrong(self, message: str, wrong: torch.Tensor) -> Verdict:
-        place = Place.of(self.rows, [int(wrong.any(dim=1).nonzero()[0]), 0])
+        place = Place.of(self.rows, [int(wrong.nonzero()[0]), 0])
         where = {"request": place.request, "query": place.position}
-        return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong.any(dim=1, keepdim=True))}", where, self.used)
+        return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
 
     def _at(self, row: int) -> str:
         place = Place.of(self.rows, [row, 0])
