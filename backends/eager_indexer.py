@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of
 from mla_conformance.backends.indexer_checks import check_index_call
 from mla_conformance.backends.latent_entries import gather
-from mla_conformance.backends.sparse import NO_KEY, IndexSpace
+from mla_conformance.reference.selected import NO_KEY
 
 _ROWS = 256
 """Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""

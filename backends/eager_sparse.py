@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse import IndexSpace
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import IndexSpace, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseMetadata
 
 INDEX_LAYOUTS = ("auto", "fp8_index")
 """Keys and queries of the model's dtype, or both in e4m3."""

@@ -187,6 +187,10 @@ class MLASparseBackendEnum(BackendEnum):
     """Every sparse MLA backend."""
 
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
+    TORCH_SDPA = (
+        "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
+        "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
+    )
     CUSTOM = None
     """A third party's backend; it must be registered before use."""
 

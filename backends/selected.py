@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import get_device_capability
-from mla_conformance.backends.sparse import IndexSpace, MLASparseBackend, MLASparseSelectorConfig
-from mla_conformance.backends.sparse_checks import check_cache, check_lists, check_operands, check_selection
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
+from mla_conformance.backends.sparse_checks import (
+    check_cache,
+    check_lists,
+    check_operands,
+    check_selection,
+    names_twice,
+)
 
 
 @dataclass(frozen=True)
@@ -120,19 +127,22 @@ class SelectedKeysBackend(MLASparseBackend):
         named = list(zip(sources, names if sources[0].paged else (("kv", "topk_indices"),), strict=False))
         for source, (_, lists) in named:
             check_lists(lists, source.indices, source.length, q.shape[0])
-        reasons = self.validate_configuration(get_device_capability(q.device), self._config(q, sources, sink, lse))
+        reads = not _captures(q.device)
+        twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
+        config = self._config(q, sources, sink, lse)._replace(duplicates=twice)
+        reasons = self.validate_configuration(get_device_capability(q.device), config)
         if reasons:
             raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
         check_operands(self, self._sparse_metadata, q, sink)
         for source, (cache, lists) in named:
             check_cache(cache, source.cache, source.layout, self, q.dtype)
-            if not _captures(q.device):
+            if reads:
                 check_selection(lists, source.indices, source.length, self._limit(source))
 
     def _config(
         self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None, lse: bool
     ) -> MLASparseSelectorConfig:
-        """What a call asks for."""
+        """What a call asks for, as far as it shows without its lists being read."""
         main, extra = sources[0], sources[1] if len(sources) > 1 else None
         return MLASparseSelectorConfig(
             call="decode" if main.paged else "prefill",

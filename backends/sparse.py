@@ -10,7 +10,6 @@ value holds the rotated part too, such as DeepSeek V4, has R = 0. Sources: Flash
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,23 +17,10 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
-
-NO_KEY = -1
-"""What a list holds where it names no key."""
-
-
-class IndexSpace(StrEnum):
-    """What the numbers of a list count."""
-
-    SLOT = "slot"
-    """Entries of what is handed over: block · page + offset of a cache, rows of gathered keys."""
-    POSITION = "position"
-    """Tokens of the row's request, from 0, on all ranks."""
-    RANK_LOCAL = "rank_local"
-    """Those tokens of the row's request that this rank holds, from 0."""
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.10, with expected and got."""
+"""What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.11, with expected and got."""
 
 import torch
 
-from mla_conformance.backends.sparse import NO_KEY, MLASparseBackend, MLASparseMetadata
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.selected import NO_KEY
 
 
 def check_operands(
@@ -76,6 +77,12 @@ def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Ten
     if topk_length is None:
         return named
     return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
+
+
+def names_twice(indices: torch.Tensor, topk_length: torch.Tensor | None) -> bool:
+    """Whether a list names a key more than once; reads the lists."""
+    ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
 
 
 def check_cache(name: str, cache: torch.Tensor, layout: str, backend: MLASparseBackend, dtype: torch.dtype) -> None:

@@ -192,7 +192,8 @@ class Case(ABC):
         for name, value in values.items():
             others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
             if name not in own and any(value != other.defaults()[name] for other in others):
-                roles = " and ".join(other.role for other in others)
+                *first, last = [other.role for other in others]
+                roles = f"{', '.join(first)} and {last}" if first else last
                 raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
         return {name: value for name, value in values.items() if name in own}
 

@@ -18,6 +18,8 @@ _PREFILLS = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
 DRAWN: Mapping[str, Sequence[Call]] = {
     **{call.value: (call,) for call in _PREFILLS},
     "decode": (Call.DECODE,),
+    "sparse_decode": (Call.SPARSE_DECODE,),
+    "sparse_prefill": (Call.SPARSE_PREFILL,),
     "mixed_batch": (Call.LAYER,),
     "cache_write": (Call.LAYER,),
     "call_order": (*_PREFILLS, Call.DECODE),
@@ -53,6 +55,19 @@ _CACHE: Options = {
     "layers": _each("layers", 1, 3),
     "spare": _each("spare", 3, 200),
 }
+_LISTS: Options = {
+    "heads": _each("heads", 64, 128, 16, 5),
+    "topk": _each("topk", 64, 128, 100, 512),
+    "fill": _each("fill", "full", "ragged"),
+    "holes": _each("holes", "end", "front", "scattered"),
+    "order": _each("order", "drawn", "ascending", "descending"),
+    "length": ({}, *({"length": True, "behind": behind} for behind in ("minus", "huge", "stale", "zero"))),
+    "repeats": _each("repeats", False, True),
+    "unselected": _each("unselected", "drawn", "poison"),
+    "sink": _each("sink", "none", "drawn", "extreme"),
+    "result": ({}, {"lse": False}),
+    "queries": _each("q", (1, 1), (2, 2), (3, 1)),
+}
 
 OPTIONS: Mapping[Call, Options] = {
     Call.NEW_TOKENS: {**_PREFILL, "result": (*_GIVEN, {"lse": False}, {"lse": False, "out": True}, *_CODES)},
@@ -69,6 +84,22 @@ OPTIONS: Mapping[Call, Options] = {
         **_CACHE,
         "queries": _each("q", (1, 1), (2, 2), (3, 1)),
         "ranks": ({}, {"ranks": 2}, {"ranks": 3, "interleave": 16}, {"ranks": 4, "interleave": 64}),
+    },
+    Call.SPARSE_DECODE: {
+        **_KERNEL,
+        **_CACHE,
+        **_LISTS,
+        "cache": _each("cache", "auto", "fp8", "fp8_ds_mla", "fp8_v4", "fp8_v41"),
+        "space": _each("space", "slot", "position", "rank_local"),
+        "extra": _each("extra", "none", "auto", "fp8_v4", "fp4_v41"),
+        "ranks": ({}, {"ranks": 2}, {"ranks": 3, "interleave": 16}),
+    },
+    Call.SPARSE_PREFILL: {
+        **_KERNEL,
+        **_LISTS,
+        "dtype": _CACHE["dtype"],
+        "space": _each("space", "slot", "position"),
+        "spare": _CACHE["spare"],
     },
     Call.LAYER: {
         **_ANY,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, at_least, one_of
@@ -32,7 +33,7 @@ class IndexerCase(CachedCase):
     heads: int = at_least(1, _USUAL_HEADS)
     page: int = at_least(1, _USUAL_PAGE)
     topk: int = at_least(1, 64)
-    space: str = one_of(("position", "slot"), "position")
+    space: str = one_of((IndexSpace.POSITION, IndexSpace.SLOT), IndexSpace.POSITION)
     gathered: bool = False
 
     @property
@@ -82,7 +83,7 @@ class IndexerCase(CachedCase):
             several if self.is_paged and max(self.q) > 1 else "",
             f"heads_{self.heads}" if self.heads != _USUAL_HEADS else "",
             "topk" if selects and self.topk % _TILE else "",
-            self.space if selects and self.space != "position" else "",
+            self.space if selects and self.space != IndexSpace.POSITION else "",
         )
 
     def validate(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, one_of
@@ -11,7 +12,6 @@ from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
 EXTRA_CACHES = ("none", *MAIN_CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "extra"))
-SPACES = ("slot", "position", "rank_local")
 _EXTRA_RATIO = 4
 """Tokens that an entry of a second cache stands for, as V4 compresses them."""
 _TILE = 64
@@ -48,7 +48,7 @@ class SparseCase(CachedCase):
     holes: str = one_of(("end", "front", "scattered"), "end")
     length: bool = False
     behind: str = one_of(("minus", "zero", "stale", "huge"), "minus")
-    space: str = one_of(SPACES, "slot")
+    space: str = one_of(IndexSpace, IndexSpace.SLOT)
     repeats: bool = False
     unselected: str = one_of(("drawn", "poison"), "drawn")
     sink: str = one_of(("none", "drawn", "extreme"), "none")
@@ -116,7 +116,7 @@ class SparseCase(CachedCase):
             f"heads_{self.heads}" if self.heads % _TILE else "",
             "topk" if self.topk % _TILE else "",
             "topk_length" if self.length else "",
-            self.space if self.space != "slot" else "",
+            str(self.space) if self.space != IndexSpace.SLOT else "",
             "duplicates" if self.repeats else "",
             "sink" if self.sink != "none" else "",
             f"extra_{self.extra}" if self.has_extra else "",
@@ -142,7 +142,7 @@ class SparseCase(CachedCase):
                 f"field ranks: expected sink=none, extra=none and lse=1 where {self.ranks} ranks share the tokens, got "
                 f"sink={self.sink}, extra={self.extra} and lse={int(self.lse)}"
             )
-        if self.space == "rank_local" and not self.is_paged:
+        if self.space == IndexSpace.RANK_LOCAL and not self.is_paged:
             raise CaseError("field space: gathered keys are on one rank, expected slot or position, got rank_local")
         if not self.length and self.behind != "minus":
             raise CaseError(f"field behind: without lengths every entry counts, expected minus, got {self.behind}")

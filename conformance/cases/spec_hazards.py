@@ -173,7 +173,8 @@ HAZARDS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             23,
             "H31",
-            "Out of reach of the prefill interface: it has no attention sinks.",
+            "`attention_sinks`: drawn sinks and infinite ones of either sign, rows without keys beside them, over "
+            "selected keys; the other interfaces have none.",
         ),
     ),
     "Memory": (

@@ -45,8 +45,9 @@ def cases(draw: st.DrawFn, spaces: Mapping[str, Mapping[Call, Options]]) -> Case
     call, options = draw(st.sampled_from(list(spaces[capability].items())))
     fields = {name: value for values in options.values() for name, value in draw(st.sampled_from(values)).items()}
     lengths = _FORMS[call](draw, fields)
+    heads = {} if "heads" in fields else {"heads": draw(_HEADS)}
     try:
-        return Case.of(**{**fields, **lengths, "capability": capability, "call": call, "heads": draw(_HEADS)})
+        return Case.of(**{**fields, **lengths, **heads, "capability": capability, "call": call})
     except CaseError:  # a layout of the cache that these head dims or this dtype do not fit
         reject()
 
@@ -103,5 +104,7 @@ _FORMS: Mapping[Call, Callable[[st.DrawFn, Option], dict[str, Any]]] = {
     Call.CHUNKED_CONTEXT: _chunked_context,
     Call.DECODE: _decode,
     Call.LAYER: _layer,
+    Call.SPARSE_DECODE: _decode,
+    Call.SPARSE_PREFILL: _decode,
 }
 """The lengths of a case, by the call that it drives."""

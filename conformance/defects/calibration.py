@@ -17,6 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
@@ -150,6 +151,7 @@ _HONEST: dict[Role, type[Judged]] = {
     Role.PREFILL: EagerPrefillBackend,
     Role.DECODE: LayeredDecode,
     Role.LAYER: LayeredDecode,
+    Role.SPARSE: EagerSparseBackend,
 }
 
 

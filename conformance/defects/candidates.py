@@ -8,6 +8,7 @@ from importlib import import_module
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects
@@ -77,7 +78,7 @@ def suspect(family: str, *covers: str) -> Callable[[Kernel], Kernel]:
 
 def _kernels(wrong: Kernel) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
     """A kernel of each role with this step, and a layer of both."""
-    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend):
+    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
         yield wrong, judged_roles(wrong)
         return
     prefill = _with_step(wrong, EagerPrefillBackend)

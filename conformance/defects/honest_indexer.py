@@ -5,8 +5,8 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.backends.sparse import NO_KEY
 from mla_conformance.defects.tensor_core import added
+from mla_conformance.reference.selected import NO_KEY
 
 
 class NarrowTiles(EagerIndexerBackend):

@@ -3,8 +3,8 @@
 import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.sparse import NO_KEY
 from mla_conformance.defects.known import known_defect
+from mla_conformance.reference.selected import NO_KEY
 
 
 @known_defect("indexer-bound-off-by-one", killed_by="indexer_causal", related=("indexer_topk",))

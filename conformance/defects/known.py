@@ -36,7 +36,7 @@ class KnownDefect:
 
     Attributes:
         id: its id, of a reported one that in the catalogue of reported bugs.
-        kernel: the emulation, of a prefill or of a decode backend or of a layer.
+        kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
         sources: public threads that report it; none if the like of it was only thought of.
@@ -72,10 +72,8 @@ class KnownDefect:
 def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
     """The roles whose cases are about an emulation: its own, and of a kernel a layer if it names the one beside it."""
     own = role_of(kernel)
-    if own is Role.LAYER:
-        return (own,)
-    other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
-    return (own,) if sibling(kernel, other) is None else (own, Role.LAYER)
+    other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(own)
+    return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
 
 
 def known_defect(

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla_conformance.backends.sparse import NO_KEY
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.problems.indexer_call import IndexerCall
+from mla_conformance.reference.selected import NO_KEY
 
 _NOTHING = -2
 """The position of what is no token of the row's request."""
@@ -14,7 +15,7 @@ _NOTHING = -2
 
 def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
     """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
-    if call.case.space == "position":
+    if call.case.space == IndexSpace.POSITION:
         return numbers.where(numbers >= NO_KEY, _NOTHING)
     starts = torch.tensor(call.key_start_loc, device=numbers.device)
     request = rows.pick(call.metadata.req_id_per_token.long())

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.selection import NO_KEY
 from mla_conformance.problems.sparse_call import SparseCall
+from mla_conformance.reference.selected import NO_KEY
 
 
 def reversed_lists(problem: Problem) -> Problem:

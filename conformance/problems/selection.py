@@ -1,15 +1,13 @@
 """The lists of a sparse case: which keys each row names, in what order, and what stands where it names none."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from mla_conformance.cases.sparse import SparseCase
+from mla_conformance.reference.selected import NO_KEY
 
-NO_KEY = -1
 _HUGE = 2**31 - 1
-_WORKSPACE_ELEMENTS = 2**24
 _ROUND = 7
 """Of so many rows with lists of drawn lengths, one names no key, one a single key and one as many as it can."""
 
@@ -70,7 +68,7 @@ def draw_lists(
         generator: draws them.
     """
     counts = _counts(case.fill, bounds.clamp(max=columns), generator)
-    chosen = torch.cat(list(_chosen(bounds, columns, generator)))
+    chosen = _chosen(bounds, columns, generator)
     if case.repeats:
         chosen = _repeated(chosen, counts)
     named = torch.arange(columns) < counts.unsqueeze(1)
@@ -92,13 +90,17 @@ def _counts(fill: str, most: torch.Tensor, generator: torch.Generator) -> torch.
     return torch.where(row == 2, 0, torch.where(row == 4, most.clamp(max=1), drawn))
 
 
-def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any."""
-    widest = max(columns, int(bounds.amax()) if len(bounds) else 0)
-    for part in bounds.split(max(1, _WORKSPACE_ELEMENTS // widest)):
-        draw = torch.rand(len(part), widest, generator=generator)
-        draw = draw.masked_fill(torch.arange(widest) >= part.unsqueeze(1), 2.0)
-        yield draw.topk(columns, largest=False, sorted=True).indices
+def _chosen(bounds: torch.Tensor, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """[T, columns] different numbers below each row's bound in drawn order, as far as there are any.
+
+    One of each of so many equal parts of the range, so that no draw is as wide as the range is.
+    """
+    column, parts = torch.arange(columns), bounds.clamp(1, columns).unsqueeze(1)
+    first, behind = column * bounds.unsqueeze(1) // parts, (column + 1) * bounds.unsqueeze(1) // parts
+    drawn = torch.rand(len(bounds), columns, generator=generator)
+    numbers = first + (drawn * (behind - first)).long()
+    order = torch.rand(len(bounds), columns, generator=generator).masked_fill(column >= parts, 2.0).argsort(dim=1)
+    return numbers.gather(1, order)
 
 
 def _repeated(chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

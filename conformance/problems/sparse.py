@@ -1,5 +1,6 @@
 """From a sparse case to calls: entries in a paged cache or gathered, on one rank or on several, queries and lists."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,21 +8,26 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.sparse import IndexSpace
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.cases.data import Data
 from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.calls import Question
+from mla_conformance.problems.counter_normal import fill_normal
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.selection import NO_KEY, Lists, draw_lists
+from mla_conformance.problems.selection import Lists, draw_lists
 from mla_conformance.problems.sparse_call import SparseCall
 from mla_conformance.problems.sparse_metadata import sparse_metadata
+from mla_conformance.reference.selected import NO_KEY
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
+_COUNTED_ELEMENTS = 2**28
+"""Elements of the queries from which they are drawn on the device."""
 
 
 def sparse_problem(case: SparseCase, device: torch.device) -> Problem:
@@ -95,15 +101,28 @@ class SparseBatch(CachedBatch[SparseCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, D] in the model's dtype, on the device; to a data regime the keys of a row are those of its list."""
-        case, counts = self.case, (self.selected != NO_KEY).sum(dim=1)
-        q = torch.randn(sum(case.q), case.heads, self.keys.shape[-1], generator=self.generator)
+        case, keys = self.case, self.keys.cpu()
+        shape = (sum(case.q), case.heads, keys.shape[-1])
+        if case.data == Data.NORMAL:
+            return self._padded(self._normal(shape))
+        q = torch.randn(*shape, generator=self.generator)
         for row in range(len(q)):
             named = self.selected[row][self.selected[row] != NO_KEY]
-            k = self.keys[named].float().cpu().expand(-1, case.heads, -1)
-            site = Site(q[row : row + 1], k, case.softmax_scale, edges(int(counts[row]), case))
+            k = keys[named].float().expand(-1, case.heads, -1)
+            site = Site(q[row : row + 1], k, case.softmax_scale, edges(len(named), case))
             q[row : row + 1] = self.regime.queries(site)
-        padding = poison((case.pad, *q.shape[1:]), self.dtype, torch.device("cpu"), case.poison)
-        return torch.cat([q.to(self.dtype), padding]).to(self.device)
+        return self._padded(q.to(self.dtype).to(self.device))
+
+    def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Queries that know no keys; many of them are drawn where they are used, by counters."""
+        if math.prod(shape) < _COUNTED_ELEMENTS:
+            return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), self.case.seed)
+
+    def _padded(self, q: torch.Tensor) -> torch.Tensor:
+        if not self.case.pad:
+            return q
+        return torch.cat([q, poison((self.case.pad, *q.shape[1:]), q.dtype, q.device, self.case.poison)])
 
     @cached_property
     def keys(self) -> torch.Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.sparse import IndexSpace, MLASparseMetadata
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.paging import Pages

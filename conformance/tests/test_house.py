@@ -123,7 +123,10 @@ def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
     for name in (
         "reference/dimensions.py",
         "reference/chunking.py",
-        *(f"conformance/cases/{name}.py" for name in ("case", "grammar", "cached", "prefill", "decode", "layer")),
+        *(
+            f"conformance/cases/{name}.py"
+            for name in ("case", "grammar", "cached", "prefill", "decode", "layer", "sparse")
+        ),
         "conformance/cases/capabilities.py",
     ):
         assert "torch" not in imported(ROOT / name), name

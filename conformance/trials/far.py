@@ -14,7 +14,7 @@ import torch
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.reach import Reach, rows_before
-from mla_conformance.problems.memory import device_lost
+from mla_conformance.problems.memory import device_lost, poison
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
@@ -52,7 +52,7 @@ def judge_far_away(trial: Trial) -> None:
 def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
     """``x`` [rows, ...] in a poisoned buffer of twice ``elements``, the first half of the rows before them."""
     stride = -(-2 * elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
-    buffer = torch.empty(x.shape[0] * stride, dtype=x.dtype, device=x.device).fill_(torch.nan)
+    buffer = poison((x.shape[0] * stride,), x.dtype, x.device)
     view = buffer.as_strided(x.shape, (stride, x.shape[2], 1))  # each row packed
     return view.copy_(x)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mla_conformance.reference.cache_layout import (
-    CACHE_LAYOUTS,
     cache_dtype,
     copy_blocks,
     decode_rows,
@@ -83,7 +82,7 @@ def test_tiles_of_zeros_and_of_dust_stay_finite() -> None:
     assert bool(decoded.isfinite().all()) and bool((decoded.abs() <= 2.0**-132).all())
 
 
-@pytest.mark.parametrize("layout", CACHE_LAYOUTS)
+@pytest.mark.parametrize("layout", ["auto", "fp8", "fp8_ds_mla"])
 def test_tokens_come_back_from_pages_at_any_start(layout: str) -> None:
     kv_c, k_pe = latents(7)
     pool = torch.full((9, 5, entry_width(layout, 512, 64)), 7.0).to(cache_dtype(layout, BF16))
@@ -110,7 +109,7 @@ def test_blocks_are_copied_within_every_cache_and_between_two() -> None:
 def test_misfits_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown cache layout 'int8'; expected one of auto, fp8, fp8_ds_mla"):
         entry_width("int8", 512, 64)
-    with pytest.raises(ValueError, match="latents of 512 and rope keys of 64 or none, got 256 and 64"):
+    with pytest.raises(ValueError, match="latents and rope keys of 512 and 64 or 512 and 0, got 256 and 64"):
         entry_width("fp8_ds_mla", 256, 64)
     with pytest.raises(ValueError, match="bfloat16 or float16, got"):
         cache_dtype("fp8_ds_mla", torch.float32)

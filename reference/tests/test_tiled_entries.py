@@ -1,0 +1,127 @@
+"""Entries in tiles: bytes derived by hand, what they mean, and where the parts of a page's entries stand."""
+
+import pytest
+import torch
+
+from mla_conformance.reference.cache_layout import decode_rows, encode, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.entry_pages import page_parts, read_entries, write_entries
+from mla_conformance.reference.quantization import dequantize_e2m1, quantize_e2m1
+from mla_conformance.reference.tiled_entries import decode_tiles, encode_tiles
+
+BF16 = torch.bfloat16
+WITHOUT_ROPE = ("fp8_v4", "fp8_v41", "fp4_v41")
+
+
+def key(**columns: float) -> torch.Tensor:
+    """[1, 512], zeros but for the columns c0, c1 … that are given."""
+    found = torch.zeros(1, 512, dtype=BF16)
+    for name, value in columns.items():
+        found[0, int(name[1:])] = value
+    return found
+
+
+def test_widths_are_those_of_the_published_formats() -> None:
+    assert {name: form.width for name, form in TILED_FORMATS.items()} == {
+        "fp8_ds_mla": 656,
+        "fp8_v4": 584,
+        "fp8_v41": 528,
+        "fp4_v41": 288,
+    }
+    v4 = TILED_FORMATS["fp8_v4"]
+    assert v4.parts == (576, 8)
+    # 64 · 584 bytes are 64.9 times 576, one entry alone takes two.
+    assert (v4.page_bytes(64), v4.page_bytes(1), v4.page_bytes(72)) == (65 * 576, 2 * 576, 73 * 576)
+    assert TILED_FORMATS["fp8_v41"].page_bytes(64) == 64 * 528
+
+
+def test_an_entry_of_v4_by_hand() -> None:
+    row = encode_tiles(key(c0=448.0, c1=-3.5, c64=896.0, c447=1.0, c448=-2.0, c511=7.0), TILED_FORMATS["fp8_v4"])[0]
+    # Exponents of the least powers of two that are 1, 2 and 1/448, of tiles of zeros 2^-13; the last byte is unused.
+    assert row[576:].tolist() == [127, 128, 114, 114, 114, 114, 127 - 8, 0]
+    codes = row[:448].view(torch.float8_e4m3fn).float()
+    assert codes[[0, 1, 2, 64, 447]].tolist() == [448.0, -3.5, 0.0, 448.0, 256.0]
+    assert row[448:576].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+
+
+def test_an_entry_of_v41_by_hand() -> None:
+    row = encode_tiles(key(c31=448.0, c32=-450.0, c511=224.0), TILED_FORMATS["fp8_v41"])[0]
+    assert row[512:].tolist() == [127, 128, *[114] * 13, 126]
+    assert row[:512].view(torch.float8_e4m3fn).float()[[31, 32, 511]].tolist() == [448.0, -224.0, 448.0]
+
+
+def test_an_entry_of_four_bits_by_hand() -> None:
+    row = encode_tiles(key(c0=6.0, c1=-1.5, c2=0.5, c16=12.0, c17=-2.6), TILED_FORMATS["fp4_v41"])[0]
+    # Column 0 in the low half: 6 is code 7, -1.5 code 8 + 3; the next byte has 0.5.
+    assert row[:2].tolist() == [7 | 11 << 4, 1]
+    assert row[8].item() == 7 | (8 + 3) << 4  # -2.6 / 2 rounds to -1.5
+    scales = row[256:].view(torch.float8_e4m3fn).float()
+    assert scales[:3].tolist() == [1.0, 2.0, 2.0**-9]
+
+
+def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
+    row = torch.zeros(1, 528, dtype=torch.uint8)
+    row[0, 0], row[0, 33] = 0x38, 0xB8  # 1.0 and -1.0
+    row[0, 512:515] = torch.tensor([130, 0, 255], dtype=torch.uint8)
+    keys = decode_tiles(row, TILED_FORMATS["fp8_v41"], BF16)[0]
+    assert (keys[0].item(), keys[33].item()) == (8.0, -(2.0**-127)) and bool(keys[64:96].isnan().all())
+
+
+def test_codes_of_e2m1_are_nearest_with_ties_to_even_and_saturate() -> None:
+    given = [0.0, 0.24, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0, -0.75, -5.0]
+    found = dequantize_e2m1(quantize_e2m1(torch.tensor(given, dtype=torch.float64)))
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -1.0, -4.0]
+    every = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(quantize_e2m1(dequantize_e2m1(every)), every)
+
+
+@pytest.mark.parametrize("layout", WITHOUT_ROPE)
+def test_values_come_back_within_a_rounding_of_their_codes(layout: str) -> None:
+    form = TILED_FORMATS[layout]
+    values = torch.randn(9, 512, generator=torch.Generator().manual_seed(3)).to(BF16)
+    kv_c, k_pe = decode_rows(encode(values, values[:, :0], layout, 1.0), layout, 1.0, 512, 0)
+    assert kv_c.shape == (9, 512) and k_pe.shape == (9, 0)
+    assert torch.equal(kv_c[:, form.coded :], values[:, form.coded :].double())
+    tiles = values[:, : form.coded].double().unflatten(1, (-1, form.tile))
+    error = (kv_c[:, : form.coded].unflatten(1, (-1, form.tile)) - tiles).abs()
+    coarse = {"e4m3": (2**-4, 2**-9 / 448), "e2m1": (2**-2, 0.25 / 6)}[form.codes]
+    # A scale of e4m3 may be rounded down, by a 16th at most, so that the largest value saturates.
+    allowed = torch.maximum(coarse[0] * tiles.abs(), 2.2 * coarse[1] * tiles.abs().amax(-1, keepdim=True))
+    assert bool((error <= allowed).all())
+
+
+@pytest.mark.parametrize("layout", WITHOUT_ROPE)
+def test_zeros_stay_zeros(layout: str) -> None:
+    zeros = torch.zeros(2, 512, dtype=BF16)
+    assert not decode_rows(encode(zeros, zeros[:, :0], layout, 1.0), layout, 1.0, 512, 0)[0].any()
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla", *WITHOUT_ROPE])
+def test_entries_come_back_from_their_slots_and_nothing_else_is_written(layout: str) -> None:
+    rows = torch.arange(3 * entry_width(layout, 512, 0)).reshape(3, -1).to(BF16 if layout == "auto" else torch.uint8)
+    buffer = torch.full((5, 2, 4 * rows.shape[1] + 40), 7).to(rows.dtype)
+    cache = buffer[:, 1, : 4 * rows.shape[1]].unflatten(1, (4, rows.shape[1]))
+    slots = torch.tensor([13, -1, 6])
+    write_entries(cache, rows, slots, layout)
+    assert torch.equal(read_entries(cache, slots[[0, 2]], layout), rows[[0, 2]])
+    others = torch.tensor([slot for slot in range(20) if slot not in (13, 6)])
+    assert bool((read_entries(cache, others, layout) == 7).all()) and bool((buffer[:, 0] == 7).all())
+    assert bool((buffer[:, 1, 4 * rows.shape[1] :] == 7).all())
+
+
+def test_the_scales_of_a_page_stand_behind_the_data_of_all_its_entries() -> None:
+    cache = torch.zeros(2, 3, 584, dtype=torch.uint8)
+    row = torch.cat([torch.full((1, 576), 5), torch.full((1, 8), 9)], dim=1).to(torch.uint8)
+    write_entries(cache, row, torch.tensor([4]), "fp8_v4")
+    block = cache[1].flatten()
+    assert block.nonzero()[:, 0].tolist() == [*range(576, 1152), *range(3 * 576 + 8, 3 * 576 + 16)]
+    assert [tuple(part.shape) for part in page_parts(cache, "fp8_v4")] == [(2, 3, 576), (2, 3, 8)]
+
+
+def test_keys_that_a_form_has_no_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="fp8_v4 holds latents and rope keys of 512 and 0, got 512 and 64"):
+        entry_width("fp8_v4", 512, 64)
+    with pytest.raises(ValueError, match="fp8_v4 holds plain values of bfloat16 or float16, got"):
+        encode_tiles(torch.zeros(1, 512), TILED_FORMATS["fp8_v4"])
+    with pytest.raises(ValueError, match="fp8_v41 holds 512 to 512 columns of a key, got 576"):
+        encode_tiles(torch.zeros(1, 576, dtype=BF16), TILED_FORMATS["fp8_v41"])
