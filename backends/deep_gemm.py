@@ -88,7 +88,6 @@ class DeepGemmIndexerBackend(LibraryKernel, MLAIndexerBackend):
         together = next(iter(queries)) if len(queries) == 1 and queries <= {*_QUERIES} else 1
         table = metadata.block_table if together == max(queries) else metadata.block_table[metadata.req_id_per_token]
         lengths = bounds_of(metadata).view(-1, together)
-        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, processors)
+        schedule = library.get_paged_mqa_logits_metadata(lengths, _PAGE, library.get_num_sms())
         query, pages = q.unflatten(0, (-1, together)), cache.unsqueeze(2)
         return library.fp8_fp4_paged_mqa_logits(query, pages, weights, lengths, table, schedule, metadata.max_seq_len)
