@@ -378,6 +378,7 @@ _VOCABULARY = (
         decode_caselists.determinism,
         layer_caselists.determinism,
         sparse_caselists.determinism,
+        indexer_caselists.repeated,
         needs="deterministic",
         procedure="determinism",
     ),
@@ -389,6 +390,7 @@ _VOCABULARY = (
         decode_caselists.call_order,
         layer_caselists.call_order,
         sparse_caselists.call_order,
+        indexer_caselists.repeated,
         procedure="call_order",
     ),
     _entry(
@@ -399,6 +401,7 @@ _VOCABULARY = (
         decode_caselists.no_side_effects,
         layer_caselists.no_side_effects,
         sparse_caselists.no_side_effects,
+        indexer_caselists.repeated,
         procedure="no_side_effects",
     ),
     _entry(
@@ -409,6 +412,7 @@ _VOCABULARY = (
         decode_caselists.batches,
         layer_caselists.batches,
         sparse_caselists.batches,
+        indexer_caselists.repeated,
         procedure="batch_invariance",
     ),
     _entry(
@@ -419,6 +423,7 @@ _VOCABULARY = (
         decode_caselists.batches,
         layer_caselists.batches,
         sparse_caselists.batches,
+        indexer_caselists.repeated,
         procedure="request_order",
     ),
     _entry(
@@ -428,6 +433,7 @@ _VOCABULARY = (
         caselists.neighbours,
         decode_caselists.neighbours,
         sparse_caselists.neighbours,
+        indexer_caselists.repeated,
         procedure="neighbours",
     ),
     _entry(
@@ -437,6 +443,7 @@ _VOCABULARY = (
         caselists.neighbours,
         decode_caselists.neighbours,
         sparse_caselists.neighbours,
+        indexer_caselists.repeated,
         procedure="neighbour_keys",
     ),
     _entry(

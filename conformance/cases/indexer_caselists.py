@@ -114,3 +114,9 @@ def mappings() -> Iterator[Fields]:
         ],
         space="slot",
     )
+
+
+def repeated() -> Iterator[Fields]:
+    """Batches that are called again, changed, cut or reordered."""
+    yield best((2, 1, 3, 1), (100, 3, 40, 70), space="slot", **_FEW_HEADS)
+    yield scores((1, 1, 1, 1), (100, 3, 40, 70), heads=32)
