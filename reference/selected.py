@@ -15,6 +15,8 @@ from mla_conformance.reference import attention as definition
 from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend
 
 NO_KEY = -1
+_LEAST_SHARE = 2.0**-102
+"""The least number that float32 holds in full, 2^-126, in units of its roundoff."""
 _KEY_ELEMENTS = 2**24
 """Elements of keys that may be gathered at once (128 MiB of float64); those of a single row always may."""
 
@@ -53,15 +55,16 @@ def selected_attention(
 def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     """A state whose output shares its weights with a sink [N]: output · e^lse / (e^lse + e^sink), the LSE as it was.
 
-    A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE does to the share joins the term of the
-    scores' accumulation.
+    A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE or of the sink does to the share joins
+    the term of the scores' accumulation, and so does a share that is too small for float32.
     """
     share = torch.sigmoid(state.lse - sink.to(state.lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
     terms = state.terms
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
-        finite = state.lse.masked_fill(state.lse == -torch.inf, 0.0)
-        shaken = shift * (terms.lse_score + finite.abs() + 1).mT.unsqueeze(-1)
+        sizes = (state.lse, sink.to(state.lse).unsqueeze(1))
+        size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
+        shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
         scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
         terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return AttentionState(state.output * share, state.lse, terms)

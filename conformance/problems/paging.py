@@ -36,10 +36,12 @@ class PageForm:
     Attributes:
         layout: of its entries.
         tokens: how many it holds.
+        guards: blocks of poison before the first one and behind the last, which no number names.
     """
 
     layout: str
     tokens: int
+    guards: int = 0
 
     @staticmethod
     def of(case: CachedCase) -> "PageForm":
@@ -71,13 +73,19 @@ def write_pages(
     return Pages(cache, _block_table(case, counts, order).to(device), slots)
 
 
-def gather_entries(case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device) -> Pages:
-    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts."""
-    first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-    starts = first + case.spare * torch.arange(1, len(lengths) + 1)
-    slots = starts.repeat_interleave(torch.tensor(lengths)) + _positions(torch.tensor(lengths))
-    size = sum(lengths) + case.spare * (len(lengths) + 1)
-    gathered = poison((max(1, size), 1, entries.shape[1]), entries.dtype, device, case.poison)
+def gather_entries(
+    case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device, guards: int = 0
+) -> Pages:
+    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts.
+
+    So many ``guards`` of poison stand before and behind all of them.
+    """
+    counts = torch.tensor(lengths)
+    starts = counts.cumsum(0) - counts + case.spare * torch.arange(1, len(lengths) + 1)
+    slots = starts.repeat_interleave(counts) + _positions(counts)
+    size = max(1, sum(lengths) + case.spare * (len(lengths) + 1))
+    buffer = poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
+    gathered = buffer[guards : size + guards]
     gathered[slots.to(device), 0] = entries.to(device)
     return Pages(gathered, starts.int().to(device), slots)
 
@@ -89,8 +97,10 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
 
 def _poisoned(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     width = like.shape[1]
-    buffer = poison((blocks, case.layers, form.elements(width)), like.dtype, device, case.poison)
-    return buffer[:, -1, : form.tokens * width].unflatten(1, (form.tokens, width))
+    size = blocks + 2 * form.guards
+    buffer = poison((size, case.layers, form.elements(width)), like.dtype, device, case.poison)
+    inside = buffer[form.guards : size - form.guards, -1, : form.tokens * width]
+    return inside.unflatten(1, (form.tokens, width))
 
 
 def _block_table(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

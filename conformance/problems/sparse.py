@@ -26,6 +26,8 @@ from mla_conformance.reference.selected import NO_KEY
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
+_GUARDS = 1
+"""Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
 _COUNTED_ELEMENTS = 2**28
 """Elements of the queries from which they are drawn on the device."""
 
@@ -218,7 +220,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         names = ("extra_kv_cache", "extra_topk_indices", "extra_topk_length")
         if self.extra is None:
             return dict.fromkeys(names)
-        form = PageForm(self.case.extra, self.case.extra_page)
+        form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
         pages = write_pages(self.case, form, self.extra.entries, self.extra.lengths, self.device)
         lists = self.extra.lists
         handed = self._handed(lists, lists.renumbered(pages.slots).keys)
@@ -227,5 +229,6 @@ class SparseBatch(CachedBatch[SparseCase]):
     def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
         """The entries in pages, or gathered."""
         if self.case.is_paged:
-            return write_pages(self.case, PageForm.of(self.case), entries, lengths, self.device)
-        return gather_entries(self.case, entries, lengths, self.device)
+            form = PageForm(self.case.cache, self.case.page, _GUARDS)
+            return write_pages(self.case, form, entries, lengths, self.device)
+        return gather_entries(self.case, entries, lengths, self.device, _GUARDS)

@@ -108,6 +108,15 @@ def test_what_no_list_names_is_poison_if_the_case_says_so() -> None:
     assert int(call.kv_cache.isfinite().all(-1).sum()) == len(named)
 
 
+@pytest.mark.parametrize("call", ["sparse_decode", "sparse_prefill"])
+def test_poison_stands_before_and_behind_what_numbers_name(call: str) -> None:
+    cache = call_of(case(call=call, spare=0)).kv_cache
+    whole = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
+    last = cache.storage_offset() + cache.numel()
+    assert min(cache.storage_offset(), len(whole) - last) >= cache.shape[1] * cache.shape[2]
+    assert bool(whole[: cache.storage_offset()].isnan().all()) and bool(whole[last:].isnan().all())
+
+
 def test_positions_and_own_tokens_are_those_of_the_request() -> None:
     by_slot, by_position = (call_of(case(space=space)) for space in ("slot", "position"))
     assert torch.equal(by_slot.selected, by_position.selected)
@@ -191,6 +200,20 @@ class ReadsSlotZero(EagerSparseBackend):
         return super()._slots(source, request).clamp(min=0)
 
 
+class ReadsBefore(EagerSparseBackend):
+    """-1 is an address, of weight 0."""
+
+    def _entries(self, source: Selected, slots: torch.Tensor) -> torch.Tensor:
+        width = source.cache.shape[2]
+        before = source.cache.as_strided((1, width), (width, 1), source.cache.storage_offset() - width)
+        rows = super()._entries(source, slots)
+        rows[slots == 0] = before
+        return rows
+
+    def _keys(self, source: Selected, slots: Any, visible: torch.Tensor, k_scale: Any) -> torch.Tensor:
+        return super()._keys(source, slots, torch.ones_like(visible), k_scale)
+
+
 class StopsAtPadding(EagerSparseBackend):
     def _listed(self, source: Selected) -> torch.Tensor:
         return super()._listed(source).cumprod(dim=1).bool()
@@ -261,6 +284,7 @@ class MultipliesPadding(EagerSparseBackend):
 KILLED: dict[type[EagerSparseBackend], tuple[str, dict[str, Any]]] = {
     IgnoresLength: ("selection_length", {"fill": "ragged", "length": True, "behind": "stale"}),
     ReadsSlotZero: ("selection_padding", {"fill": "ragged"}),
+    ReadsBefore: ("selection_padding", {"fill": "ragged"}),
     StopsAtPadding: ("selection_padding", {"fill": "ragged", "holes": "scattered", "data": "needle"}),
     CountsOnce: ("selection_order", {"repeats": True}),
     TakesPositionsForSlots: ("index_spaces", {"space": "position"}),
