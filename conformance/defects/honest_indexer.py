@@ -72,6 +72,7 @@ class AscendingTokens(EagerIndexerBackend):
 
 
 HONEST_INDEXERS: tuple[type[KernelBackend], ...] = (
+    EagerIndexerBackend,
     NarrowTiles,
     HeadAfterHead,
     ScalesBehindTheSum,

@@ -44,8 +44,7 @@ def call_of(built: Case) -> SparseCall:
 
 
 def judged(kernel: type[EagerSparseBackend], asked: Case) -> Record:
-    subject = Subject.of("EAGER", CPU)
-    subject.__dict__["sparse_class"] = kernel
+    subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", CPU)
     return judge_one(subject, asked, CONTEXT)
 
 
