@@ -12,6 +12,7 @@ from mla_conformance.backends.roles import Role
 
 if TYPE_CHECKING:
     from mla_conformance.backends.decode import MLADecodeBackend
+    from mla_conformance.backends.indexer import MLAIndexerBackend
     from mla_conformance.backends.interface import MLAPrefillBackend
     from mla_conformance.backends.sparse import MLASparseBackend
 
@@ -213,7 +214,31 @@ class MLASparseBackendEnum(BackendEnum):
         return loaded
 
 
-ENUMS: tuple[type[BackendEnum], ...] = (MLAPrefillBackendEnum, MLADecodeBackendEnum, MLASparseBackendEnum)
+class MLAIndexerBackendEnum(BackendEnum):
+    """Every indexer."""
+
+    EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
+    DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend"
+    CUSTOM = None
+    """A third party's backend; it must be registered before use."""
+
+    @staticmethod
+    def role() -> Role:
+        """See :meth:`BackendEnum.role`."""
+        return Role.INDEXER
+
+    def get_class(self) -> "type[MLAIndexerBackend]":
+        """See :meth:`BackendEnum.get_class`."""
+        loaded: type[MLAIndexerBackend] = super().get_class()
+        return loaded
+
+
+ENUMS: tuple[type[BackendEnum], ...] = (
+    MLAPrefillBackendEnum,
+    MLADecodeBackendEnum,
+    MLASparseBackendEnum,
+    MLAIndexerBackendEnum,
+)
 """The enumerations of all roles."""
 
 
@@ -249,6 +274,13 @@ def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str |
 
 def register_mla_sparse_backend(backend: MLASparseBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
     """Register or override a sparse backend's class; see :func:`register_mla_prefill_backend`."""
+    return _register(backend, class_path)
+
+
+def register_mla_indexer_backend(
+    backend: MLAIndexerBackendEnum, class_path: str | None = None
+) -> Callable[[type], type]:
+    """Register or override an indexer's class; see :func:`register_mla_prefill_backend`."""
     return _register(backend, class_path)
 
 

@@ -15,6 +15,8 @@ class Role(StrEnum):
     """An ``AttentionBackend``: a whole layer with its metadata and its cache."""
     SPARSE = "sparse"
     """A ``MLASparseBackend``: attention to selected keys."""
+    INDEXER = "indexer"
+    """A ``MLAIndexerBackend``: scores of cached tokens, and the best of them."""
 
 
 _EVERY = (
@@ -30,16 +32,18 @@ REQUIRED = {
     Role.DECODE: (*_EVERY, "run_decode"),
     Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
     Role.SPARSE: (*_EVERY, "run_sparse_decode", "run_sparse_prefill"),
+    Role.INDEXER: (*_EVERY, "run_index_logits", "run_index_topk"),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
+_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER)
 
 
 def role_of(loaded: type) -> Role:
     """The role of a class, by what it can be called for."""
     if callable(getattr(loaded, "get_impl_cls", None)):
         return Role.LAYER
-    by_call = {"run_decode": Role.DECODE, "run_sparse_decode": Role.SPARSE, "run_sparse_prefill": Role.SPARSE}
-    found = (role for call, role in by_call.items() if callable(getattr(loaded, call, None)))
+    calls = {role: [name for name in REQUIRED[role] if name.startswith("run_")] for role in _TOLD_BY_CALLS}
+    found = (role for role, names in calls.items() if any(callable(getattr(loaded, name, None)) for name in names))
     return next(found, Role.PREFILL)
 
 

@@ -33,7 +33,8 @@ def signatures(folder: Path | ZipPath, functions: Iterable[str]) -> dict[str, li
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.arguments]]:
     """Functions and methods by qualified name; of overloads the last, which is the implementation."""
-    for node in tree.body:
+    guarded = [node for block in tree.body if isinstance(block, ast.Try) for node in block.body]
+    for node in [*tree.body, *guarded]:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node.args
         if isinstance(node, ast.ClassDef):

@@ -1,8 +1,9 @@
 """The forms of a cache entry that holds codes in tiles, each tile with a scale of its own. No torch.
 
-An entry is the key of one token, whose first L columns are its value. Its first ``coded`` columns are stored as codes,
-the others, if any, as plain values of 16 bits. Sources: vLLM's ``concat_and_cache_ds_mla``; FlashMLA's README and the
-quantisation of its tests, for V3.2, V4 and V4.1.
+An entry is the key of one token, whose first L columns are its value; an indexer's key has no value. Its first
+``coded`` columns are stored as codes, the others, if any, as plain values of 16 bits. Sources: vLLM's
+``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; SGLang's
+``fused_store_index_cache`` for an indexer's.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class TiledFormat:
         scales_behind_page: whether the scales of a page stand behind the rest of all its entries; otherwise those of
             an entry stand in it, between codes and plain values.
         page_multiple: bytes of a page are rounded up to a multiple of this.
-        extra_only: whether only a second cache has it.
+        cache: what holds it: ``latent`` caches, second ones beside them alone (``extra``), or an indexer's (``index``).
     """
 
     name: str
@@ -44,7 +45,7 @@ class TiledFormat:
     padding: int = 0
     scales_behind_page: bool = False
     page_multiple: int = 1
-    extra_only: bool = False
+    cache: str = "latent"
 
     @property
     def tiles(self) -> int:
@@ -96,7 +97,10 @@ _FORMATS = (
         page_multiple=576,
     ),
     TiledFormat("fp8_v41", ((512, 0),), "e4m3", coded=512, tile=32, scales="ue8m0"),
-    TiledFormat("fp4_v41", ((512, 0),), "e2m1", coded=512, tile=16, scales="e4m3", extra_only=True),
+    TiledFormat("fp4_v41", ((512, 0),), "e2m1", coded=512, tile=16, scales="e4m3", cache="extra"),
+    TiledFormat(
+        "fp8_index", ((128, 0),), "e4m3", coded=128, tile=128, scales="float32", scales_behind_page=True, cache="index"
+    ),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
-"""The forms by name: DeepSeek V3.2's 656 bytes, V4's 584, V4.1's 528 and the 288 of its second cache."""
+"""The forms by name: DeepSeek V3.2's 656 bytes, V4's 584, V4.1's 528, the 288 of its second cache; an indexer's 132."""

@@ -39,7 +39,7 @@ def throughput(device: torch.device) -> Iterator[str]:
 
 def _seconds(subject: Subject, case: Case) -> Timing:
     problem = build_problem(case, subject.device)
-    backend, call = subject.create(case), problem.calls[0]
+    backend, call = subject.create(case), problem.attention[0]
     call.prepare(backend)
     return timed(
         lambda: backend.run_prefill_new_tokens(call.q, call.k, call.v, return_softmax_lse=True), subject.device

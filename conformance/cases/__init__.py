@@ -3,6 +3,6 @@
 Imports from: files.
 """
 
-from mla_conformance.cases import decode, layer, prefill, sparse
+from mla_conformance.cases import decode, indexer, layer, prefill, sparse
 
-__all__ = ["decode", "layer", "prefill", "sparse"]  # a role is known by the module that holds its cases
+__all__ = ["decode", "indexer", "layer", "prefill", "sparse"]  # a role is known by the module that holds its cases

@@ -12,7 +12,14 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from mla_conformance.cases import decode_caselists, device_caselists, layer_caselists, model_shapes, sparse_caselists
+from mla_conformance.cases import (
+    decode_caselists,
+    device_caselists,
+    indexer_caselists,
+    layer_caselists,
+    model_shapes,
+    sparse_caselists,
+)
 from mla_conformance.cases import prefill_caselists as caselists
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
@@ -334,6 +341,36 @@ _VOCABULARY = (
         sparse_caselists.dcp,
     ),
     _entry(
+        "indexer_logits",
+        "8.3",
+        "An indexer scores every token that a row sees, paged or gathered, with any number of heads.",
+        indexer_caselists.logits,
+    ),
+    _entry(
+        "indexer_topk",
+        "8.5",
+        "An indexer selects the tokens with the best scores, each once, and -1 where there are fewer.",
+        indexer_caselists.selections,
+    ),
+    _entry(
+        "indexer_causal",
+        "8.1",
+        "A row sees the tokens of its request up to its own, and selects no other.",
+        indexer_caselists.bounds,
+    ),
+    _entry(
+        "indexer_fp8",
+        "8.2",
+        "Codes of index keys mean code × the scale of their token.",
+        indexer_caselists.codes,
+    ),
+    _entry(
+        "index_mapping",
+        "8.4",
+        "Selected tokens are told as slots of the cache, or rows of gathered keys, where that is asked for.",
+        indexer_caselists.mappings,
+    ),
+    _entry(
         "determinism",
         "3.7",
         "Equal calls return equal bits, if the backend declares so.",
@@ -341,6 +378,7 @@ _VOCABULARY = (
         decode_caselists.determinism,
         layer_caselists.determinism,
         sparse_caselists.determinism,
+        indexer_caselists.repeated,
         needs="deterministic",
         procedure="determinism",
     ),
@@ -352,6 +390,7 @@ _VOCABULARY = (
         decode_caselists.call_order,
         layer_caselists.call_order,
         sparse_caselists.call_order,
+        indexer_caselists.repeated,
         procedure="call_order",
     ),
     _entry(
@@ -362,6 +401,7 @@ _VOCABULARY = (
         decode_caselists.no_side_effects,
         layer_caselists.no_side_effects,
         sparse_caselists.no_side_effects,
+        indexer_caselists.repeated,
         procedure="no_side_effects",
     ),
     _entry(
@@ -372,6 +412,7 @@ _VOCABULARY = (
         decode_caselists.batches,
         layer_caselists.batches,
         sparse_caselists.batches,
+        indexer_caselists.repeated,
         procedure="batch_invariance",
     ),
     _entry(
@@ -382,6 +423,7 @@ _VOCABULARY = (
         decode_caselists.batches,
         layer_caselists.batches,
         sparse_caselists.batches,
+        indexer_caselists.repeated,
         procedure="request_order",
     ),
     _entry(
@@ -391,6 +433,7 @@ _VOCABULARY = (
         caselists.neighbours,
         decode_caselists.neighbours,
         sparse_caselists.neighbours,
+        indexer_caselists.repeated,
         procedure="neighbours",
     ),
     _entry(
@@ -400,6 +443,7 @@ _VOCABULARY = (
         caselists.neighbours,
         decode_caselists.neighbours,
         sparse_caselists.neighbours,
+        indexer_caselists.repeated,
         procedure="neighbour_keys",
     ),
     _entry(

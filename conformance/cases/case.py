@@ -32,6 +32,8 @@ class Call(StrEnum):
     LAYER = "layer"
     SPARSE_DECODE = "sparse_decode"
     SPARSE_PREFILL = "sparse_prefill"
+    INDEX_LOGITS = "index_logits"
+    INDEX_TOPK = "index_topk"
 
 
 class Layout(StrEnum):
@@ -189,7 +191,7 @@ class Case(ABC):
         own = cls.defaults()
         for name, value in values.items():
             others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
-            if name not in own and any(value != other.defaults()[name] for other in others):
+            if name not in own and all(value != other.defaults()[name] for other in others):
                 *first, last = [other.role for other in others]
                 roles = f"{', '.join(first)} and {last}" if first else last
                 raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")

@@ -10,8 +10,8 @@ from mla_conformance.cases.case import Call, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
-MAIN_CACHES = (*CACHES, *(name for name, form in TILED_FORMATS.items() if name not in CACHES and not form.extra_only))
-EXTRA_CACHES = ("none", *dict.fromkeys((*CACHES, *TILED_FORMATS)))
+MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
+EXTRA_CACHES = ("none", *MAIN_CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "extra"))
 _EXTRA_RATIO = 4
 """Tokens that an entry of a second cache stands for, as V4 compresses them."""
 _TILE = 64

@@ -8,8 +8,8 @@ from mla_conformance.defects.known import FAMILIES
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.judging.sources import judging_sources
 
-_HONEST = ("honest", "honest_decode", "honest_layer", "layered", "split_keys", "eager_layer")
-_EMULATION = ("eager", "eager_decode", "latent_entries", "online_softmax")
+_HONEST = ("honest", "honest_decode", "honest_indexer", "honest_layer", "layered", "split_keys", "eager_layer")
+_EMULATION = ("eager", "eager_decode", "eager_indexer", "latent_entries", "online_softmax")
 """The kernels that the known defects are made from."""
 
 
@@ -31,4 +31,5 @@ def _sources() -> list[Path]:
         *(defects / f"{name}.py" for name in (*FAMILIES, *_HONEST)),
         *(backends / f"{name}.py" for name in _EMULATION),
         reference / "error_budget.py",
+        reference / "index_scores.py",
     ]

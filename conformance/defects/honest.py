@@ -14,6 +14,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill
 from mla_conformance.defects.honest_decode import HONEST_DECODES
+from mla_conformance.defects.honest_indexer import HONEST_INDEXERS
 from mla_conformance.defects.honest_layer import HONEST_LAYERS
 from mla_conformance.defects.known import Judged
 from mla_conformance.defects.split_keys import joined
@@ -225,6 +226,7 @@ HONEST: tuple[type[Judged], ...] = (
     CapturablePrefill,
     CapturableDecode,
     *HONEST_DECODES,
+    *HONEST_INDEXERS,
     *HONEST_LAYERS,
 )
 """Every honest emulation; real kernels are judged beside them."""

@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.plain import parts_of, why_not_plain
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.merge import merge
@@ -32,7 +32,7 @@ class Returned:
         disturbed: settings of the process that the call changed; they are restored.
     """
 
-    call: AttentionCall
+    call: KernelCall
     value: Any
     error: str = ""
     traceback: str = ""
@@ -90,9 +90,9 @@ def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list
     return returned
 
 
-def _guarded_call(backend: KernelBackend, problem: Problem, call: AttentionCall, prepare: bool) -> Returned:
+def _guarded_call(backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool) -> Returned:
     out = call.output_buffer()
-    poison_allocator((*call.q.shape[:2], call.width), problem.output_dtype, problem.device, problem.case.poison)
+    poison_allocator(call.result_shape, problem.output_dtype, problem.device, problem.case.poison)
 
     def step() -> Any:
         if prepare:
@@ -144,7 +144,7 @@ def _merged_in_place(backend: Any, states: list[State]) -> State:
 
 def _is_state(parts: tuple[Any, ...], returned: Returned, problem: Problem) -> bool:
     """Whether a call returned two tensors of the right shapes on the right device, so that they can be merged."""
-    heads, tokens, width = problem.case.heads, returned.call.q.shape[0], returned.call.width
+    tokens, heads, _ = shape = returned.call.result_shape
     if any(map(why_not_plain, parts)) or any(part.device != problem.device for part in parts):
         return False
-    return [part.shape for part in parts] == [(tokens, heads, width), (heads, tokens)]
+    return [part.shape for part in parts] == [shape, (heads, tokens)]

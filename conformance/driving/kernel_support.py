@@ -10,9 +10,10 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.indexer import IndexerCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cases.sparse import SparseCase
-from mla_conformance.driving.selector_config import decode_config, prefill_config, sparse_config
+from mla_conformance.driving.selector_config import decode_config, indexer_config, prefill_config, sparse_config
 
 
 def prefill_reasons(
@@ -60,6 +61,18 @@ def sparse_kernel(kernel: Any, case: SparseCase) -> Any:
     """A new instance for the head dims, the scale and the caches of ``case``."""
     extra = {"extra_kv_cache_dtype": case.extra} if case.has_extra else {}
     return kernel(**_sizes(case), kv_cache_dtype=case.cache, vllm_config=None, **extra)
+
+
+def indexer_reasons(
+    kernel: Any, case: IndexerCase, dtype: torch.dtype, capability: DeviceCapability | None
+) -> list[str]:
+    """What of ``case`` an indexer's class declares unsupported."""
+    return reasons_of(kernel.validate_configuration(capability, indexer_config(case, dtype)))
+
+
+def indexer_kernel(kernel: Any, case: IndexerCase) -> Any:
+    """A new instance for the heads and the keys of ``case``."""
+    return kernel(num_heads=case.heads, head_dim=case.head_dim, kv_cache_dtype=case.cache, vllm_config=None)
 
 
 def _writes_unquantised(kernel: Any, dtype: torch.dtype) -> bool:

@@ -3,10 +3,12 @@
 import torch
 
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
+from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Call, Case
+from mla_conformance.cases.indexer import IndexerCase
 from mla_conformance.cases.sparse import SparseCase
 
 
@@ -52,4 +54,19 @@ def sparse_config(case: SparseCase, dtype: torch.dtype) -> MLASparseSelectorConf
         extra_topk=case.extra_topk if case.has_extra else 0,
         dcp_world_size=case.ranks,
         tile_scales=case.scales,
+    )
+
+
+def indexer_config(case: IndexerCase, dtype: torch.dtype) -> MLAIndexerSelectorConfig:
+    """For a case of an indexer."""
+    return MLAIndexerSelectorConfig(
+        call="logits" if case.call == Call.INDEX_LOGITS else "topk",
+        paged=case.is_paged,
+        dtype=dtype,
+        kv_cache_dtype=case.cache,
+        block_size=case.page if case.is_paged else 1,
+        num_heads=case.heads,
+        head_dim=case.head_dim,
+        topk_tokens=case.topk,
+        index_space=case.space,
     )

@@ -17,7 +17,6 @@ from mla_conformance.backends.loading import resolve_backend, roles_of, unavaila
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.layer import LayerCase
@@ -25,6 +24,8 @@ from mla_conformance.driving.device_needs import device_reasons
 from mla_conformance.driving.kernel_support import (
     decode_kernel,
     decode_reasons,
+    indexer_kernel,
+    indexer_reasons,
     prefill_kernel,
     prefill_reasons,
     sparse_kernel,
@@ -77,12 +78,6 @@ class Subject:
         return loaded
 
     @cached_property
-    def sparse_class(self) -> type[MLASparseBackend]:
-        """The class that sparse calls go to on this device."""
-        loaded: type[MLASparseBackend] = resolve_backend(self.backend, self.capability, Role.SPARSE)
-        return loaded
-
-    @cached_property
     def layer_class(self) -> Any:
         """The layer: the one that was named, or the common one over the backend's kernels."""
         named = resolve_backend(self.backend, self.capability, Role.LAYER)
@@ -90,7 +85,10 @@ class Subject:
 
     def class_of(self, role: Role) -> Any:
         """The class that calls of a role go to on this device."""
-        return getattr(self, f"{role}_class")
+        own = f"{role}_class"
+        if hasattr(type(self), own):
+            return getattr(self, own)
+        return resolve_backend(self.backend, self.capability, role)
 
     def declaration_of(self, role: Role) -> Declaration:
         """What the adapter of a role declares."""
@@ -186,12 +184,14 @@ _REASONS: Mapping[Role, Callable[..., list[str]]] = {
     Role.DECODE: decode_reasons,
     Role.LAYER: layer_reasons,
     Role.SPARSE: sparse_reasons,
+    Role.INDEXER: indexer_reasons,
 }
 """What a class declares unsupported of a case, whatever the device has."""
 _KERNELS: Mapping[Role, Callable[..., Any]] = {
     Role.PREFILL: prefill_kernel,
     Role.DECODE: decode_kernel,
     Role.SPARSE: sparse_kernel,
+    Role.INDEXER: indexer_kernel,
 }
 
 

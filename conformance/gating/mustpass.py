@@ -1,9 +1,10 @@
 """Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
 
-A profile is what a case asks for beyond bf16, the head dims of DeepSeek-R1 and the two required entries, declared
-determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that decodes,
-``sparse_decode`` and ``sparse_prefill`` those that have these calls, and each backend is bound by one of them at least.
-Any other profile binds a backend unless it declares all of its cases unsupported.
+A profile is what a case asks for beyond bf16, its role's usual head dims (DeepSeek-R1's) and the two required entries,
+declared determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that
+decodes, ``sparse_decode``, ``sparse_prefill``, ``index_logits`` and ``index_topk`` those that have these calls; each
+backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
+unsupported.
 """
 
 import hashlib
@@ -13,14 +14,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
-_CORES = (CORE, *(call.value for call in (Call.DECODE, Call.SPARSE_DECODE, Call.SPARSE_PREFILL)))
+_CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")
 """The profiles of which at least one binds a backend."""
 
 
@@ -31,7 +32,7 @@ def profile_of(case: Case) -> str:
     asked = (
         case.profile,
         CAPABILITIES[case.capability].needs,
-        f"dims_{case.dims}" if case.dims != "r1" else "",
+        f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else "",
         case.dtype if case.dtype != "bf16" else "",
         CAPABILITIES[case.capability].profile,
         *case.asks,

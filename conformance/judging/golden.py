@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mla_conformance.judging.budgets import Budgets
+from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.operands import segments, start_loc
@@ -17,20 +18,22 @@ from mla_conformance.reference.selected import selected_attention
 
 
 @dataclass(frozen=True)
-class Expectation:
+class Expectation(Expected):
     """Golden states of the judged rows.
 
     Attributes:
-        rows: which rows they are.
         calls: one per call of the problem.
         merged: attention to the keys of all calls at once; None where there is nothing to merge.
         budgets: how far kernels may be from these states.
     """
 
-    rows: JudgedRows
     calls: tuple[AttentionState, ...]
     merged: AttentionState | None
     budgets: Budgets = field(default_factory=Budgets)
+
+    def intact(self) -> bool:
+        """Whether every byte of the budgets is as it was computed."""
+        return self.budgets.intact()
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -44,14 +47,14 @@ class Expectation:
 def expect(problem: Problem) -> Expectation:
     """The golden result, computed in float64."""
     rows = choose_rows(problem)
-    states = tuple(_golden(problem, rows, call.question()) for call in problem.calls)
+    states = tuple(_golden(problem, rows, call.question()) for call in problem.attention)
     merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.case.is_merged else None
     return Expectation(rows, states, merged)
 
 
 def _unchunked(problem: Problem) -> Question:
     """Causal attention over context and new tokens."""
-    new, *chunks = problem.calls
+    new, *chunks = problem.attention
     ordered = [*chunks, new]
     lengths = [
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))

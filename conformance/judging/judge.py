@@ -1,4 +1,4 @@
-"""The judge: status of the call → shape, dtype, device → masks → LSE → output → side effects (SPEC 4.1).
+"""The judge of attention: masks → LSE → output, within the steps that every result is judged by (SPEC 4.1).
 
 Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
 """
@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.driving.plain import parts_of, type_name, why_not_plain
+from mla_conformance.driving.plain import parts_of
 from mla_conformance.judging.budgets import Budget
-from mla_conformance.judging.diagnosis import explain_form, explain_lse, explain_mask, explain_output
+from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
+from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.index_golden import IndexExpectation
+from mla_conformance.judging.index_judge import IndexJudge
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.rounding import Merged, roundoffs
+from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Tolerance, tolerance
-from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
+from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, rms_limit
@@ -54,7 +57,7 @@ class _Part:
 
 def judge(
     problem: Problem,
-    expectation: Expectation,
+    expectation: Expected,
     observation: Observation,
     declaration: Declaration,
     numbers: Tolerance | None = None,
@@ -63,41 +66,40 @@ def judge(
 
     Args:
         problem: the inputs.
-        expectation: the golden states of the same problem.
+        expectation: the golden results of the same problem.
         observation: what the backend did.
         declaration: the rounding classes that the backend declares.
         numbers: the tolerance table; by default the one that the suite ships.
     """
-    return _Judge(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
+    return _steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 
 
 def measure(
-    problem: Problem, expectation: Expectation, observation: Observation, declaration: Declaration
+    problem: Problem, expectation: Expected, observation: Observation, declaration: Declaration
 ) -> list[Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
-    examined = _Judge(problem, expectation, declaration, tolerance())
+    examined = _steps(problem, expectation, declaration, tolerance())
     if observation.merge_error or not examined.has_form(observation):
         return []
     return list(examined.measured(observation))
 
 
-class _Judge:
+def _steps(problem: Problem, expectation: Expected, declaration: Declaration, numbers: Tolerance) -> Steps:
+    """What judges results of this kind."""
+    if isinstance(expectation, IndexExpectation):
+        return IndexJudge(problem, expectation, declaration, numbers)
+    assert isinstance(expectation, Expectation)
+    return _Judge(problem, expectation, declaration, numbers)
+
+
+class _Judge(Steps):
+    """The judge of attention."""
+
     def __init__(
         self, problem: Problem, expectation: Expectation, declaration: Declaration, numbers: Tolerance
     ) -> None:
-        self.problem, self.expectation, self.declaration, self.numbers = problem, expectation, declaration, numbers
-        self.rows = expectation.rows
-        self.used = BudgetUse()
-
-    def verdict(self, observation: Observation) -> Verdict:
-        for verdict in self._steps(observation):
-            if verdict is not None:
-                return replace(verdict, sampled=self.rows.to_json())
-        return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
-
-    def has_form(self, observation: Observation) -> bool:
-        """Whether every call returned tensors that can be compared with golden ones."""
-        return all(_raised(returned) is None and self._form(returned) is None for returned in observation.returned)
+        super().__init__(problem, expectation)
+        self.expectation, self.declaration, self.numbers = expectation, declaration, numbers
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """The numbers of all parts; of an observation whose form is right."""
@@ -111,34 +113,25 @@ class _Judge:
             if part.lse is not None:
                 yield Measured.of_lse(part.lse, part.golden.lse, budget.lse * self.numbers.lse_limit)
 
-    def _steps(self, observation: Observation) -> Iterator[Verdict | None]:
-        for returned in observation.returned:
-            yield _raised(returned)
-            yield self._form(returned)
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Masks, LSE and output of every part."""
         for part in self._called(observation):
             yield from self._values(part)
         if observation.merge_error:
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
         for part in self._merged(observation):
             yield from self._values(part)
-        yield from (self._out_tensor(returned) for returned in observation.returned)
-        yield from (_miswritten(returned) for returned in observation.returned)
-        if observation.mutated:
-            yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
-        if observation.disturbed:
-            yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _called(self, observation: Observation) -> Iterator[_Part]:
         """What each call returned."""
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
-            output, lse = _unpack(returned.value)
-            judged, merges = lse if returned.call.judges_lse else None, returned.call.merges
-            merged = Merged(merges, stored=True) if merges else None
-            yield self._picked(returned.call.name, [returned.call], golden, output, judged, merged)
+            call, (output, lse) = attention_call(returned.call), _unpack(returned.value)
+            merged = Merged(call.merges, stored=True) if call.merges else None
+            yield self._picked(call.name, [call], golden, output, lse if call.judges_lse else None, merged)
 
     def _merged(self, observation: Observation) -> Iterator[_Part]:
         """What all calls together gave, where there is something to merge."""
-        calls, golden = self.problem.calls, self.expectation.merged
+        calls, golden = self.problem.attention, self.expectation.merged
         if golden is not None and observation.merged is not None:
             merged = Merged(merges=len(calls) - 1, stored=self.problem.case.own_merge)
             name = "all parts merged in place" if self.problem.case.merges_in_place else "all parts merged"
@@ -158,24 +151,14 @@ class _Judge:
         picked = None if lse is None else self.rows.pick(lse, dim=1)
         return _Part(name, keys, golden, whole, judged, picked, merged)
 
-    def _form(self, returned: Returned) -> Verdict | None:
-        """Number of tensors, shapes, dtypes and device of what a call returned."""
-        expected = _expected_form(self.problem, returned)
-        values, name = parts_of(returned.value), returned.call.name
-        if len(values) != len(expected) or not all(issubclass(type(value), torch.Tensor) for value in values):
-            got = ", ".join(map(type_name, values))
-            return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
-        for (what, shape, dtype), value in zip(expected, values, strict=True):
-            if instead := why_not_plain(value):
-                return failed(Check.SHAPE, f"{name}: expected a strided torch.Tensor as {what}, got {instead}")
-            if value.shape != shape:
-                wrong = failed(Check.SHAPE, f"{name}: expected {what} of shape {list(shape)}, got {list(value.shape)}")
-                return replace(wrong, finding=explain_form(value.shape, shape, what))
-            if value.dtype != dtype:
-                return failed(Check.DTYPE, f"{name}: expected {what} of {dtype}, got {value.dtype}")
-            if value.device != self.problem.device:
-                return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
-        return None
+    def _expected_form(self, returned: Returned) -> Form:
+        """The output, and the LSE if it was asked for."""
+        call = attention_call(returned.call)
+        dtype = self.problem.output_dtype if returned.out is None else returned.out.view.dtype
+        form = [("output", torch.Size(call.result_shape), dtype)]
+        if call.returns_lse:
+            form.append(("LSE", torch.Size((self.problem.case.heads, call.q.shape[0])), torch.float32))
+        return form
 
     def _values(self, part: _Part) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
@@ -232,7 +215,7 @@ class _Judge:
         assert part.lse is not None
         error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
         share = error / (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
-        largest = _largest(share)
+        largest = worst_of(share)
         self._use(BudgetUse(lse=largest))
         if largest <= 1:
             return None
@@ -247,9 +230,9 @@ class _Judge:
     def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
         error = (part.output.double() - part.golden.output).abs()
-        element = _share(error, budget.element * self.numbers.element_limit)
-        row = self._worst_rms(_share(error.square().mean(dim=-1).sqrt(), budget.row_rms), budget, allowed)
-        largest, largest_rms = _largest(element), _largest(row)
+        element = share_of(error, budget.element * self.numbers.element_limit)
+        row = self._worst_rms(share_of(error.square().mean(dim=-1).sqrt(), budget.row_rms), budget, allowed)
+        largest, largest_rms = worst_of(element), worst_of(row)
         self._use(BudgetUse(element=largest, row=largest_rms))
         if max(largest, largest_rms) <= 1:
             return None
@@ -309,56 +292,7 @@ class _Judge:
         ends = (golden - budget.element, golden, golden + budget.element)
         return tuple(e4m3_ordinal(quantize_e4m3(value, scale)).double() for value in ends)
 
-    def _out_tensor(self, returned: Returned) -> Verdict | None:
-        if returned.out is None:
-            return None
-        output, _ = _unpack(returned.value)
-        if output.untyped_storage().data_ptr() != returned.out.storage.untyped_storage().data_ptr():
-            return failed(Check.OUT_TENSOR, f"{returned.call.name}: the result does not share the storage of out=")
-        if returned.out.overrun():
-            overrun = returned.out.overrun()
-            return failed(
-                Check.OUT_OF_BOUNDS_WRITE, f"{returned.call.name}: {overrun} bytes around out= were overwritten"
-            )
-        return None
-
-    def _use(self, used: BudgetUse) -> None:
-        self.used = self.used.worst_with(used)
-
-
-def _raised(returned: Returned) -> Verdict | None:
-    """What an exception of a call means; None without one."""
-    if not returned.error:
-        return None
-    if returned.out_of_memory:
-        return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
-    verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
-    return replace(verdict, detail=returned.traceback)
-
-
-def _miswritten(returned: Returned) -> Verdict | None:
-    return failed(Check.CACHE, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
-
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     output, *lse = parts_of(value)
     return output, lse[0] if lse else None
-
-
-def _expected_form(problem: Problem, returned: Returned) -> list[tuple[str, torch.Size, torch.dtype]]:
-    case: Case = problem.case
-    tokens = returned.call.q.shape[0]
-    out_dtype = problem.output_dtype if returned.out is None else returned.out.view.dtype
-    form = [("output", torch.Size((tokens, case.heads, returned.call.width)), out_dtype)]
-    if returned.call.returns_lse:
-        form.append(("LSE", torch.Size((case.heads, tokens)), torch.float32))
-    return form
-
-
-def _share(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Error over allowance; no error over no allowance, as in a row without keys, is 0."""
-    return (error / allowed).nan_to_num(nan=0.0, posinf=torch.inf)
-
-
-def _largest(share: torch.Tensor) -> float:
-    return float(share.max()) if share.numel() else 0.0

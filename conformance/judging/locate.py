@@ -47,8 +47,8 @@ class Place:
 
 
 def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
-    """How far an error reaches: ``wrong`` is a mask [T, N] or [T, N, V] with at least one place."""
-    affected = wrong.flatten(1).any(dim=1)
+    """How far an error reaches: ``wrong`` is a mask [T], [T, N] or [T, N, V] with at least one place."""
+    affected = wrong.view(len(wrong), -1).any(dim=1)
     requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
     counts = [(requests, len(rows.start_loc) - 1, "requests"), (int(affected.sum()), len(affected), "rows")]
     for dim, name in ((1, "heads"), (2, "columns")):

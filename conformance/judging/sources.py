@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-_OF_CASES = ("cached", "capabilities", "case", "decode", "hazards", "layer", "prefill", "sparse")
+_OF_CASES = ("cached", "capabilities", "case", "decode", "hazards", "indexer", "layer", "prefill", "sparse")
 """What a case asks for, its procedure and its data; the lists of cases and how ids are read are not among them."""
 _PATTERNS = (
     *(f"cases/{name}.py" for name in _OF_CASES),

@@ -34,6 +34,8 @@ class Check(StrEnum):
     MASK = "mask"
     LSE = "lse"
     OUTPUT = "output"
+    SELECTION = "selection"
+    SCORE = "score"
     OUT_TENSOR = "out_tensor"
     CACHE = "cache"
     MUTATED_INPUT = "mutated_input"
@@ -57,6 +59,8 @@ CLAUSES = {
     Check.MASK: "1.6",
     Check.LSE: "4.2",
     Check.OUTPUT: "4.2",
+    Check.SELECTION: "8.4",
+    Check.SCORE: "8.5",
     Check.OUT_TENSOR: "3.4",
     Check.CACHE: "6.7",
     Check.MUTATED_INPUT: "3.6",

@@ -8,6 +8,7 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.decode import decode_problem
+from mla_conformance.problems.indexer import indexer_problem
 from mla_conformance.problems.layer import layer_problem
 from mla_conformance.problems.prefill import prefill_problem
 from mla_conformance.problems.problem import Problem
@@ -18,6 +19,7 @@ _BUILDERS: Mapping[Role, Callable[[Any, torch.device], Problem]] = {
     Role.DECODE: decode_problem,
     Role.LAYER: layer_problem,
     Role.SPARSE: sparse_problem,
+    Role.INDEXER: indexer_problem,
 }
 
 

@@ -1,4 +1,4 @@
-"""Calls of a backend's interface, each also seen as attention of queries to keys and values."""
+"""Calls of a backend's interface, most of them also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -42,24 +42,20 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCall(ABC):
-    """One call: the attention that it asks for, and how a backend is asked.
+class KernelCall(ABC):
+    """One call: what it is about, and how a backend is asked.
 
     Attributes:
         q: [T, N, D].
         k: [S, N, D], or [S, 1, D] shared by all heads.
-        v: [S, N, V] or [S, 1, V].
         query_start_loc: first query of each request, and the end.
         key_start_loc: first key of each request, and the end.
-        output_scale: float32 scalar; None where the output is not quantised.
     """
 
     q: torch.Tensor
     k: torch.Tensor
-    v: torch.Tensor
     query_start_loc: tuple[int, ...]
     key_start_loc: tuple[int, ...]
-    output_scale: torch.Tensor | None = None
 
     @property
     @abstractmethod
@@ -67,9 +63,9 @@ class AttentionCall(ABC):
         """How messages call it."""
 
     @property
-    def width(self) -> int:
-        """Columns of the output."""
-        return self.v.shape[-1]
+    @abstractmethod
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of what the call returns first."""
 
     @property
     def key_lens(self) -> tuple[int, ...]:
@@ -77,19 +73,9 @@ class AttentionCall(ABC):
         return tuple(stop - start for start, stop in pairwise(self.key_start_loc))
 
     @property
-    def merges(self) -> int:
-        """Merges of stored results that the call itself makes."""
-        return 0
-
-    @property
-    @abstractmethod
-    def returns_lse(self) -> bool:
-        """Whether the backend is asked for the LSE."""
-
-    @property
-    def judges_lse(self) -> bool:
-        """Whether the LSE that is returned counts."""
-        return self.returns_lse
+    def meant(self) -> tuple[torch.Tensor, ...]:
+        """What the operands stand for."""
+        return self.q, self.k
 
     @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
@@ -132,6 +118,55 @@ class AttentionCall(ABC):
         """One sentence about memory that the last call should have written otherwise; empty if there is none."""
         return ""
 
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(KernelCall):
+    """A call that asks for attention.
+
+    Attributes:
+        v: [S, N, V] or [S, 1, V].
+        output_scale: float32 scalar; None where the output is not quantised.
+    """
+
+    v: torch.Tensor
+    output_scale: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.v.shape[-1]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """That of the output."""
+        return (*self.q.shape[:2], self.width)
+
+    @property
+    def meant(self) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
+
+    @property
+    def merges(self) -> int:
+        """Merges of stored results that the call itself makes."""
+        return 0
+
+    @property
+    @abstractmethod
+    def returns_lse(self) -> bool:
+        """Whether the backend is asked for the LSE."""
+
+    @property
+    def judges_lse(self) -> bool:
+        """Whether the LSE that is returned counts."""
+        return self.returns_lse
+
     @abstractmethod
     def question(self) -> Question:
         """The attention that the call computes."""
+
+
+def attention_call(call: KernelCall) -> AttentionCall:
+    """A call of a problem that asks for attention."""
+    assert isinstance(call, AttentionCall), f"{call.name} asks for something else"
+    return call

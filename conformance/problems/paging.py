@@ -20,7 +20,7 @@ class Pages:
 
     Attributes:
         cache: [blocks, page, width]; a slice of a buffer of several layers if the case says so.
-        block_table: [B, max blocks] int32, on the cache's device.
+        block_table: [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins.
         slots: [S] int64, on the CPU; where each token's entry stands, block · page + offset.
     """
 
@@ -71,6 +71,23 @@ def write_pages(
     slots = block * form.tokens + position % form.tokens
     write_entries(cache, entries.to(device), slots.to(device), form.layout)
     return Pages(cache, _block_table(case, counts, order).to(device), slots)
+
+
+def gather_entries(
+    case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device, guards: int = 0
+) -> Pages:
+    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts.
+
+    So many ``guards`` of poison stand before and behind all of them.
+    """
+    counts = torch.tensor(lengths)
+    starts = counts.cumsum(0) - counts + case.spare * torch.arange(1, len(lengths) + 1)
+    slots = starts.repeat_interleave(counts) + _positions(counts)
+    size = max(1, sum(lengths) + case.spare * (len(lengths) + 1))
+    buffer = poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
+    gathered = buffer[guards : size + guards]
+    gathered[slots.to(device), 0] = entries.to(device)
+    return Pages(gathered, starts.int().to(device), slots)
 
 
 def _positions(lengths: torch.Tensor) -> torch.Tensor:

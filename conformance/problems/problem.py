@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.cases.case import Case
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, KernelCall, Question, attention_call
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
     case: Case
     key: str
     device: torch.device
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[KernelCall, ...]
     whole: Question | None = None
 
     @property
@@ -46,7 +46,12 @@ class Problem:
     @property
     def output_scale(self) -> torch.Tensor | None:
         """Scale of a quantised output."""
-        return self.calls[0].output_scale
+        return self.attention[0].output_scale
+
+    @property
+    def attention(self) -> tuple[AttentionCall, ...]:
+        """The calls of a problem that asks for attention."""
+        return tuple(map(attention_call, self.calls))
 
     @property
     def caller_owned(self) -> dict[str, torch.Tensor]:
@@ -63,6 +68,6 @@ class Problem:
         """Everything that the problem consists of."""
         yield from self.caller_owned.values()
         for call in self.calls:
-            yield from (call.q, call.k, call.v)
+            yield from call.meant
         if self.whole is not None:
             yield from (self.whole.q, self.whole.k, self.whole.v)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.data import Data
 from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.sparse import SparseCase
-from mla_conformance.problems.cached_batch import CachedBatch, int32
+from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.calls import Question
 from mla_conformance.problems.counter_normal import fill_normal
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, Pages, write_pages
+from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.selection import Lists, draw_lists
 from mla_conformance.problems.sparse_call import SparseCall
+from mla_conformance.problems.sparse_metadata import sparse_metadata
 from mla_conformance.reference.selected import NO_KEY
 
 _LISTS_SEED = 10**6
@@ -193,7 +193,7 @@ class SparseBatch(CachedBatch[SparseCase]):
             attn_sink=self.sink,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
-            metadata=self._metadata(rank, pages, lengths),
+            metadata=sparse_metadata(self, pages, lengths, paged=self.case.is_paged, space=self.case.space, rank=rank),
             case=self.case,
             **self._extra_operands(),
         )
@@ -227,35 +227,8 @@ class SparseBatch(CachedBatch[SparseCase]):
         return dict(zip(names, (pages.cache, handed, self._length(lists)), strict=True))
 
     def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-        """The entries in pages; or gathered, each request behind a few rows of poison, where slots are rows."""
+        """The entries in pages, or gathered."""
         if self.case.is_paged:
             form = PageForm(self.case.cache, self.case.page, _GUARDS)
             return write_pages(self.case, form, entries, lengths, self.device)
-        spare, rows = self.case.spare, start_loc(lengths)
-        request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        slots = torch.arange(len(entries)) + spare * (request + 1)
-        size = max(1, rows[-1] + spare * (len(lengths) + 1))
-        buffer = poison((size + 2 * _GUARDS, 1, entries.shape[1]), entries.dtype, self.device, self.case.poison)
-        gathered = buffer[_GUARDS : size + _GUARDS]
-        gathered[slots.to(self.device), 0] = entries.to(self.device)
-        starts = int32([first + spare * (number + 1) for number, first in enumerate(rows[:-1])], self.device)
-        return Pages(gathered, starts, slots)
-
-    def _metadata(self, rank: int, pages: Pages, lengths: Sequence[int]) -> MLASparseMetadata:
-        case, cpu = self.case, torch.device("cpu")
-        request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(self.query_lens))
-        return MLASparseMetadata(
-            query_start_loc=int32(self.query_start_loc, self.device),
-            req_id_per_token=request.int().to(self.device),
-            seq_lens=int32(lengths, self.device),
-            block_table=pages.block_table if case.is_paged else None,
-            workspace_starts=None if case.is_paged else pages.block_table,
-            index_space=IndexSpace(case.space),
-            max_query_len=max(self.query_lens) * case.inflate,
-            max_seq_len=max(1, *lengths) * case.inflate,
-            query_lens_cpu=int32(self.query_lens, cpu),
-            seq_lens_cpu=int32(lengths, cpu),
-            dcp_world_size=case.ranks,
-            dcp_rank=rank,
-            cp_kv_cache_interleave_size=case.interleave,
-        )
+        return gather_entries(self.case, entries, lengths, self.device, _GUARDS)

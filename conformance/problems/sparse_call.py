@@ -11,6 +11,7 @@ from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.problems.sparse_metadata import regrouped_metadata
 
 _OPTIONAL = ("topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
 
@@ -82,7 +83,7 @@ class SparseCall(AttentionCall):
         rows = rows_of(self.query_start_loc, requests).to(self.q.device)
         per_row = ("q", "query", "topk_indices", "topk_length", "extra_topk_indices", "extra_topk_length", "selected")
         picked = {name: getattr(self, name)[rows] for name in per_row if getattr(self, name) is not None}
-        metadata = _regrouped_metadata(self.metadata, requests)
+        metadata = regrouped_metadata(self.metadata, requests)
         return replace(self, **picked, query_start_loc=start_loc(metadata.query_lens_cpu.tolist()), metadata=metadata)
 
     def overwritten(self, other: Self) -> Self:
@@ -114,18 +115,3 @@ class SparseCall(AttentionCall):
             selected=self.selected,
             sink=self.attn_sink,
         )
-
-
-def _regrouped_metadata(metadata: MLASparseMetadata, requests: Sequence[int]) -> MLASparseMetadata:
-    """Metadata of some of a batch's requests, in the given order; the maxima stay as they are."""
-    rows = list(requests)
-    query_lens = metadata.query_lens_cpu[rows]
-    per_request = ("seq_lens", "seq_lens_cpu", "block_table", "workspace_starts")
-    picked = {name: getattr(metadata, name)[rows] for name in per_request if getattr(metadata, name) is not None}
-    return replace(
-        metadata,
-        **picked,
-        query_start_loc=torch.tensor(start_loc(query_lens.tolist())).to(metadata.query_start_loc),
-        req_id_per_token=torch.arange(len(rows)).repeat_interleave(query_lens).to(metadata.req_id_per_token),
-        query_lens_cpu=query_lens,
-    )

@@ -5,8 +5,9 @@ from functools import singledispatch
 
 import torch
 
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.problems.indexer_call import IndexerCall
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.prefill_call import PrefillCall
@@ -32,7 +33,7 @@ def spoil_keys(problem: Problem, request: int, kind: str) -> None:
 
 
 @singledispatch
-def _spoil_keys(call: AttentionCall, request: int, kind: str) -> None:
+def _spoil_keys(call: KernelCall, request: int, kind: str) -> None:
     raise TypeError(f"expected a call whose keys are handed over, got a {type(call).__name__}")
 
 
@@ -57,6 +58,14 @@ def _(call: SparseCall, request: int, kind: str) -> None:
     slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.kv_cache.device)
     entries = poison((len(slots), call.kv_cache.shape[2]), call.kv_cache.dtype, call.kv_cache.device, kind)
     write_entries(call.kv_cache, entries, slots, call.case.cache)
+
+
+@_spoil_keys.register
+def _(call: IndexerCall, request: int, kind: str) -> None:
+    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.stored.device)
+    entries = poison((len(slots), call.stored.shape[-1]), call.stored.dtype, call.stored.device, kind)
+    stored = call.stored if call.case.is_paged else call.stored.unsqueeze(1)
+    write_entries(stored, entries, slots, call.case.cache if call.case.is_paged else "auto")
 
 
 def _spoil_rows(tensor: torch.Tensor, starts: Sequence[int], request: int, kind: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.sparse_call import SparseCall
@@ -21,7 +21,7 @@ def regroup(problem: Problem, requests: Sequence[int], queries: int | None = Non
 
 def scale_values(problem: Problem, factor: float) -> Problem:
     """All values times a power of two, which is exact."""
-    calls = tuple(replace(call, v=call.v * factor) for call in problem.calls)
+    calls = tuple(replace(call, v=call.v * factor) for call in problem.attention)
     return replace(problem, key=f"{problem.key}|values={factor}", calls=calls)
 
 
@@ -34,7 +34,7 @@ def scale_cache(problem: Problem, factor: float) -> Problem:
     return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=calls, whole=whole)
 
 
-def _rescaled(call: AttentionCall, factor: float, meant: float) -> AttentionCall:
+def _rescaled(call: KernelCall, factor: float, meant: float) -> AttentionCall:
     assert isinstance(call, DecodeCall | SparseCall)
     return replace(call, k_scale=call.k_scale * factor, k=call.k * meant, v=call.v * meant)
 

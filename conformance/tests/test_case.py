@@ -130,7 +130,10 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("decode:q=[1,0];kv=[5,5]", "at least one query token a request, got q=[1, 0]"),
         ("decode:q=[1]", "decode expects one context length per request"),
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
-        ("lse:q=[1];cache=fp8", "field cache: a prefill case has none, only decode, layer and sparse cases; got 'fp8'"),
+        (
+            "lse:q=[1];cache=fp8",
+            "field cache: a prefill case has none, only decode, indexer, layer and sparse",
+        ),
         ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
         ("decode:q=[1];kv=[5];cache=fp8;scales=pow2", "field scales: only the tiles of fp8_ds_mla have scales"),
         (
@@ -170,7 +173,7 @@ def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str
 def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     told = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(told).id == "lse:q=[3]"
-    with pytest.raises(CaseError, match="a prefill case has none, only decode, layer and sparse cases; got 2"):
+    with pytest.raises(CaseError, match="a prefill case has none, only decode, indexer, layer and sparse cases; got 2"):
         Case.from_json({**told, "ranks": 2})
 
 

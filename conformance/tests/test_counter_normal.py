@@ -36,6 +36,6 @@ def test_the_first_numbers_never_change() -> None:
 def test_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1000)
     case = Case.parse("context_chunk:dims=small;heads=2;q=[3];kv=[200];data=needle")
-    first, second = (build_problem(case, torch.device("cpu")).calls[0] for _ in range(2))
+    first, second = (build_problem(case, torch.device("cpu")).attention[0] for _ in range(2))
     assert torch.equal(first.k, second.k) and torch.equal(first.q, second.q)
     assert 0.9 < float(first.k.double().var()) < 1.1 and not torch.equal(first.k[..., :16], first.v)

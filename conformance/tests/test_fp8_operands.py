@@ -66,7 +66,7 @@ def test_the_cases_drive_every_entry_and_hold_rows_without_keys() -> None:
 
 def test_golden_is_attention_to_the_widened_codes() -> None:
     problem = built(NEW)
-    (call,) = problem.calls
+    (call,) = problem.attention
     q, k, v = (x.double() for x in (call.q, call.k, call.v))
     rows, keys = problem.query_start_loc, call.key_start_loc
     want = attention(q, k, v, query_start_loc=rows, key_start_loc=keys, scale=NEW.softmax_scale, causal=True)

@@ -102,7 +102,7 @@ def test_rising_logits_raise_the_running_maximum_in_every_tile(data: str) -> Non
 @pytest.mark.parametrize("data", ["ones", "hot_ones", "rising_ones"])
 def test_values_of_one_give_an_output_of_one(data: str) -> None:
     problem = built(data, q=(3,), kv=(300,))
-    assert bool((problem.calls[0].v == 1).all())
+    assert bool((problem.attention[0].v == 1).all())
     assert torch.allclose(expect(problem).calls[0].output, torch.ones(()).double(), rtol=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_integers_are_exact_in_every_dtype_and_sparse(dtype: str) -> None:
 
 
 def test_outliers_have_an_offset_and_large_channels() -> None:
-    (call,) = built("outliers", kv=(600,)).calls
+    (call,) = built("outliers", kv=(600,)).attention
     for x in (call.k, call.v):
         assert float(x.mean()) > 0.3
         spread = x.std(0).mean(0)
@@ -138,10 +138,10 @@ def test_scaled_logits_are_the_normal_ones_times_a_factor(data: str, factor: flo
 
 
 def test_tiny_values_are_a_thousandth_and_zero_keys_make_all_logits_equal() -> None:
-    assert torch.equal(built("tiny_values").calls[0].v, built("normal").calls[0].v * 1e-3)
+    assert torch.equal(built("tiny_values").attention[0].v, built("normal").attention[0].v * 1e-3)
     problem = built("zero_keys")
     assert not logits(problem).any()
-    mean = problem.calls[0].v.double().mean(0).expand_as(expect(problem).calls[0].output)
+    mean = problem.attention[0].v.double().mean(0).expand_as(expect(problem).calls[0].output)
     assert torch.allclose(expect(problem).calls[0].output, mean, rtol=1e-12)
 
 
@@ -153,7 +153,7 @@ def test_every_regime_is_promised_and_used() -> None:
 
 @pytest.mark.parametrize("dims", ["small", "r1", "glm"])
 def test_odd_strides_are_odd(dims: str) -> None:
-    (call,) = built("normal", layout=Layout.ODD, dims=dims, dtype="bf16").calls
+    (call,) = built("normal", layout=Layout.ODD, dims=dims, dtype="bf16").attention
     for x in (call.q, call.k, call.v):
         assert x.stride(1) % 2 == 1 and x.stride(1) > x.shape[-1] and x.storage_offset() == 1
 
@@ -175,7 +175,7 @@ LAWFUL = ["new_tokens:dims=small;heads=3;q=[9,1,20]", "context_chunk:dims=small;
 
 def fresh(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """The golden state of the only call, computed beside every cache."""
-    (call,) = problem.calls
+    (call,) = problem.attention
     state = attention(
         call.q,
         call.k,
@@ -230,9 +230,9 @@ def test_overwritten_tensors_keep_their_addresses_and_take_the_other_golden_resu
     case = Case.parse(text)
     problem, other = build_problem(case, CPU), build_problem(replace(case, seed=9), CPU)
     before = expect(problem).calls[0].output
-    addresses = [tensor.data_ptr() for tensor in operands(problem.calls[0])]
+    addresses = [tensor.data_ptr() for tensor in operands(problem.attention[0])]
     written = overwrite(problem, other)
-    assert [tensor.data_ptr() for tensor in operands(written.calls[0])] == addresses
+    assert [tensor.data_ptr() for tensor in operands(written.attention[0])] == addresses
     assert same_as_fresh(written) and not torch.equal(expect(written).calls[0].output, before)
 
 

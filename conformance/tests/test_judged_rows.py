@@ -70,7 +70,7 @@ def test_other_cases_draw_other_rows() -> None:
 def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
     problem = build_problem(Case.parse(f"{case};seed=3"), CPU)
     found = expect(problem)
-    call = problem.calls[0]
+    call = problem.attention[0]
     whole = attention(
         call.q,
         call.k,

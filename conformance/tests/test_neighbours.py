@@ -55,7 +55,7 @@ def test_only_the_keys_and_values_of_the_request_are_spoiled_in_every_call() -> 
     problem, clean = (build_problem(Case.parse(CHUNKED), CPU) for _ in range(2))
     spoil_keys(problem, 2, "nan")
     assert {name.split(" ")[0] for name in changed(problem, clean)} == {"k", "v"}
-    for call, before in zip(problem.calls, clean.calls, strict=True):
+    for call, before in zip(problem.attention, clean.attention, strict=True):
         rows = slice(call.key_start_loc[2], call.key_start_loc[3])
         for mine, theirs in ((call.k, before.k), (call.v, before.v)):
             assert bool(mine[rows].isnan().all()) and torch.equal(mine[: rows.start], theirs[: rows.start])

@@ -45,19 +45,19 @@ def test_a_case_stands_for_the_same_bytes_each_time(text: str) -> None:
 def test_what_one_writes_another_does_not_see(text: str) -> None:
     first = built(text)
     before = all_bytes(first)
-    for tensor in (*first.caller_owned.values(), *(call.v for call in first.calls)):
+    for tensor in (*first.caller_owned.values(), *(call.v for call in first.attention)):
         storage_bytes(tensor).fill_(7)
     assert all_bytes(built(text)) == before
 
 
 def test_v_is_the_second_half_of_a_projection() -> None:
-    (call,) = built("lse:dims=small;heads=3;q=[5]").calls
+    (call,) = built("lse:dims=small;heads=3;q=[5]").attention
     assert call.v.shape == (5, 3, 16) and not call.v.is_contiguous()
     assert call.v.stride(-1) == 1 and call.v.stride(1) > 16 and call.v.storage_offset() > 0
 
 
 def test_calls_have_the_shapes_of_the_interface() -> None:
-    new, chunk, *_ = built(CHUNKED).calls
+    new, chunk, *_ = built(CHUNKED).attention
     assert (new.name, chunk.name) == ("new tokens", "context chunk 0")
     assert new.q.shape == new.k.shape == (9, 4, 24) and new.v.shape == (9, 4, 16)
     assert chunk.k.shape == (52, 4, 24) and chunk.key_start_loc == (0, 32, 32, 52)
@@ -86,12 +86,12 @@ def test_unused_workspace_and_the_null_block_are_poisoned() -> None:
         context.workspace[: context.seq_tot[-1]].isnan().any()
     )
     assert metadata_of(problem).block_table[1].tolist() == [0, 0, 0]
-    assert all(not call.k.isnan().any() and not call.v.isnan().any() for call in problem.calls)
+    assert all(not call.k.isnan().any() and not call.v.isnan().any() for call in problem.attention)
 
 
 def test_padding_rows_are_poison_behind_the_last_counted_token() -> None:
     problem = built("no_side_effects:dims=small;q=[5,2];pad=3")
-    (call,) = problem.calls
+    (call,) = problem.attention
     assert call.q.shape[0] == 10 and problem.query_start_loc == (0, 5, 7)
     for tensor in (call.q, call.k, call.v):
         assert bool(tensor[7:].isnan().all()) and not bool(tensor[:7].isnan().any())
@@ -99,7 +99,7 @@ def test_padding_rows_are_poison_behind_the_last_counted_token() -> None:
 
 @pytest.mark.parametrize("layout", ["kv_b_proj", "packed", "sliced", "heads_first"])
 def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
-    (call,) = built(f"strided_inputs:dims=small;heads=3;q=[5];layout={layout}").calls
+    (call,) = built(f"strided_inputs:dims=small;heads=3;q=[5];layout={layout}").attention
     assert (call.q.shape, call.k.shape, call.v.shape) == ((5, 3, 24), (5, 3, 24), (5, 3, 16))
     assert call.q.is_contiguous() == (layout in ("kv_b_proj", "packed"))
     assert call.v.is_contiguous() == (layout == "packed")
@@ -109,7 +109,7 @@ def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("rest", ["q=[1,9]", "call=context_chunk;q=[2,3];kv=[0,40]"])
 def test_every_regime_makes_finite_inputs(regime: str, rest: str) -> None:
-    (call,) = built(f"lse:dims=small;{rest};data={regime}").calls
+    (call,) = built(f"lse:dims=small;{rest};data={regime}").attention
     assert all(bool(tensor.isfinite().all()) for tensor in (call.q, call.k, call.v))
 
 

@@ -44,8 +44,7 @@ def call_of(built: Case) -> SparseCall:
 
 
 def judged(kernel: type[EagerSparseBackend], asked: Case) -> Record:
-    subject = Subject.of("EAGER", CPU)
-    subject.__dict__["sparse_class"] = kernel
+    subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", CPU)
     return judge_one(subject, asked, CONTEXT)
 
 
@@ -128,7 +127,7 @@ def test_positions_and_own_tokens_are_those_of_the_request() -> None:
 
 def test_ranks_hold_parts_of_each_list_that_make_it_up() -> None:
     problem = build_problem(case(ranks=3, interleave=2, space="slot"), CPU)
-    counts = [visible(call) for call in problem.calls]
+    counts = [visible(call) for call in problem.attention]
     assert list(map(sum, zip(*counts, strict=True))) == [8, 8, 1, 6, 7, 8]
     expectation = expect(problem)
     assert expectation.merged is not None
@@ -147,7 +146,7 @@ def test_other_lists_of_one_meaning_have_one_golden_result() -> None:
     states = [expect(half).calls[0] for half in halves]
     torch.testing.assert_close(merge_states(*states).output, expect(problem).calls[0].output, rtol=1e-12, atol=1e-12)
     alone = lonely_row(problem, 4)
-    assert visible(alone.calls[0]) == [0, 0, 0, 0, visible(problem.calls[0])[4], 0]
+    assert visible(alone.attention[0]) == [0, 0, 0, 0, visible(problem.attention[0])[4], 0]
     assert all(wrong_rows(other) == [] for other in (*halves, alone))
 
 

@@ -6,16 +6,19 @@ that was misled.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
-from mla_conformance.judging.golden import Expectation, expect
+from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import expect
+from mla_conformance.judging.index_golden import expect_scores
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
@@ -26,6 +29,9 @@ PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """Memory that inputs may keep, by type of device; larger ones are built each time."""
 GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
+
+_EXPECT: Mapping[Role, Callable[[Problem], Expected]] = {Role.INDEXER: expect_scores}
+"""What makes golden results of problems that do not ask for attention."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Context:
     """What one process has made before."""
 
     def __init__(self) -> None:
-        self._problems, self._golden = Kept[Problem](), Kept[Expectation]()
+        self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.
@@ -100,21 +106,22 @@ class Context:
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
             return deepcopy(untouched, {id(untouched.case): untouched.case})
 
-    def expect(self, problem: Problem, clock: Clock) -> Expectation:
+    def expect(self, problem: Problem, clock: Clock) -> Expected:
         """The golden result of a problem."""
         key = (problem.key, str(problem.device))
         found = self._golden.find(key)
         if found is None:
             # A kept result is returned without a word to the device, which a backend may have lost by then.
             with clock.phase("golden", problem.device):
-                found = expect(problem)
+                found = _EXPECT.get(problem.case.role, expect)(problem)
                 self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
         return found
 
     def is_intact(self) -> bool:
         """Whether nothing that is kept was written over."""
-        budgets = (expectation.budgets for expectation in self._golden.values())
-        return self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in budgets)
+        return (
+            self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in self._golden.values())
+        )
 
     def forget(self) -> None:
         """Make everything anew from here on."""

@@ -59,7 +59,7 @@ def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
 
 def _behind_others(near: Problem, rows: int) -> Problem:
     """The request of ``near`` behind one of so many rows, which see one key."""
-    call = near.calls[0]
+    call = near.attention[0]
     q = torch.ones(rows + call.q.shape[0], *call.q.shape[1:], dtype=near.dtype, device=near.device)
     q[rows:] = call.q
     k, v = (torch.cat([x[:1], x]) for x in (call.k, call.v))

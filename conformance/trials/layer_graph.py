@@ -12,7 +12,7 @@ import torch
 
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import device_lost, poison
@@ -104,7 +104,7 @@ class LayerGraph:
         blocks = len(call.image.cache)
         return self._call.image.cache[:blocks], self._call.image.cache[blocks:]
 
-    def _settle(self, problem: Problem, expectation: Expectation, result: torch.Tensor, step: str) -> None:
+    def _settle(self, problem: Problem, expectation: Expected, result: torch.Tensor, step: str) -> None:
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
         own, behind = self._cache(call)

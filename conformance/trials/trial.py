@@ -16,7 +16,7 @@ from mla_conformance.driving.driver import Observation, run_calls
 from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
@@ -31,7 +31,7 @@ class Observed:
     """What running a problem showed, and what was expected of it."""
 
     problem: Problem
-    expectation: Expectation
+    expectation: Expected
     observation: Observation
 
 
@@ -66,7 +66,7 @@ class Trial:
         """The inputs of a case, this or another one, on the subject's device."""
         return self.context.problem(case, self.subject.device, self.clock)
 
-    def expect(self, problem: Problem) -> Expectation:
+    def expect(self, problem: Problem) -> Expected:
         """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
         return self.context.expect(problem, self.clock)
 
@@ -160,9 +160,7 @@ class Trial:
         """Run a problem again without judging it."""
         return self.run(self.backend, problem or self.problem)
 
-    def judged(
-        self, problem: Problem, expectation: Expectation, observation: Observation, step: str = ""
-    ) -> Observation:
+    def judged(self, problem: Problem, expectation: Expected, observation: Observation, step: str = "") -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last = Observed(problem, expectation, observation)
         with self.clock.phase("judge"):

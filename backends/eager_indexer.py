@@ -1,0 +1,136 @@
+"""EAGER, indexer: honest scores and their best in plain PyTorch, request by request and tile by tile of its tokens.
+
+Codes are dequantised to float32, products and sums are float32. Like its twins it is the base of the known defects,
+which override a step, and never counts as certified.
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of
+from mla_conformance.backends.indexer_checks import check_index_call
+from mla_conformance.backends.latent_entries import gather
+from mla_conformance.reference.selected import NO_KEY
+
+_ROWS = 256
+"""Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
+
+
+class EagerIndexerBackend(MLAIndexerBackend):
+    """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
+
+    token_tile: ClassVar[int] = 512
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "EAGER"
+
+    def run_index_logits(
+        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`MLAIndexerBackend`; -inf from a row's bound on."""
+        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
+        return self._logits(q, weights, k, k_scale)
+
+    def run_index_topk(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        topk_tokens: int,
+        k_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :class:`MLAIndexerBackend`."""
+        check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
+        chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
+        return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
+
+    def _logits(
+        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, max_seq_len], -inf where a row sees no token."""
+        metadata, bounds = self._sparse_metadata, self._bounds()
+        logits = q.new_full((len(q), metadata.max_seq_len), -torch.inf, dtype=torch.float32)
+        starts = metadata.query_lens_cpu.cumsum(0) - metadata.query_lens_cpu
+        for request, (start, length) in enumerate(zip(starts.tolist(), metadata.query_lens_cpu.tolist(), strict=True)):
+            for tile in self._tiles(int(metadata.seq_lens_cpu[request])):
+                keys = self._keys(k, k_scale, request, torch.arange(tile.start, tile.stop, device=k.device))
+                for first in range(start, start + length, _ROWS):
+                    rows = slice(first, min(first + _ROWS, start + length))
+                    logits[rows, tile] = self._scores(q[rows].float(), weights[rows], keys)
+        positions = torch.arange(metadata.max_seq_len, device=q.device)
+        return logits.masked_fill(positions >= bounds.unsqueeze(1), -torch.inf)
+
+    def _bounds(self) -> torch.Tensor:
+        """[T]: tokens that each row may see, its own included."""
+        return bounds_of(self._sparse_metadata)
+
+    def _tiles(self, tokens: int) -> Iterator[slice]:
+        """Tiles of a request's tokens."""
+        return (slice(start, min(start + self.token_tile, tokens)) for start in range(0, tokens, self.token_tile))
+
+    def _keys(
+        self, k: torch.Tensor, k_scale: torch.Tensor | None, request: int, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[tile, D] float32, the keys of a request's tokens."""
+        values, scales = self._stored(k, k_scale, self._slots(k, torch.full_like(positions, request), positions))
+        return values if scales is None else values * self._scales(scales)
+
+    def _stored(
+        self, k: torch.Tensor, k_scale: torch.Tensor | None, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What stands in slots: values or codes [tile, D] in float32, and the scales [tile, 1] of codes."""
+        if self._sparse_metadata.block_table is None:
+            # As bytes, since float8 cannot be indexed everywhere.
+            values = k.view(torch.uint8)[slots].view(k.dtype).float()
+            return values, None if k_scale is None else k_scale[slots].unsqueeze(1)
+        entries = gather(k, slots, self.kv_cache_dtype)
+        if self.kv_cache_dtype == "auto":
+            return entries.float(), None
+        codes, scales = (part.contiguous() for part in entries.tensor_split([self.head_dim], dim=1))
+        return codes.view(torch.float8_e4m3fn).float(), scales.view(torch.float32)
+
+    def _scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """[tile, 1], what codes are multiplied by."""
+        return scales
+
+    def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[n, tile] of some rows, q [n, H, D] and weights [n, H], for keys [tile, D]; all float32."""
+        dots = (q.flatten(0, 1) @ keys.mT).view(*q.shape[:2], len(keys))
+        return (weights.unsqueeze(1) @ self._activated(dots)).squeeze(1)
+
+    def _activated(self, dots: torch.Tensor) -> torch.Tensor:
+        """Products [n, H, tile] behind the activation."""
+        return dots.relu()
+
+    def _choose(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+        """[T, K] int64 positions of the largest, -1 behind as many as there are."""
+        best = logits.topk(min(topk_tokens, logits.shape[1]), dim=1)
+        chosen = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
+        return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
+
+    def _numbers(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What stands for positions [T, K] in the metadata's index space; anything where a row names no token."""
+        if self._sparse_metadata.index_space is IndexSpace.POSITION:
+            return positions
+        request = self._sparse_metadata.req_id_per_token.long().unsqueeze(1)
+        return self._slots(k, request.expand_as(positions), positions.clamp(min=0))
+
+    def _slots(self, k: torch.Tensor, request: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of a cache, or rows of gathered keys, where tokens of requests stand, both of one shape."""
+        metadata = self._sparse_metadata
+        if metadata.block_table is None:
+            assert metadata.workspace_starts is not None
+            return metadata.workspace_starts.long()[request] + positions
+        page = k.shape[1]
+        columns = (positions // page).clamp(max=metadata.block_table.shape[1] - 1)
+        return metadata.block_table.long()[request, columns] * page + positions % page

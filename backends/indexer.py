@@ -1,0 +1,160 @@
+"""The abstract MLA indexer: a score for each cached token of a query token's request, and the best of them.
+
+What vLLM calls ``sparse_attn_indexer``: DeepSeek-V3.2 and GLM-5 let a few narrow heads, whose key all share, decide
+which tokens the attention gathers. Its metadata is that of the attention that follows, :class:`MLASparseMetadata`,
+whose index space says what the selected numbers count. Sources: vLLM's ``sparse_attn_indexer``, DeepGEMM's
+``fp8_fp4_mqa_logits`` and ``fp8_fp4_paged_mqa_logits``.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.sparse import MLASparseMetadata
+
+INDEX_LAYOUTS = ("auto", "fp8_index")
+"""Keys and queries of the model's dtype, or both in e4m3."""
+
+
+class MLAIndexerSelectorConfig(NamedTuple):
+    """What an indexer is validated against; hashable.
+
+    Attributes:
+        call: ``logits`` or ``topk``.
+        paged: whether the keys lie in a paged cache, or gathered.
+        dtype: of the model.
+        kv_cache_dtype: one of :data:`INDEX_LAYOUTS`.
+        block_size: tokens of a page; 1 of gathered keys.
+        num_heads: H, the indexer's heads.
+        head_dim: D.
+        topk_tokens: K, tokens that are selected for a query token.
+        index_space: what the selected numbers count.
+    """
+
+    call: str
+    paged: bool
+    dtype: torch.dtype
+    kv_cache_dtype: str
+    block_size: int
+    num_heads: int
+    head_dim: int
+    topk_tokens: int
+    index_space: str = IndexSpace.POSITION
+
+
+class MLAIndexerBackend(KernelBackend):
+    """Scores of cached tokens, and the best of them.
+
+    Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
+
+    Attributes:
+        supported_calls: ``logits``, ``topk`` or both; the other one is refused.
+        supported_kv_cache_dtypes: those of :data:`INDEX_LAYOUTS` that the kernel reads.
+        supported_heads: numbers of heads; empty means any.
+        supported_head_dims: columns of a key; empty means any.
+        supported_topk: numbers of tokens that are selected.
+        supported_index_spaces: what the selected numbers may count.
+    """
+
+    supported_calls: ClassVar[list[str]] = ["logits", "topk"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
+    supported_heads: ClassVar[list[int]] = []
+    supported_head_dims: ClassVar[list[int]] = []
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Page sizes of a cache, in tokens."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLAIndexerSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        return [*reasons, *cls._key_reasons(selector_config), *cls._call_reasons(selector_config)]
+
+    @classmethod
+    def _key_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+        if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
+            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
+        if cls.supported_heads and config.num_heads not in cls.supported_heads:
+            yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
+        if cls.supported_head_dims and config.head_dim not in cls.supported_head_dims:
+            yield f"head dim {config.head_dim} not supported (supported: {cls.supported_head_dims})"
+        if config.paged and not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
+
+    @classmethod
+    def _call_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+        if config.call not in cls.supported_calls:
+            yield f"{config.call} not supported"
+        if config.call != "topk":
+            return
+        if not accepts_block_size(cls.supported_topk, config.topk_tokens):
+            yield f"topk {config.topk_tokens} not supported"
+        if config.index_space not in cls.supported_index_spaces:
+            told = ", ".join(cls.supported_index_spaces)
+            yield f"selected tokens that count by {config.index_space} not supported (supported: {told})"
+
+    def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
+        if kv_cache_dtype not in INDEX_LAYOUTS:
+            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(INDEX_LAYOUTS)}, got {kv_cache_dtype!r}")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.kv_cache_dtype = kv_cache_dtype
+        self.vllm_config = vllm_config
+
+    def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
+        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
+        self._sparse_metadata = sparse_metadata
+
+    @abstractmethod
+    def run_index_logits(
+        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
+
+        Args:
+            q: [T, H, D] of the model's dtype (``auto``) or e4m3 (``fp8_index``); any strides.
+            weights: [T, H] float32; the softmax scale and of queries in codes their scales are in them.
+            k: a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's dtype, or
+                [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
+                scale for each; the stride between blocks may exceed a packed block. Or gathered keys [S, D] of the
+                query's dtype.
+            k_scale: [S] float32, of gathered keys in codes.
+
+        Returns:
+            [T, the metadata's max_seq_len] float32; row t holds at column s the score of token s of its request, and
+            anything from its bound on, the number of tokens up to its own.
+        """
+
+    @abstractmethod
+    def run_index_topk(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        topk_tokens: int,
+        k_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
+
+        Returns:
+            [T, ``topk_tokens``] int32 in the metadata's index space, none twice; -1 where a row sees fewer tokens.
+        """
+
+
+def bounds_of(metadata: MLASparseMetadata) -> torch.Tensor:
+    """[T] int32, on the device: tokens that each query token sees, those of its request up to its own."""
+    request = metadata.req_id_per_token.long()
+    rows = torch.arange(len(request), dtype=torch.int32, device=request.device)
+    return (metadata.seq_lens[request] - metadata.query_start_loc[request + 1] + rows + 1).clamp(min=0)

@@ -1,0 +1,160 @@
+"""Indexers: EAGER's refusals, and DeepGEMM's adapter against a stand-in that follows DeepGEMM's kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.reference.cache_layout import encode
+from mla_conformance.reference.entry_pages import write_entries
+
+HEADS, DIM, PAGE = 32, 128, 64
+LABEL, FILE = "sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py"
+QUERIES, LENGTHS = (1, 3), (70, 130)
+
+
+def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
+    """Requests of :data:`LENGTHS` tokens: pages from the last to the first, or gathered behind four rows each."""
+    starts = [sum(queries[:request]) for request in range(len(queries) + 1)]
+    return MLASparseMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        req_id_per_token=torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(queries)),
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        block_table=torch.tensor([[4, 3, -1], [2, 1, 0]], dtype=torch.int32) if paged else None,
+        workspace_starts=None if paged else torch.tensor([4, 78], dtype=torch.int32),
+        index_space=IndexSpace.POSITION,
+        max_query_len=max(queries),
+        max_seq_len=150,
+        query_lens_cpu=torch.tensor(queries, dtype=torch.int32),
+        seq_lens_cpu=torch.tensor(LENGTHS, dtype=torch.int32),
+    )
+
+
+def operands(queries: tuple[int, ...], paged: bool) -> dict[str, torch.Tensor]:
+    """What a call takes, every key but those of the requests NaN."""
+    generator = torch.Generator().manual_seed(0)
+    made = metadata(queries, paged)
+    entries = encode(torch.randn(200, DIM, generator=generator).bfloat16(), torch.empty(200, 0), "fp8_index", 1.0)
+    positions = [torch.arange(length) for length in LENGTHS]
+    rows = torch.cat([4 + positions[0], 78 + positions[1]])
+    if made.block_table is not None:
+        tables = zip(made.block_table.long(), positions, strict=True)
+        rows = torch.cat([table[token // PAGE] * PAGE + token % PAGE for table, token in tables])
+    stored = torch.full((5, PAGE, DIM + 4) if paged else (212, 1, DIM + 4), 255, dtype=torch.uint8)
+    write_entries(stored, entries, rows, "fp8_index")
+    q = torch.randn(sum(queries), HEADS, DIM, generator=generator).to(torch.float8_e4m3fn)
+    common = {"q": q, "weights": torch.randn(sum(queries), HEADS, generator=generator)}
+    if paged:
+        return {**common, "k": stored}
+    codes, scales = stored[:, 0, :DIM].contiguous(), stored[:, 0, DIM:].contiguous()
+    return {**common, "k": codes.view(torch.float8_e4m3fn), "k_scale": scales.view(torch.float32)[:, 0]}
+
+
+def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: bool) -> Any:
+    backend = kernel(num_heads=HEADS, head_dim=DIM, kv_cache_dtype="fp8_index", vllm_config=None)
+    backend.prepare_metadata(metadata(queries, paged))
+    return backend
+
+
+@pytest.fixture
+def library(recorded: Any, installed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row."""
+    monkeypatch.setattr(DeepGemmIndexerBackend, "supports_compute_capability", lambda *_: True)
+
+    def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
+        found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
+        return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
+
+    def gathered(a: Any) -> torch.Tensor:
+        codes, scales = a["kv"]
+        assert all(a[name].dtype == torch.int32 for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"))
+        ends = zip(a["cu_seq_len_k_start"].tolist(), a["cu_seq_len_k_end"].tolist(), strict=True)
+        keys = [codes[first:end].float() * scales[first:end, None] for first, end in ends]
+        rows = zip(a["q"], a["weights"], keys, strict=True)
+        return torch.stack([scores(*row, a["max_seqlen_k"]) for row in rows])
+
+    def paged(a: Any) -> torch.Tensor:
+        cache, lengths = a["kv_cache"], a["context_lens"]
+        assert cache.shape[1:] == (PAGE, 1, DIM + 4) and a["schedule_meta"] == (list(lengths.shape), PAGE, 132)
+        assert lengths.dtype == a["block_table"].dtype == torch.int32
+        assert a["q"].shape[:2] == lengths.shape and len(a["block_table"]) == len(lengths) and lengths.shape[1] <= 2
+        found, weights = [], a["weights"].unflatten(0, lengths.shape)
+        for request, table in enumerate(a["block_table"].tolist()):
+            for row, length in enumerate(lengths[request].tolist()):
+                pages = [cache[block].flatten() for block in table[: -(-length // PAGE)]]
+                codes = torch.cat([x[: PAGE * DIM].view(torch.float8_e4m3fn).view(PAGE, DIM) for x in pages])
+                keys = codes.float() * torch.cat([x[PAGE * DIM :].view(torch.float32) for x in pages])[:, None]
+                found.append(scores(a["q"][request, row], weights[request, row], keys[:length], a["max_context_len"]))
+        return torch.stack(found)
+
+    def schedule(a: Any) -> Any:
+        return list(a["context_lens"].shape), a["block_kv"], a["num_sms"]
+
+    return installed(
+        "deep_gemm",
+        get_num_sms=lambda: 132,
+        fp8_fp4_mqa_logits=recorded(LABEL, f"{FILE}:fp8_fp4_mqa_logits", gathered),
+        fp8_fp4_paged_mqa_logits=recorded(LABEL, f"{FILE}:fp8_fp4_paged_mqa_logits", paged),
+        get_paged_mqa_logits_metadata=recorded(LABEL, f"{FILE}:get_paged_mqa_logits_metadata", schedule),
+    )
+
+
+@pytest.mark.parametrize(("queries", "paged"), [((1, 3), True), ((1, 1), True), ((2, 2), True), ((20, 3), False)])
+def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bool, library: Any) -> None:
+    given = operands(queries, paged)
+    found, expected = (
+        prepared(kernel, queries, paged).run_index_logits(**given)
+        for kernel in (DeepGemmIndexerBackend, EagerIndexerBackend)
+    )
+    seen = expected != -torch.inf
+    assert found.shape == expected.shape == (sum(queries), 150) and bool(seen[0].any())
+    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
+
+
+def test_deep_gemm_says_what_it_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepGemmIndexerBackend, "libraries", ())
+    config = MLAIndexerSelectorConfig("topk", True, torch.bfloat16, "auto", 16, 4, 64, 64)
+    reasons = DeepGemmIndexerBackend.validate_configuration(DeviceCapability(9, 0), config)
+    assert [reason.partition(" (")[0] for reason in reasons] == [
+        "kv_cache_dtype auto not supported",
+        "4 heads not supported",
+        "head dim 64 not supported",
+        "block_size 16 not supported",
+        "topk not supported",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": torch.zeros(4, HEADS, DIM)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .* torch.float32"),
+        ({"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
+        ({"k": torch.zeros(5, PAGE, DIM, dtype=torch.uint8)}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
+        ({"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**operands(QUERIES, True), **change})
+
+
+def test_gathered_codes_need_their_scales() -> None:
+    given = operands(QUERIES, False)
+    del given["k_scale"]
+    with pytest.raises(ValueError, match="k_scale: expected the scales of gathered codes, got None"):
+        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**given)
+
+
+def test_nothing_and_what_is_not_declared_cannot_be_selected(library: Any) -> None:
+    given = operands(QUERIES, True)
+    with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
+        prepared(EagerIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=0)
+    with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
+        prepared(DeepGemmIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=8)

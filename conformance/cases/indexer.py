@@ -1,0 +1,99 @@
+"""Cases of an indexer: queries scored against the index keys of their request, and the best of them selected."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Call, at_least, one_of
+from mla_conformance.cases.grammar import CaseError
+
+CODES, PLAIN = "fp8_index", "auto"
+"""Layouts of an indexer's keys; its queries are in codes, or not, as they are."""
+_USUAL_PAGE, _USUAL_HEADS, _TILE = 64, 64, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerCase(CachedCase):
+    """A question to an indexer; its head dim is L of ``dims``, and R is 0, since its keys are rotated before.
+
+    Attributes:
+        cache: codes with a scale for each token, under queries in codes; or both in the model's dtype.
+        topk: tokens that are selected for each query token.
+        space: what the selected numbers count.
+        gathered: whether the keys stand gathered, each request's behind one another, not in pages.
+    """
+
+    role: ClassVar[Role] = Role.INDEXER
+    calls: ClassVar[tuple[Call, ...]] = (Call.INDEX_LOGITS, Call.INDEX_TOPK)
+
+    cache: str = one_of((CODES, PLAIN), CODES)
+    dims: str = "128-0-128-128"
+    heads: int = at_least(1, _USUAL_HEADS)
+    page: int = at_least(1, _USUAL_PAGE)
+    topk: int = at_least(1, 64)
+    space: str = one_of((IndexSpace.POSITION, IndexSpace.SLOT), IndexSpace.POSITION)
+    gathered: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a key."""
+        return self.kv_lora_rank
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the keys lie in a paged cache."""
+        return not self.gathered
+
+    @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Tokens before a request's own."""
+        return self.kv
+
+    @property
+    def columns(self) -> int:
+        """Columns of a head that q·k takes."""
+        return self.head_dim
+
+    @property
+    def output_elements(self) -> int:
+        """Scores of a row at most."""
+        return max(q + kv for q, kv in zip(self.q, self.kv, strict=True))
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of a key, which heads share."""
+        return self.head_dim
+
+    @property
+    def profile(self) -> str:
+        """The entry that is driven, since a kernel may have one alone."""
+        return self.call
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Beyond 64 heads, codes in pages of 64 tokens, one query token a request and whole tiles of positions."""
+        several = "uniform" if len(set(self.q)) == 1 else "nonuniform"
+        selects = self.call == Call.INDEX_TOPK
+        return (
+            "gathered" if self.gathered else "",
+            f"page_{self.page}" if self.is_paged and self.page != _USUAL_PAGE else "",
+            "unquantised" if not self.holds_codes else "",
+            several if self.is_paged and max(self.q) > 1 else "",
+            f"heads_{self.heads}" if self.heads != _USUAL_HEADS else "",
+            "topk" if selects and self.topk % _TILE else "",
+            self.space if selects and self.space != IndexSpace.POSITION else "",
+        )
+
+    def validate(self) -> None:
+        """Hold every field against what it may be, and against the other fields.
+
+        Raises:
+            CaseError: a value that it may not have, or that another field contradicts.
+        """
+        super().validate()
+        if self.dimensions.qk_rope_head_dim or self.ranks > 1:
+            raise CaseError(
+                f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}"
+            )

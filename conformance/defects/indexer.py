@@ -1,0 +1,108 @@
+"""Wrong indexers: scores, bounds, what is selected of them, and how it is told."""
+
+import torch
+
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.defects.known import known_defect
+from mla_conformance.reference.selected import NO_KEY
+
+
+@known_defect("indexer-bound-off-by-one", killed_by="indexer_causal", related=("indexer_topk",))
+class SeesTheNextToken(EagerIndexerBackend):
+    """A row sees one token too many, the first behind its own."""
+
+    def _bounds(self):
+        metadata = self._sparse_metadata
+        lengths = metadata.seq_lens[metadata.req_id_per_token.long()]
+        return torch.minimum(super()._bounds() + 1, lengths)
+
+
+@known_defect("indexer-relu-dropped", killed_by="indexer_logits")
+class WithoutActivation(EagerIndexerBackend):
+    """Products below zero count, as if the heads had no activation."""
+
+    def _activated(self, dots):
+        return dots
+
+
+@known_defect("indexer-weights-of-another-head", killed_by="indexer_logits")
+class WeightsOfTheNextHead(EagerIndexerBackend):
+    """Each head is weighted as the next one should be."""
+
+    def _scores(self, q, weights, keys):
+        return super()._scores(q, weights.roll(1, dims=1), keys)
+
+
+@known_defect("indexer-activation-behind-the-sum", killed_by="indexer_logits")
+class ActivatesTheSum(EagerIndexerBackend):
+    """The activation is taken of the weighted sum over heads, not of each head."""
+
+    def _scores(self, q, weights, keys):
+        return super()._scores(q, weights, keys).relu()
+
+    def _activated(self, dots):
+        return dots
+
+
+@known_defect("indexer-key-scale-ignored", killed_by="indexer_fp8", related=("indexer_logits", "indexer_topk"))
+class IgnoresTheScale(EagerIndexerBackend):
+    """Codes of keys are multiplied as they are, without the scale of their token."""
+
+    def _scales(self, scales):
+        return torch.ones_like(scales)
+
+
+@known_defect("indexer-one-key-scale", killed_by="indexer_fp8", related=("indexer_logits", "indexer_topk"))
+class OneScaleForATile(EagerIndexerBackend):
+    """All tokens of a tile are read under the scale of its first one."""
+
+    def _scales(self, scales):
+        return scales[:1].expand_as(scales)
+
+
+@known_defect("indexer-token-twice", killed_by="indexer_topk")
+class SelectsTheBestTwice(EagerIndexerBackend):
+    """Two blocks select the best token both, and the merge drops the last one for it."""
+
+    def _choose(self, logits, topk_tokens):
+        chosen = super()._choose(logits, topk_tokens)
+        full = (chosen != NO_KEY).all(dim=1, keepdim=True)
+        column = torch.arange(topk_tokens, device=chosen.device)
+        return torch.where(full & (column == topk_tokens - 1) & (column > 0), chosen[:, :1], chosen)
+
+
+@known_defect("indexer-tail-of-a-tile-forgotten", killed_by="indexer_logits")
+class WholeTilesOnly(EagerIndexerBackend):
+    """Tokens behind a request's last whole tile of 16 are not scored."""
+
+    token_tile = 16
+
+    def _tiles(self, tokens):
+        return (tile for tile in super()._tiles(tokens) if tile.stop - tile.start == self.token_tile)
+
+
+@known_defect("indexer-tail-not-selected", killed_by="indexer_topk")
+class SelectsFromWholeTiles(EagerIndexerBackend):
+    """The selection looks at whole tiles of 16 scores alone."""
+
+    def _choose(self, logits, topk_tokens):
+        whole = logits.isfinite().sum(dim=1, keepdim=True) // 16 * 16
+        behind = torch.arange(logits.shape[1], device=logits.device) >= whole
+        return super()._choose(logits.masked_fill(behind, -torch.inf), topk_tokens)
+
+
+@known_defect("indexer-positions-for-slots", killed_by="index_mapping")
+class PositionsForSlots(EagerIndexerBackend):
+    """Positions are returned where slots were asked for."""
+
+    def _numbers(self, k, positions):
+        return positions
+
+
+@known_defect("indexer-pages-of-another-size", killed_by="index_mapping")
+class PagesOf64(EagerIndexerBackend):
+    """Slots are computed as if every page held 64 tokens."""
+
+    def _numbers(self, k, positions):
+        pages = self._sparse_metadata.block_table is not None
+        return super()._numbers(k.new_empty(k.shape[0], 64, 0) if pages else k, positions)

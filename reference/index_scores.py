@@ -1,0 +1,102 @@
+"""The golden definition of the lightning indexer of DeepSeek-V3.2 and GLM-5: a score for each cached token.
+
+score(t, s) = Σ_h w[t, h] · relu(q[t, h] · k[s]) over the indexer's heads, for every token s of the row's request up to
+its own. One key serves all heads; whatever scales queries and heads stands in the weights. Sources: vLLM's
+``sparse_attn_indexer``, DeepGEMM's ``fp8_mqa_logits``.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mla_conformance.reference.attention import WORKSPACE_ELEMENTS
+from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF, Roundoffs
+
+_SUMS = 2
+"""A score is a sum over heads of sums over columns."""
+
+
+@dataclass(frozen=True)
+class IndexScores:
+    """Scores of n rows against the tokens of their requests, and what their errors are measured by.
+
+    scores: [n, W] float64 by position, -inf from a row's bound on.
+    magnitude: [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on.
+    bounds: [n] int64, tokens that a row may see.
+    """
+
+    scores: Tensor
+    magnitude: Tensor
+    bounds: Tensor
+
+    @property
+    def visible(self) -> Tensor:
+        """[n, W] bool, what is below a row's bound."""
+        return torch.arange(self.scores.shape[1], device=self.bounds.device) < self.bounds.unsqueeze(1)
+
+    def budget(self, roundoffs: Roundoffs) -> Tensor:
+        """[n, W] largest error of a faithful kernel, first order.
+
+        Products of codes and of 16-bit values are exact in float32; what is left are the sums over columns and heads,
+        which relu does not enlarge, and where a kernel has them the roundings of dequantised keys and truncated sums.
+        """
+        relative = _SUMS * roundoffs.accumulation * FLOAT32_ROUNDOFF + roundoffs.keys + roundoffs.scores
+        return relative * self.magnitude
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    *,
+    query_start_loc: Sequence[int],
+    key_start_loc: Sequence[int],
+    rows: Sequence[int] | None = None,
+) -> IndexScores:
+    """Scores of each query token for the tokens of its request up to its own, which is the last of as many.
+
+    q: [T, H, D]. weights: [T, H]. k: [S, D]; any float dtype. query_start_loc and key_start_loc: first query and first
+    key of each request, and the end; a request without keys sees none. rows: ascending query numbers; None for all.
+    Raises ValueError for shapes that do not fit together.
+    """
+    if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
+        shapes = f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(k.shape)}"
+        raise ValueError(f"expected q [T, H, D], weights [T, H] and k [S, D], got {shapes}")
+    chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
+    bounds = _bounds(query_start_loc, key_start_loc)[chosen].to(q.device)
+    scores = torch.full((len(chosen), int(bounds.max()) if len(bounds) else 0), -torch.inf, dtype=torch.float64)
+    found = IndexScores(scores.to(q.device), torch.zeros_like(scores, device=q.device), bounds)
+    for queries, keys in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
+        own = ((chosen >= queries[0]) & (chosen < queries[1])).nonzero()[:, 0].to(q.device)
+        key = k[slice(*keys)].to(torch.float64)
+        for part in _parts(own, q.shape[1] * max(1, len(key))):
+            number = chosen.to(q.device)[part]
+            found.scores[part, : len(key)], found.magnitude[part, : len(key)] = _scored(q[number], weights[number], key)
+    found.scores.masked_fill_(~found.visible, -torch.inf)
+    found.magnitude.masked_fill_(~found.visible, 0.0)
+    return found
+
+
+def _bounds(query_start_loc: Sequence[int], key_start_loc: Sequence[int]) -> Tensor:
+    """[T] tokens that each row may see: those of its request without the queries behind it."""
+    lengths = zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True)
+    counts = [max(0, end - start - (last - first) + row + 1) for (first, last), (start, end) in lengths
+              for row in range(last - first)]  # fmt: skip
+    return torch.tensor(counts, dtype=torch.long)
+
+
+def _parts(rows: Tensor, elements: int) -> Iterator[Tensor]:
+    """So many rows at a time that their products with all keys fit the workspace."""
+    return iter(rows.split(max(1, WORKSPACE_ELEMENTS // elements)))
+
+
+def _scored(q: Tensor, weights: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and magnitudes [n, S] of some rows, q [n, H, D], for all keys [S, D]."""
+    query, weight = q.to(torch.float64), weights.to(torch.float64)
+    dots = (query.flatten(0, 1) @ k.mT).view(*query.shape[:2], len(k))
+    scores = (weight.unsqueeze(1) @ dots.clamp(min=0.0)).squeeze(1)
+    # Σ_h |w| · Σ_d |q| · |k| = Σ_d (Σ_h |w| · |q|) · |k|.
+    return scores, (weight.abs().unsqueeze(1) @ query.abs()).squeeze(1) @ k.abs().mT

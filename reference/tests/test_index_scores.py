@@ -1,0 +1,82 @@
+"""The golden scores of an indexer against its definition, term by term, and their budget against float32."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_conformance.reference import index_scores as module
+from mla_conformance.reference.error_budget import Roundoffs
+from mla_conformance.reference.index_scores import index_scores
+
+EXACT = {"p": 0.0, "p_floor": 0.0, "partials": 0.0, "output": 0.0, "output_floor": 0.0, "row_sum": 0.0, "exp": 0.0}
+LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4)
+
+
+def batch(lengths: list[tuple[int, int]], seed: int = 0) -> dict:
+    """Requests of so many queries behind so much context."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = sum(q for q, _ in lengths), sum(q + kv for q, kv in lengths)
+    starts = [[sum(size(x) for x in lengths[:i]) for i in range(len(lengths) + 1)] for size in (lambda x: x[0], sum)]
+    return {
+        "q": torch.randn(queries, 3, 8, generator=generator),
+        "weights": torch.randn(queries, 3, generator=generator),
+        "k": torch.randn(keys, 8, generator=generator),
+        "query_start_loc": starts[0],
+        "key_start_loc": starts[1],
+    }
+
+
+@given(LENGTHS, st.integers(0, 99))
+def test_every_score_is_the_definition(lengths: list[tuple[int, int]], seed: int) -> None:
+    made = batch(lengths, seed)
+    found = index_scores(**made)
+    row = 0
+    for (queries, context), first in zip(lengths, made["key_start_loc"], strict=False):
+        for query in range(queries):
+            assert int(found.bounds[row]) == context + query + 1
+            for token in range(context + query + 1):
+                q, k = made["q"][row].double(), made["k"][first + token].double()
+                want = sum(made["weights"][row, head].double() * max(0.0, float(q[head] @ k)) for head in range(3))
+                assert float(found.scores[row, token]) == pytest.approx(float(want), abs=1e-12)
+            assert bool((found.scores[row, context + query + 1 :] == -torch.inf).all())
+            row += 1
+
+
+def test_rows_can_be_chosen_and_workspaces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = batch([(3, 5), (2, 0), (4, 9)])
+    whole = index_scores(**made)
+    monkeypatch.setattr(module, "WORKSPACE_ELEMENTS", 1)
+    some = index_scores(**made, rows=[1, 4, 8])
+    width = some.scores.shape[1]
+    torch.testing.assert_close(some.scores, whole.scores[[1, 4, 8], :width], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(some.magnitude, whole.magnitude[[1, 4, 8], :width], rtol=1e-13, atol=1e-13)
+
+
+def test_a_request_without_keys_sees_none() -> None:
+    made = batch([(2, 3), (1, 0)])
+    found = index_scores(**{**made, "k": made["k"][:5], "key_start_loc": [0, 5, 5]})
+    assert found.bounds.tolist() == [4, 5, 0]
+    assert bool((found.scores[2] == -torch.inf).all()) and bool((found.magnitude[2] == 0).all())
+
+
+def test_float32_stays_within_the_budget_and_a_coarser_key_does_not() -> None:
+    made = batch([(4, 60)], seed=3)
+    found = index_scores(**made)
+    allowed = found.budget(Roundoffs(**EXACT, accumulation=32.0))
+
+    def error(k: torch.Tensor) -> torch.Tensor:
+        dots = torch.einsum("thd,sd->ths", made["q"], k).relu()
+        scores = torch.einsum("th,ths->ts", made["weights"], dots).double()
+        return (scores - found.scores).abs().masked_fill(~found.visible, 0.0)
+
+    assert bool((error(made["k"]) <= allowed).all())
+    rounded = error(made["k"].bfloat16().float())
+    assert bool((rounded > allowed).any())
+    assert bool((rounded <= found.budget(Roundoffs(**EXACT, accumulation=32.0, keys=2.0**-8))).all())
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    made = batch([(2, 3)])
+    with pytest.raises(ValueError, match=r"expected q \[T, H, D\], weights \[T, H\] and k \[S, D\], got \(2, 3, 8\)"):
+        index_scores(**{**made, "k": made["k"][:, :7]})
