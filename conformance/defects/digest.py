@@ -11,8 +11,8 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.defects.known import FAMILIES
 from mla_conformance.judging.sources import judging_sources
 
-_HONEST = ("honest", "honest_decode", "honest_layer", "layered", "split_keys", "eager_layer")
-_EMULATION = ("eager", "eager_decode", "latent_entries", "online_softmax")
+_HONEST = ("e8m0", "honest", "honest_decode", "honest_layer", "honest_sparse", "layered", "split_keys", "eager_layer")
+_EMULATION = ("eager", "eager_decode", "eager_sparse", "latent_entries", "online_softmax")
 """The kernels that the known defects are made from."""
 
 
