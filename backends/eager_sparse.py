@@ -49,9 +49,8 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
             rows = slice(start, min(start + _ROWS, q.shape[0]))
             request = self._sparse_metadata.req_id_per_token[rows].long()
             state = self._attend(q[rows], request, [source.rows(rows) for source in sources], k_scale)
-            found, found_lse = self._finish(state)
-            # Rows are heads to these steps.
-            output[rows], lse[:, rows] = found.transpose(0, 1), found_lse.mT
+            # Rows were heads to the steps before.
+            output[rows], lse[:, rows] = self._finish(SoftmaxState(*(part.transpose(0, 1) for part in state)))
         return self._with_sink(output, lse, sink).to(q.dtype), lse
 
     def _attend(

@@ -159,6 +159,8 @@ class SelectedKeysBackend(MLASparseBackend):
             lse=lse,
             tile_scales=self.supported_tile_scales[0],  # the cache alone knows
             dcp_world_size=self._sparse_metadata.dcp_world_size,
+            # An instance cannot see what they are; its caller asked what the class reads.
+            tile_scales=self.supported_tile_scales[0],
             extra_kv_cache_dtype=extra.layout if extra else None,
             extra_block_size=extra.cache.shape[1] if extra else 0,
             extra_topk=extra.indices.shape[1] if extra else 0,

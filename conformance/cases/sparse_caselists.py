@@ -49,7 +49,7 @@ def decodes() -> Iterator[Fields]:
                 single(64, 5, 1000, 17, topk=128),
                 single(3000, topk=2048),
                 *(single(300, 70, heads=heads) for heads in (16, 32, 128)),
-                *(single(300, 9, heads=16, topk=topk) for topk in (1, 2, 63, 65, 100, 127, 129, 200)),
+                *(single(300, 9, heads=16, topk=topk) for topk in (1, 2, 63, 65, 100, 127, 129, 192, 200)),
                 single(700, 1100, topk=512, heads=128),
                 single(1500, topk=1024),
                 decode((3, 1, 2), (64, 5, 300), topk=128),
@@ -85,7 +85,7 @@ def prefills() -> Iterator[Fields]:
                 prefill((40,), (200,), heads=16, topk=64),
                 prefill((2,), (2500,), topk=2048),
                 *(prefill((9, 3), (100, 40), heads=heads) for heads in (16, 32, 128)),
-                *(prefill((7,), (300,), heads=16, topk=topk) for topk in (1, 63, 65, 100, 129, 200)),
+                *(prefill((7,), (300,), heads=16, topk=topk) for topk in (1, 63, 65, 100, 129, 200, 512)),
                 prefill((3, 2), (700, 600), topk=512),
                 prefill((130,), (9,), **_SMALL),
                 prefill((65, 64, 63), (40, 0, 7), **_SMALL, topk=40),
@@ -153,6 +153,7 @@ def lengths() -> Iterator[Fields]:
     yield single(1000, 64, 5, 17, fill="ragged", length=True, behind="stale", topk=1024, heads=16, data="needle")
     yield from both((3, 4), (300, 64), fill="ragged", length=True, holes="scattered", behind="huge", heads=16)
     yield from both((5,), (200,), fill="ragged", length=True, behind="huge", topk=100, heads=16)
+    yield from both((70,), (9,), **_SMALL, fill="ragged", length=True, behind="stale", topk=40)
     yield single(300, 40, length=True, topk=64)
 
 

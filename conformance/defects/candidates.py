@@ -15,7 +15,7 @@ from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, kno
 from mla_conformance.defects.layered import LayeredDecode
 
 _SUSPECTS: list["Candidate"] = []
-_MODULES = ("suspects", "suspects_prefill", "suspects_decode")
+_MODULES = ("suspects", "suspects_prefill", "suspects_decode", "suspects_sparse")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def _kernels(wrong: Kernel) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
     yield prefill, (Role.PREFILL,)
     yield _with_step(wrong, EagerDecodeBackend), (Role.DECODE,)
     yield _with_step(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
+    yield _with_step(wrong, EagerSparseBackend), (Role.SPARSE,)
 
 
 def _with_step(step: Kernel, base: type[Judged], **attributes: object) -> type[Judged]:

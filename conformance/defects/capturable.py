@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 
 
@@ -15,5 +16,11 @@ class CapturablePrefill(EagerPrefillBackend):
 
 class CapturableDecode(EagerDecodeBackend):
     """Decodes over a graph's buffers."""
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+
+class CapturableSparse(EagerSparseBackend):
+    """Attention to selected keys over a graph's buffers."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS

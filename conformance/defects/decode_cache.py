@@ -3,10 +3,8 @@
 import torch
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.defects.e8m0 import through_e8m0
 from mla_conformance.defects.known import known_defect
-
-_SCALES = slice(512, 528)
-"""Bytes of the scales in an entry of ``fp8_ds_mla``."""
 
 
 @known_defect(
@@ -75,8 +73,4 @@ class ScalesToPowersOfTwo(EagerDecodeBackend):
     """The float32 scales of a mixed entry pass through e8m0, which holds powers of two."""
 
     def _dequantise(self, rows, k_scale):
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            rows = rows.clone()
-            scales = rows[..., _SCALES].contiguous().view(torch.float32)
-            rows[..., _SCALES] = scales.log2().round().exp2().view(torch.uint8)
-        return super()._dequantise(rows, k_scale)
+        return super()._dequantise(through_e8m0(rows) if self.kv_cache_dtype == "fp8_ds_mla" else rows, k_scale)

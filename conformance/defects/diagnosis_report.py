@@ -11,7 +11,7 @@ from typing import Any
 
 from mla_conformance.files.meaning import meaning_digest
 
-_DECIDING = ("candidates", "explain", "likeness", "suspects", "suspects_prefill", "suspects_decode")
+_DECIDING = ("candidates", "explain", "likeness", "suspects", "suspects_prefill", "suspects_decode", "suspects_sparse")
 
 
 class Outcome(StrEnum):

@@ -8,8 +8,9 @@ from mla_conformance.defects.known import FAMILIES
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.judging.sources import judging_sources
 
-_HONEST = ("honest", "honest_decode", "honest_indexer", "honest_layer", "layered", "split_keys", "eager_layer")
-_EMULATION = ("eager", "eager_decode", "eager_indexer", "latent_entries", "online_softmax")
+_HONEST_ROLES = ("honest", "honest_decode", "honest_indexer", "honest_layer", "honest_sparse")
+_HONEST = (*_HONEST_ROLES, "e8m0", "layered", "split_keys", "eager_layer")
+_EMULATION = ("eager", "eager_decode", "eager_indexer", "eager_sparse", "latent_entries", "online_softmax")
 """The kernels that the known defects are made from."""
 
 

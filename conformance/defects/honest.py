@@ -12,10 +12,11 @@ import torch
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill
+from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill, CapturableSparse
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_indexer import HONEST_INDEXERS
 from mla_conformance.defects.honest_layer import HONEST_LAYERS
+from mla_conformance.defects.honest_sparse import HONEST_SPARSE
 from mla_conformance.defects.known import Judged
 from mla_conformance.defects.split_keys import joined
 from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands
@@ -225,8 +226,10 @@ HONEST: tuple[type[Judged], ...] = (
     HopperE4M3Operands,
     CapturablePrefill,
     CapturableDecode,
+    CapturableSparse,
     *HONEST_DECODES,
     *HONEST_INDEXERS,
     *HONEST_LAYERS,
+    *HONEST_SPARSE,
 )
 """Every honest emulation; real kernels are judged beside them."""

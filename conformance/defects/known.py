@@ -16,10 +16,24 @@ _DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing
 _DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
 _LAYER = ("layer_cache", "layer_batch", "layer_weights", "layer_graph")
 _LAYERS = ("layer_precision", "layer_blocks", "layer_state", "layer_ranks")
+_SPARSE = ("sparse_lists", "sparse_rows", "sparse_spaces", "sparse_lse", "sparse_sinks")
+_SPARSE_CACHES = ("sparse_caches", "sparse_entries", "sparse_state")
 _INDEXER = ("indexer",)
 _STATE = ("neighbours", "batch_order", "replays", "refusals")
 _SHAPES = ("prefill_shapes", "decode_shapes", "layer_shapes")
-FAMILIES = (*_PREFILL, *_FP8, *_DECODE, *_DECODE_BATCHES, *_LAYER, *_LAYERS, *_INDEXER, *_STATE, *_SHAPES)
+FAMILIES = (
+    *_PREFILL,
+    *_FP8,
+    *_DECODE,
+    *_DECODE_BATCHES,
+    *_LAYER,
+    *_LAYERS,
+    *_STATE,
+    *_SHAPES,
+    *_SPARSE,
+    *_SPARSE_CACHES,
+    *_INDEXER,
+)
 _KNOWN: dict[str, "KnownDefect"] = {}
 Judged = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""

@@ -45,6 +45,7 @@ class SteepSoftmax(OnlineSoftmax):
     "lse-base2-merged-as-natural-prefix-chunk",
     "lse-base-switch-without-abi-change-cutedsl",
     "lse-base2-dcp-combine-flashinfer-mla",
+    "sparse-lse-in-base-2",
 )
 class Base2Lse(OnlineSoftmax):
     """The LSE is in base 2, expected the natural logarithm."""
@@ -99,7 +100,7 @@ class NegatedLse(OnlineSoftmax):
         return output, torch.where(lse == -torch.inf, lse, -lse)
 
 
-@suspect("lse")
+@suspect("lse", "sparse-lse-in-the-models-dtype")
 class BfloatLse(OnlineSoftmax):
     """The LSE is rounded to bf16."""
 
@@ -108,7 +109,7 @@ class BfloatLse(OnlineSoftmax):
         return output, lse.bfloat16().float()
 
 
-@suspect("lse")
+@suspect("lse", "sparse-lse-in-the-models-dtype")
 class HalfLse(OnlineSoftmax):
     """The LSE is rounded to fp16."""
 
@@ -117,7 +118,7 @@ class HalfLse(OnlineSoftmax):
         return output, lse.half().float()
 
 
-@suspect("empty_rows")
+@suspect("empty_rows", "sparse-keyless-lse-of-plus-inf")
 class PositiveInfinity(OnlineSoftmax):
     """The LSE of a row without keys is +inf."""
 
@@ -135,7 +136,7 @@ class ZeroLse(OnlineSoftmax):
         return output, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-@suspect("empty_rows", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan")
+@suspect("empty_rows", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 class DividesByZero(OnlineSoftmax):
     """The output of a row without keys is 0 / 0."""
 

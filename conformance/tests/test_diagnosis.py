@@ -49,9 +49,15 @@ CASES = (
     "mixed_batch:call=layer;dims=32-16-32-64;heads=2;q=[2,1,9,5];kv=[30,4,40,20];data=needle;decodes=2;"
     "order=decodes_first",
     "weight_absorption:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[0,33];decodes=1",
+    "selection_padding:call=sparse_decode;dims=small;heads=3;q=[3,1,6];kv=[130,40,300];topk=100;fill=ragged;"
+    "holes=scattered;space=position",
+    "attention_sinks:call=sparse_prefill;dims=small;heads=3;q=[2,3];kv=[300,9];topk=40;sink=drawn",
 )
 """Small cases on which most known defects fail."""
-FURTHER_CASES = ("decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",)
+FURTHER_CASES = (
+    "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
+    "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
+)
 
 
 def located(kernel: type) -> str:
@@ -94,7 +100,12 @@ def alike(one: Candidate, other: Candidate, case: str) -> float:
     return likeness(behaved(one.reference, case), behaved(other.reference, case))
 
 
-SUSPECTS = {each.reference: each for role in (Role.PREFILL, Role.DECODE) for each in candidates(role) if not each.id}
+SUSPECTS = {
+    each.reference: each
+    for role in (Role.PREFILL, Role.DECODE, Role.SPARSE)
+    for each in candidates(role)
+    if not each.id
+}
 
 
 @pytest.mark.parametrize("suspect", SUSPECTS.values(), ids=[suspect.kernel.__name__ for suspect in SUSPECTS.values()])

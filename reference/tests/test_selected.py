@@ -122,6 +122,35 @@ def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[T
     assert bool((moved[torch.arange(T) != 2] <= 1.001 * unit * sunk.terms.score[torch.arange(T) != 2]).all())
 
 
+def by_flash_mla(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, length: Tensor, sink: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the tests of FlashMLA hold its kernels to: everything gathered, what does not count masked, one softmax.
+
+    Of a row without keys its LSE is +inf, which our contract has as -inf.
+    """
+    counted = (chosen >= 0) & (chosen < len(k)) & (torch.arange(chosen.shape[1]) < length.unsqueeze(1))
+    keys, values = (x[torch.where(counted, chosen, 0), 0].double() for x in (k, v))
+    scores = torch.einsum("tnd,tkd->tnk", q.double(), keys) * 0.4
+    scores = scores.masked_fill(~counted.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    output = torch.einsum("tnk,tkv->tnv", weights, values) / (1 + (sink - lse).exp()).unsqueeze(-1)
+    return output.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse.masked_fill(lse == -torch.inf, torch.inf).mT
+
+
+def test_the_definition_is_that_of_flash_mlas_own_tests(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    chosen, length = lists(12), torch.tensor([12, 0, 12, 3, 7, 12, 1])
+    chosen[4, 8:], chosen[5, 2] = 2**31 - 1, S  # behind the length, and beyond the keys
+    sink = torch.tensor([-torch.inf, 0.3, 4.0], dtype=torch.float64)
+    output, lse = by_flash_mla(*qkv, chosen, length, sink)
+    counted = (chosen < S) & (torch.arange(12) < length.unsqueeze(1))
+    state = selected(qkv, torch.where(counted, chosen, -1), sink=sink)
+    torch.testing.assert_close(state.output, output, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state.lse, lse.masked_fill(lse == torch.inf, -torch.inf), rtol=1e-12, atol=1e-12)
+    assert bool((lse[:, 1] == torch.inf).all()) and not output[1].any()
+
+
 REFUSED = {
     "beyond": (lambda q, k, v: (q, k, v, torch.full((T, 2), S)), "keys 0 to 19, or -1, got 20 to 20"),
     "below": (lambda q, k, v: (q, k, v, torch.full((T, 2), -2)), "keys 0 to 19, or -1, got -2"),

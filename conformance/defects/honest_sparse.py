@@ -1,0 +1,98 @@
+"""Honest kernels over selected keys that differ legitimately from EAGER's: the judge must accept every one of them."""
+
+from dataclasses import replace
+from functools import reduce
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.defects.e8m0 import through_e8m0
+from mla_conformance.defects.split_keys import joined
+from mla_conformance.reference.selected import NO_KEY
+
+
+def _declares(rounding: Rounding) -> Declaration:
+    return Declaration(rounding=rounding, emulated=True)
+
+
+class ColumnTiles(EagerSparseBackend):
+    """Tiles of 16 columns, the last first."""
+
+    key_tile = 16
+
+    def _tiles(self, keys):
+        return iter(list(super()._tiles(keys))[::-1])
+
+
+class SplitLists(EagerSparseBackend):
+    """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
+
+    splits = 3
+    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+
+    def _attend(self, q, request, sources, k_scale):
+        parts = [self._part(source, number) for source in sources for number in range(self.splits)]
+        return reduce(joined, [self._stored(super(SplitLists, self)._attend(q, request, [p], k_scale)) for p in parts])
+
+    def _part(self, source, number):
+        """Every third column of a list."""
+        length = source.length if source.length is None else (source.length - number + self.splits - 1) // self.splits
+        return replace(source, indices=source.indices[:, number :: self.splits], length=length)
+
+    def _stored(self, state):
+        total = state.total.masked_fill(state.total == 0, 1.0)
+        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
+
+
+class SharedUnions(EagerSparseBackend):
+    """Neighbouring rows gather the union of their lists once, and each masks what it does not name."""
+
+    supports_duplicates: ClassVar[bool] = False
+
+    def attend(self, q, sources, k_scale, sink):
+        rows, request = torch.arange(len(q), device=q.device), self._sparse_metadata.req_id_per_token
+        pair = (rows ^ 1).clamp(max=len(q) - 1)
+        pair = torch.where(request[pair] == request, pair, rows)  # lists of two requests may count different keys
+        return super().attend(q, [self._union(source, pair) for source in sources], k_scale, sink)
+
+    def _union(self, source, pair):
+        """Lists of twice as many columns, in one order for both rows of a pair; what is not the row's own is -1."""
+        own = source.indices.masked_fill(~self._listed(source), NO_KEY).sort(dim=1).values
+        both = torch.cat((own, own[pair]), dim=1).sort(dim=1).values
+        first = torch.nn.functional.pad(both[:, 1:] != both[:, :-1], (1, 0), value=True)
+        place = torch.searchsorted(own, both).clamp(max=own.shape[1] - 1)
+        named = own.gather(1, place) == both
+        return replace(source, indices=both.masked_fill(~(first & named), NO_KEY), length=None)
+
+
+class SelectedInTheModelsDtype(EagerSparseBackend):
+    """Codes are dequantised to the model's dtype, and declared so."""
+
+    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+
+    def _keys(self, source, slots, visible, k_scale):
+        return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
+
+
+class ScalesOfPowersOfTwo(EagerSparseBackend):
+    """The scales of tiles pass through e8m0, which holds powers of two, and no others are declared."""
+
+    supported_tile_scales: ClassVar[list[str]] = ["pow2"]
+
+    def _entries(self, source, slots):
+        rows = super()._entries(source, slots)
+        return through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
+
+
+HONEST_SPARSE: tuple[type[KernelBackend], ...] = (
+    EagerSparseBackend,
+    ColumnTiles,
+    SplitLists,
+    SharedUnions,
+    SelectedInTheModelsDtype,
+    ScalesOfPowersOfTwo,
+)
+"""Every honest emulation of a sparse kernel."""

@@ -1,0 +1,118 @@
+"""Rows that take another row's list, or other keys than those that it names."""
+
+from dataclasses import replace
+
+import torch
+
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.defects.known import known_defect
+
+_SHAPES_TOO = ("model_shapes",)
+"""It comes before, and has lists of every kind."""
+
+
+class _OtherLists(EagerSparseBackend):
+    """Each row takes the list and the length of another."""
+
+    def attend(self, q, sources, k_scale, sink):
+        rows = self._rows(len(q))
+        sources = [
+            replace(each, indices=each.indices[rows], length=None if each.length is None else each.length[rows])
+            for each in sources
+        ]
+        return super().attend(q, sources, k_scale, sink)
+
+    def _rows(self, tokens):
+        raise NotImplementedError
+
+
+@known_defect("sparse-list-of-the-first-row", killed_by="sparse_decode", related=_SHAPES_TOO)
+class ListOfTheFirstRow(_OtherLists):
+    """The list of the first row is that of the whole call."""
+
+    def _rows(self, tokens):
+        return torch.zeros(tokens, dtype=torch.long)
+
+
+@known_defect("sparse-list-of-the-request", killed_by="sparse_decode", related=_SHAPES_TOO)
+class ListOfTheRequest(_OtherLists):
+    """The query tokens of a request share the list of its first."""
+
+    def _rows(self, tokens):
+        metadata = self._sparse_metadata
+        return metadata.query_start_loc.long()[metadata.req_id_per_token.long()]
+
+
+@known_defect("sparse-list-at-the-number-of-the-request", killed_by="sparse_decode", related=_SHAPES_TOO)
+class ListAtTheRequest(_OtherLists):
+    """Lists are taken for one of each request, and read at its number."""
+
+    def _rows(self, tokens):
+        return self._sparse_metadata.req_id_per_token.long()
+
+
+@known_defect("sparse-neighbours-attend-to-their-union", killed_by="sparse_decode", related=_SHAPES_TOO)
+class UnionOfAPair(EagerSparseBackend):
+    """Two rows share a gathered set of keys, and each attends to all of it."""
+
+    def attend(self, q, sources, k_scale, sink):
+        pair = (torch.arange(len(q)) ^ 1).clamp(max=len(q) - 1)
+        both = [self._joined(each, pair) for each in sources]
+        return super().attend(q, both, k_scale, sink)
+
+    def _joined(self, source, pair):
+        own = source.indices.masked_fill(~self._listed(source), -1)
+        theirs = own[pair].masked_fill((own[pair].unsqueeze(2) == own.unsqueeze(1)).any(dim=2), -1)
+        return replace(source, indices=torch.cat((own, theirs), dim=1), length=None)
+
+
+@known_defect("sparse-empty-lanes-load-entry-0", killed_by="sparse_decode", related=_SHAPES_TOO)
+class EmptyLanes(EagerSparseBackend):
+    """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
+
+    def _keys(self, source, slots, visible, k_scale):
+        return super()._keys(source, slots, torch.ones_like(visible), k_scale)
+
+
+@known_defect("sparse-entry-before-is-loaded-too", killed_by="unselected_keys")
+class LoadsTheEntryBefore(EagerSparseBackend):
+    """A load fetches the entry before in the page as well, whose weight of 0 does not silence NaN."""
+
+    def _keys(self, source, slots, visible, k_scale):
+        keys = super()._keys(source, slots, visible, k_scale)
+        paired = visible & (slots % source.cache.shape[1] > 0)
+        beside = super()._keys(source, (slots - 1).clamp(min=0), paired, k_scale)
+        return keys + 0.0 * beside
+
+
+@known_defect("sparse-heads-beyond-64-are-the-first", killed_by="sparse_decode", related=_SHAPES_TOO)
+class FirstGroupOfHeads(EagerSparseBackend):
+    """Heads beyond 64 get the queries of the first 64."""
+
+    def attend(self, q, sources, k_scale, sink):
+        return super().attend(q[:, torch.arange(self.num_heads) % 64], sources, k_scale, sink)
+
+
+@known_defect(
+    "sparse-missing-instance-of-16-heads-and-512",
+    killed_by="sparse_prefill",
+    sources=("flashinfer-ai/flashinfer#5135",),
+)
+class NoInstance(EagerSparseBackend):
+    """A prefill of 16 heads over lists of 512 has no instance."""
+
+    def attend(self, q, sources, k_scale, sink):
+        if not sources[0].paged and self.num_heads == 16 and sources[0].indices.shape[1] == 512:
+            raise RuntimeError("Unsupported sparse-MLA prefill configuration: num_heads=16 topk=512")
+        return super().attend(q, sources, k_scale, sink)
+
+
+@known_defect("sparse-rows-in-blocks-of-64-lose-the-last", killed_by="sparse_prefill", related=_SHAPES_TOO)
+class WholeBlocksOfRows(EagerSparseBackend):
+    """Beyond 64 rows a launch has whole blocks of 64, and the rows of the last, partial one stay 0."""
+
+    def attend(self, q, sources, k_scale, sink):
+        output, lse = super().attend(q, sources, k_scale, sink)
+        if len(q) > 64:
+            output[len(q) // 64 * 64 :] = 0.0
+        return output, lse
