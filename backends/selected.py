@@ -157,7 +157,6 @@ class SelectedKeysBackend(MLASparseBackend):
             topk_length=main.length is not None,
             sink=sink is not None,
             lse=lse,
-            tile_scales=self.supported_tile_scales[0],  # the cache alone knows
             dcp_world_size=self._sparse_metadata.dcp_world_size,
             # An instance cannot see what they are; its caller asked what the class reads.
             tile_scales=self.supported_tile_scales[0],

@@ -1,7 +1,8 @@
 """The cases that decide each sparse capability, the most telling first; see ``prefill_caselists`` for the form.
 
 Most have 64 heads and few rows, since some kernels take no fewer heads; pages hold 64 tokens and lists are whole tiles
-unless that is what is asked about. Most data hold a dominant key at an edge of each row's list.
+unless that is what is asked about, of 128 keys where keys are gathered. Most data hold a dominant key at an edge of
+each row's list.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ def single(*kv: int, **fields: Any) -> Fields:
 
 def prefill(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
     """Query tokens against gathered keys; output only, since a kernel may have no LSE."""
-    return {"call": Call.SPARSE_PREFILL, "heads": 64, "q": q, "kv": kv, "lse": False, **fields}
+    return {"call": Call.SPARSE_PREFILL, "heads": 64, "topk": 128, "q": q, "kv": kv, "lse": False, **fields}
 
 
 def both(q: Lengths, kv: Lengths, **fields: Any) -> Iterator[Fields]:
@@ -84,7 +85,7 @@ def prefills() -> Iterator[Fields]:
                 prefill((5, 9), (0, 300), topk=128),
                 prefill((40,), (200,), heads=16, topk=64),
                 prefill((2,), (2500,), topk=2048),
-                *(prefill((9, 3), (100, 40), heads=heads) for heads in (16, 32, 128)),
+                *(prefill((9, 3), (100, 40), heads=heads) for heads in (8, 16, 32, 128)),
                 *(prefill((7,), (300,), heads=16, topk=topk) for topk in (1, 63, 65, 100, 129, 200, 512)),
                 prefill((3, 2), (700, 600), topk=512),
                 prefill((130,), (9,), **_SMALL),
@@ -137,7 +138,7 @@ def padding() -> Iterator[Fields]:
     yield from both((2, 1), (300, 9), topk=192, fill="ragged", heads=128)
     yield single(*rows[1], fill="ragged", topk=2048, heads=16)
     yield from both((5,), (200,), fill="ragged", topk=100, holes="scattered", heads=16)
-    yield single(300, 64, 5, fill="ragged", cache="fp8_ds_mla", topk=128)
+    yield single(300, 64, 5, fill="ragged", cache="fp8_ds_mla", scales="pow2", topk=128)
     yield from both((5, 3), (90, 9), fill="ragged", sink="drawn", heads=16)
     yield from both((5,), (90,), **_SMALL, fill="ragged", topk=16, dtype="fp32")
 
@@ -149,7 +150,7 @@ def lengths() -> Iterator[Fields]:
             both((3, 4), (300, 64), data="needle", fill="ragged", length=True, topk=128), behind=behind, poison="inf"
         )
     yield from both((2, 1), (300, 9), fill="ragged", length=True, behind="huge", topk=192, heads=128)
-    yield single(300, 64, 5, 17, fill="ragged", length=True, behind="huge", cache="fp8_ds_mla", topk=128)
+    yield single(300, 64, 5, 17, fill="ragged", length=True, behind="huge", cache="fp8_ds_mla", scales="pow2", topk=128)
     yield single(1000, 64, 5, 17, fill="ragged", length=True, behind="stale", topk=1024, heads=16, data="needle")
     yield from both((3, 4), (300, 64), fill="ragged", length=True, holes="scattered", behind="huge", heads=16)
     yield from both((5,), (200,), fill="ragged", length=True, behind="huge", topk=100, heads=16)
@@ -208,7 +209,7 @@ def sinks() -> Iterator[Fields]:
     yield from both((2, 3), (300, 9), sink="extreme", fill="ragged", heads=16)
     yield from both((2,), (300,), sink="drawn", data="large_logits", heads=16)
     yield from both((2,), (300,), sink="drawn", lse=False, heads=128)
-    yield single(300, 64, sink="drawn", cache="fp8_ds_mla")
+    yield single(300, 64, sink="drawn", cache="fp8_ds_mla", scales="pow2")
     yield single(300, 64, sink="drawn", cache="fp8_v4", **_NO_ROPE)
     yield single(1500, sink="drawn", topk=1024, heads=16, data="hot_tail")
     yield from both((3,), (40,), sink="drawn", dtype="fp32", **_SMALL)
@@ -238,10 +239,10 @@ def _format(cache: str, **fields: Any) -> Iterator[Fields]:
             single(300, 40, data="outliers"),
             single(300, 40, data="tiny_values"),
             single(300, 40, data="normal", heads=128),
-            decode((3, 2), (64, 300), data="needle", heads=16),
-            single(1500, data="hot_tail", topk=1024, heads=16),
+            decode((3, 2), (64, 300), data="needle"),
+            single(1500, data="hot_tail", topk=1024),
             single(130, 9, data="zero_keys", heads=16),
-            single(130, 9, data="large_logits", heads=16),
+            single(130, 9, data="large_logits"),
             single(130, 9, layers=2, data="needle", fill="ragged"),
             *(single(130, 70, page=page, data="needle", heads=16) for page in (16, 1, 128)),
             single(300, 40, kscale=2_300_000, heads=16),
@@ -263,7 +264,7 @@ def fp8_ds_mla() -> Iterator[Fields]:
     yield from _format("fp8_ds_mla", scales="pow2")
     yield single(300, 40, cache="fp8_ds_mla", data="needle", **_NO_ROPE)
     yield single(300, 40, cache="fp8_ds_mla", dtype="fp16", data="needle")
-    yield single(2500, cache="fp8_ds_mla", topk=2048, data="needle")
+    yield single(2500, cache="fp8_ds_mla", scales="pow2", topk=2048, data="needle")
 
 
 def fp8_v4() -> Iterator[Fields]:
@@ -361,7 +362,7 @@ def refusals() -> Iterator[Fields]:
 
 def model_shapes() -> Iterator[Fields]:
     """All heads of a model over whole lists, and hundreds of rows."""
-    yield single(2500, 2100, heads=128, topk=2048, cache="fp8_ds_mla", data="needle")
+    yield single(2500, 2100, heads=128, topk=2048, cache="fp8_ds_mla", scales="pow2", data="needle")
     yield prefill((300,), (40,), **_SMALL, topk=128, data="needle")
     yield single(*(17, 63, 64, 130) * 40, dims="small", heads=16, topk=64, data="needle")
 
@@ -370,21 +371,21 @@ def cuda_graph() -> Iterator[Fields]:
     """The largest batch; the test captures a shorter one and replays it with others."""
     context = (2000, 64, 300, 129, 17, 1000, 40, 5)
     yield single(*context, topk=128, data="needle", fill="ragged")
-    yield single(*context, topk=128, cache="fp8_ds_mla", fill="ragged", length=True, behind="stale")
+    yield single(*context, topk=128, cache="fp8_ds_mla", scales="pow2", fill="ragged", length=True, behind="stale")
     yield prefill((2,) * 4, context[:4], topk=128, data="needle")
 
 
 def streams() -> Iterator[Fields]:
     """Lists that a kernel splits, so that it needs memory of its own."""
     yield single(2000, 64, 300, 129, topk=512, data="needle")
-    yield single(2000, 64, 300, 129, topk=512, cache="fp8_ds_mla")
+    yield single(2000, 64, 300, 129, topk=512, cache="fp8_ds_mla", scales="pow2")
     yield prefill((30, 5), (2000, 64), topk=512)
 
 
 def large_offsets() -> Iterator[Fields]:
     """Blocks beyond 2^31 elements, and beyond 2^32."""
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle")
-    yield single(2000, 700, 64, topk=128, far="cache31", data="needle", cache="fp8_ds_mla")
+    yield single(2000, 700, 64, topk=128, far="cache31", data="needle", cache="fp8_ds_mla", scales="pow2")
     yield single(2000, 700, 64, topk=128, far="cache32", data="needle")
 
 
