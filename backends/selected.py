@@ -127,7 +127,7 @@ class SelectedKeysBackend(MLASparseBackend):
         named = list(zip(sources, names if sources[0].paged else (("kv", "topk_indices"),), strict=False))
         for source, (_, lists) in named:
             check_lists(lists, source.indices, source.length, q.shape[0])
-        reads = not _captures(q.device)
+        reads = _may_wait(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
         config = self._config(q, sources, sink, lse)._replace(duplicates=twice)
         reasons = self.validate_configuration(get_device_capability(q.device), config)
@@ -175,6 +175,9 @@ class SelectedKeysBackend(MLASparseBackend):
         return bound[metadata.req_id_per_token.long()].unsqueeze(1)
 
 
-def _captures(device: torch.device) -> bool:
-    """Whether a graph is being captured, which no host may read from."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _may_wait(device: torch.device) -> bool:
+    """Whether the host may read what a call is handed: not on a stream of a caller's own, or in a graph's capture.
+
+    There reading would wait for inputs that are still to come, and hide a library that does not wait for them.
+    """
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)

@@ -379,7 +379,7 @@ def test_a_layer_class_has_the_roles_that_it_names_kernels_for() -> None:
         ("q=[5,0]", "layer expects at least one query token a request, got q=[5, 0]"),
         ("order=decodes_first", "expected more than 5, got q=[5, 1] with 1 decodes"),
         ("order=decodes_first;decodes=0", "expected more than 1, got q=[5, 1] with 0 decodes"),
-        ("cache=fp8_ds_mla", "fp8_ds_mla holds 512 + 64 values of a 16-bit model, or 512, got (64, 16) of bf16"),
+        ("cache=fp8_ds_mla", "fp8_ds_mla holds 512 + 64 or 512 + 0 values of a 16-bit model, got (64, 16) of bf16"),
         ("quant=fp8", "field quant: a layer case has none, only prefill cases; got 'fp8'"),
         ("ranks=2", "field ranks: expected decodes only, weights=selection and no out where 2 ranks share the tokens"),
         ("ranks=2;q=[1,1];decodes=2;out=1", "got 2 decodes of 2 requests, weights=selection, out=True"),
