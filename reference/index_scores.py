@@ -65,6 +65,8 @@ def index_scores(
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
         shapes = f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(k.shape)}"
         raise ValueError(f"expected q [T, H, D], weights [T, H] and k [S, D], got {shapes}")
+    # float8 cannot be indexed everywhere.
+    q = q.to(torch.float32) if q.dtype.itemsize == 1 else q
     chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
     bounds = _bounds(query_start_loc, key_start_loc)[chosen].to(q.device)
     scores = torch.full((len(chosen), int(bounds.max()) if len(bounds) else 0), -torch.inf, dtype=torch.float64)

@@ -6,6 +6,9 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.defects.known import known_defect
 from mla_conformance.reference.selected import NO_KEY
 
+_EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
+"""What has cases over codes, and stands before the capability that is about them."""
+
 
 @known_defect("indexer-bound-off-by-one", killed_by="indexer_causal", related=("indexer_topk",))
 class SeesTheNextToken(EagerIndexerBackend):
@@ -44,7 +47,7 @@ class ActivatesTheSum(EagerIndexerBackend):
         return dots
 
 
-@known_defect("indexer-key-scale-ignored", killed_by="indexer_fp8", related=("indexer_logits", "indexer_topk"))
+@known_defect("indexer-key-scale-ignored", killed_by="indexer_fp8", related=_EARLIER)
 class IgnoresTheScale(EagerIndexerBackend):
     """Codes of keys are multiplied as they are, without the scale of their token."""
 
@@ -52,7 +55,7 @@ class IgnoresTheScale(EagerIndexerBackend):
         return torch.ones_like(scales)
 
 
-@known_defect("indexer-one-key-scale", killed_by="indexer_fp8", related=("indexer_logits", "indexer_topk"))
+@known_defect("indexer-one-key-scale", killed_by="indexer_fp8", related=_EARLIER)
 class OneScaleForATile(EagerIndexerBackend):
     """All tokens of a tile are read under the scale of its first one."""
 
