@@ -142,6 +142,7 @@ class StopsAtAnEmptyTile(EagerSparseBackend):
 @known_defect(
     "sparse-leading-masked-tile-nan-poisons-row",
     killed_by="selection_padding",
+    related=("sparse_lse",),
     sources=("vllm-project/vllm#48366",),
 )
 class LeadingEmptyTile(EagerSparseBackend):
