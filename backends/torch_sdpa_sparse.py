@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.latent_entries import dequantise, gather
@@ -115,6 +116,7 @@ class TorchEfficientSparseBackend(TorchSDPASparseBackend):
         rounding=Rounding(dequantised_keys=Precision.MODEL),
         deviations=(
             *_ADAPTED,
+            Deviation("wants rows that start at multiples of 16 bytes", "other queries are copied"),
             Deviation("the LSE is padded to a multiple of 32 rows", "cut off"),
             Deviation("a row without keys holds anything", "such a row is blanked: output 0, LSE -inf"),
         ),
@@ -128,7 +130,7 @@ class TorchEfficientSparseBackend(TorchSDPASparseBackend):
     def _attend(self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`TorchSDPASparseBackend`."""
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, keys, keys, mask, True, 0.0, False, scale=self.scale
+            aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale
         )
         return output, lse
 

@@ -12,7 +12,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.form import DeviationForm
 
-SCHEMA = "mla-conformance-certificate/4"
+SCHEMA = "mla-conformance-certificate/5"
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -42,7 +42,7 @@ class Worst(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a complete run of one real kernel found."""
+    """What a complete run of one real kernel found: its record, and a certificate if no must-pass case is lacking."""
 
     schema: str = SCHEMA
     suite: Text
@@ -65,6 +65,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seconds: Annotated[float, Meta(ge=0)]
     findings: tuple[Finding, ...]
     unjudged: tuple[Unjudged, ...]
+    lacking: dict[str, str]
     cases: dict[str, Status]
     seal: str = ""
 

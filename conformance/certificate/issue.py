@@ -58,11 +58,23 @@ def issue(run: RunSummary, today: datetime.date) -> Certificate:
     """The certificate of a run.
 
     Raises:
-        Refused: the run is incomplete, something failed without an expectation, or a must-pass case did not pass.
+        Refused: there is no record of it, or a must-pass case did not pass.
+    """
+    found = record(run, today)
+    for case, why in found.lacking.items():
+        raise Refused(f"must-pass case {case} did not pass: {why}")
+    return found
+
+
+def record(run: RunSummary, today: datetime.date) -> Certificate:
+    """The record of a run, which a kernel has that does a part of what is asked.
+
+    Raises:
+        Refused: the run is incomplete, or something failed without an expectation.
     """
     (backend,) = run.backends
     _require_success(backend)
-    certificate = Certificate(
+    found = Certificate(
         suite=SUITE_VERSION,
         version=__version__,
         tier=Tier.FULL.value,
@@ -85,9 +97,10 @@ def issue(run: RunSummary, today: datetime.date) -> Certificate:
         seconds=round(sum(record.seconds for record in backend.records), 1),
         findings=tuple(_finding(record) for record in backend.records if record.status is Status.EXPECTED_FAILURE),
         unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
+        lacking=_lacking(backend.records),
         cases={record.case: record.status for record in backend.records},
     )
-    return msgspec.structs.replace(certificate, seal=seal(certificate))
+    return msgspec.structs.replace(found, seal=seal(found))
 
 
 def _require_success(backend: BackendSummary) -> None:
@@ -99,9 +112,11 @@ def _require_success(backend: BackendSummary) -> None:
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
         if capability.outcome is Outcome.UNAVAILABLE:
             raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
-    by_case = {record.case: record for record in backend.records}
-    for case, why in MustPass.of_suite().missing(by_case, waivable=True):
-        raise Refused(f"must-pass case {case} did not pass: {why}")
+
+
+def _lacking(records: Sequence[Record]) -> dict[str, str]:
+    """Must-pass cases that did not pass, each with why."""
+    return dict(MustPass.of_suite().missing({record.case: record for record in records}, waivable=True))
 
 
 def _finding(record: Record) -> Finding:

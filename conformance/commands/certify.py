@@ -3,12 +3,13 @@
 import argparse
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mla_conformance.cases.case_files import read_cases
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.issue import Refused, issue, require_certifiable
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError
@@ -20,6 +21,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import say
 
 
@@ -40,9 +42,9 @@ def certify(options: argparse.Namespace) -> int:
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
-    check = _certifiable if options.certificate else None
-    status = run_and_report(run, as_json=options.json, resumed=plan, check=check)
-    return _write_certificate(options.certificate, run, status) if options.certificate else status
+    form, path = (issue, options.certificate) if options.certificate else (record, options.record)
+    status = run_and_report(run, as_json=options.json, resumed=plan, check=_certifiable if path else None)
+    return _write_certificate(path, form, run, status) if path else status
 
 
 def _new(options: argparse.Namespace) -> Request:
@@ -122,13 +124,15 @@ def _certifiable(run: Run) -> str:
     return ""
 
 
-def _write_certificate(path: Path, run: Run, status: int) -> int:
-    """Write the certificate of a finished run; the exit status."""
+def _write_certificate(
+    path: Path, form: Callable[[RunSummary, datetime.date], Certificate], run: Run, status: int
+) -> int:
+    """Write the certificate or the record of a finished run; the exit status."""
     if status:
         say("mla-conformance: no certificate: the run is no success", error=True)
         return status
     try:
-        certificate = issue(run.summary(), datetime.date.today())
+        certificate = form(run.summary(), datetime.date.today())
     except Refused as reason:
         say(f"mla-conformance: no certificate: {reason}", error=True)
         return 1

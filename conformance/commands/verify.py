@@ -28,5 +28,6 @@ def _verify(path: Path, options: argparse.Namespace) -> int:
     dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
     subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
     waived = f", {counts.waived} known to fail" if counts.waived else ""
-    say(f"{path}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{again}{dirty}")
+    lacking = f" · no certificate, {len(certificate.lacking)} must-pass cases lack" if certificate.lacking else ""
+    say(f"{path}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{again}{dirty}{lacking}")
     return 0

@@ -16,6 +16,7 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable
+from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
@@ -104,6 +105,20 @@ def test_no_certificate_for_a_run_that_is_no_success(records: list[Record], reas
     with pytest.raises(Refused) as refused:
         issue(run(records), TODAY)
     assert reason in str(refused.value)
+
+
+def test_a_kernel_that_lacks_must_pass_cases_has_a_record_that_says_so() -> None:
+    lacking = changed(CASES[5].id, Status.UNSUPPORTED)
+    found = record_of(run(lacking), TODAY)
+    assert found.lacking == {CASES[5].id: "core: unsupported"} and problems(found, TODAY) == []
+    for changes, said in (
+        ({"lacking": {}}, f"1 must-pass cases did not pass, for example {CASES[5].id} (core: unsupported)"),
+        ({"lacking": {**found.lacking, CORE: "core"}}, f"must-pass case {CORE} is told as lacking, but passed"),
+    ):
+        tampered = msgspec.structs.replace(found, **changes)
+        assert problems(msgspec.structs.replace(tampered, seal=seal(tampered)), TODAY) == [said]
+    with pytest.raises(Refused, match="1 failures of new_tokens"):
+        record_of(run(changed(CASES[5].id, Status.FAIL)), TODAY)
 
 
 LARGE = [case.id for case in CASES if case.capability == "large_offsets"]

@@ -120,7 +120,7 @@ def test_any_value_of_a_certificate(tmp_path: Path) -> None:
         suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="M", reference="M", device="cpu",
         environment={"device": "cpu", "suite": SUITE_VERSION}, versions={}, rounding={}, evidence=(), clean_tree=None,
         digests=installed_digests(), counts=Counts.of(records), deviations=(), traced=NOTHING_TRACED, seconds=1.0,
-        worst={"lse": Worst(0.5, CASES[0])}, unjudged=(Unjudged(CASES[1], "too large"),),
+        worst={"lse": Worst(0.5, CASES[0])}, unjudged=(Unjudged(CASES[1], "too large"),), lacking={},
         cases={record.case: record.status for record in records},
         findings=(Finding(CASES[0], Status.FAIL, "lse", "m", "r"),),
     )  # fmt: skip

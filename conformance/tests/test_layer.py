@@ -221,10 +221,7 @@ def test_dense_weights_weigh_every_latent_and_are_exact_in_the_model_s_dtype_and
 
 def test_ranks_write_each_new_token_once_and_divide_the_heads() -> None:
     text = "layer_dcp:call=layer;dims=32-16-32-64;heads=6;q=[3,1];kv=[40,7];decodes=1"
-    (alone,), (call,) = (
-        build_problem(Case.parse(text), CPU).calls,
-        build_problem(Case.parse(f"{text};ranks=3"), CPU).calls,
-    )
+    alone, (call,) = layer_call(text), build_problem(Case.parse(f"{text};ranks=3"), CPU).calls
     assert isinstance(call, RankedCall) and call.name == "layer on 3 ranks"
     assert sum(len(part.image.slots) for part in call.parts) == 4
     assert [part.q.shape[1] for part in call.parts] == [2, 2, 2]
