@@ -11,7 +11,8 @@ from mla_conformance.reference.attention import attention
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.dimensions import PRESETS
 
-_SCALE = 192**-0.5
+SCALE = 192**-0.5
+"""Factor of the logits."""
 _HEAD = PRESETS["r1"].head
 
 
@@ -30,7 +31,7 @@ class Shape:
         return 2.0 * (_HEAD.qk_head_dim + _HEAD.v_head_dim) * self.heads * pairs
 
     def __str__(self) -> str:
-        return f"{self.heads} heads, {self.queries} queries, {self.keys} keys"
+        return f"{self.heads} heads, {self.queries} queries, {self.keys} keys, causal"
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,18 @@ class Operands:
 
 def golden(x: Operands, rows: list[int] | None = None) -> object:
     """The golden pass of the suite: float64, LSE and error terms, in blocks."""
-    return blockwise_attention(x.q, x.k, x.v, **_batch(x), scale=_SCALE, causal=True, with_terms=True, rows=rows)
+    return blockwise_attention(x.q, x.k, x.v, **_batch(x), scale=SCALE, causal=True, with_terms=True, rows=rows)
 
 
 def plain(x: Operands) -> object:
     """The definition: float64, LSE and error terms."""
-    return attention(x.q, x.k, x.v, **_batch(x), scale=_SCALE, causal=True, with_terms=True)
+    return attention(x.q, x.k, x.v, **_batch(x), scale=SCALE, causal=True, with_terms=True)
 
 
 def materialised(x: Operands) -> tuple[Tensor, Tensor]:
     """As flash-attention's and FlashInfer's tests do it: float32, all scores at once, output and LSE."""
     q, k, v = (part.transpose(0, 1).float() for part in (x.q, x.k, x.v))
-    scores = (q * _SCALE) @ k.mT
+    scores = (q * SCALE) @ k.mT
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(scores.shape[-1] - q.shape[1] + 1)
     scores.masked_fill_(hidden, -torch.inf)
     return (scores.softmax(dim=-1) @ v).transpose(0, 1).to(x.q.dtype), scores.logsumexp(dim=-1)

@@ -8,11 +8,12 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, golden
+from mla_conformance.bench.sparse_formulas import SPARSE_FORMULAS, SparseOperands, SparseShape
 from mla_conformance.bench.timing import REPETITIONS, timed
 
 _SHAPES = {
@@ -25,6 +26,7 @@ _SCALES = {
         Shape(heads, min(keys, 2**15), keys) for heads in (16, 128) for keys in (2**10, 2**13, 2**15, 2**17, 2**20)
     ],
 }
+_SPARSE = {"cpu": SparseShape(128, 64, 1024), "cuda": SparseShape(128, 4096, 4096)}
 _WHOLE_OPERATIONS = {"cpu": 1e11, "cuda": 2e13}
 _ROWS = 512
 
@@ -34,10 +36,12 @@ Measured = dict[str, float | str]
 def compare(device: str) -> Iterator[str]:
     """Lines that compare the formulas, shape by shape."""
     for shape in _SHAPES[device]:
-        found = {name: _process(device, name, shape) for name in FORMULAS}
-        yield f"{shape}, causal:"
-        for name, measured in found.items():
-            yield f"  {name:<8} {_text(measured, found['plain'] if name == 'golden' else found['golden'], name)}"
+        yield from _beside(device, shape, FORMULAS)
+
+
+def sparse(device: str) -> Iterator[str]:
+    """Lines that compare the golden pass over selected keys with the definition over all of them, masked."""
+    return _beside(device, _SPARSE[device], SPARSE_FORMULAS)
 
 
 def scale(device: str) -> Iterator[str]:
@@ -53,14 +57,24 @@ def scale(device: str) -> Iterator[str]:
             yield f"{line} {measured['seconds']:>8.4f} s {measured['megabytes']:>8.0f} MB {measured['tflops']:>8.2f}"
 
 
+def _beside(device: str, shape: Shape, names: Iterable[str]) -> Iterator[str]:
+    """Lines that compare the first formula, the golden pass, with the second, and all others with the first."""
+    found = {name: _process(device, name, shape) for name in names}
+    first, second, *_ = found
+    yield f"{shape}:"
+    for name, measured in found.items():
+        other = second if name == first else first
+        yield f"  {name:<8} {_text(measured, found[other], other)}"
+
+
 def _text(measured: Measured, other: Measured, name: str) -> str:
+    """What was measured, and the ratio to another of this name."""
     if "error" in measured:
         return str(measured["error"])
     text = f"{measured['timing']}, {measured['megabytes']:.0f} MB, {measured['tflops']:.3g} useful TFLOP/s"
     if "error" in other:
         return text
-    ratio = float(measured["seconds"]) / float(other["seconds"])
-    return f"{text}; {ratio:.2f} × the time of {'plain' if name == 'golden' else 'golden'}"
+    return f"{text}; {float(measured['seconds']) / float(other['seconds']):.2f} × the time of {name}"
 
 
 def _process(device: str, name: str, shape: Shape) -> Measured:
@@ -82,9 +96,8 @@ def _measure(device: torch.device, name: str, shape: Shape) -> Measured:
         rows = [number * shape.queries // _ROWS for number in range(_ROWS)]
         operations *= _ROWS / shape.queries
     try:
-        operands = Operands.of(shape, device)
+        work = _work(device, name, shape, rows)
         before = _peak(device, reset=True)
-        work = (lambda: golden(operands, rows)) if name == "scale" else (lambda: FORMULAS[name](operands))
         workspace = _workspace(device, before, work)
         timing = timed(work, device, 3 if name == "scale" else REPETITIONS)
     except torch.cuda.OutOfMemoryError:
@@ -96,6 +109,15 @@ def _measure(device: torch.device, name: str, shape: Shape) -> Measured:
         "tflops": operations / timing.median / 1e12,
         "rows": len(rows) if rows else shape.queries,
     }
+
+
+def _work(device: torch.device, name: str, shape: Shape, rows: list[int] | None) -> Callable[[], object]:
+    """A formula on operands that are drawn here."""
+    if isinstance(shape, SparseShape):
+        selection = SparseOperands.of(shape, device)
+        return lambda: SPARSE_FORMULAS[name](selection)
+    operands = Operands.of(shape, device)
+    return (lambda: golden(operands, rows)) if name == "scale" else (lambda: FORMULAS[name](operands))
 
 
 def _workspace(device: torch.device, before: float, work: Callable[[], object]) -> float:
@@ -124,7 +146,8 @@ def _peak(device: torch.device, reset: bool = False) -> float:
 
 def _main(arguments: Sequence[str]) -> None:
     device, name, *numbers = arguments
-    sys.stdout.write(json.dumps(_measure(torch.device(device), name, Shape(*map(int, numbers)))))
+    kind = SparseShape if name in SPARSE_FORMULAS else Shape
+    sys.stdout.write(json.dumps(_measure(torch.device(device), name, kind(*map(int, numbers)))))
 
 
 if __name__ == "__main__":

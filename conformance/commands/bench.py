@@ -41,6 +41,8 @@ def run_bench(options: argparse.Namespace) -> int:
 def _lines(options: argparse.Namespace, request: Request, device: torch.device) -> Iterator[str]:
     if options.scale:
         return golden.scale(device.type)
+    if options.sparse:
+        return golden.sparse(device.type)
     if options.kernels:
         return kernels.throughput(device)
     if options.suite:

@@ -34,6 +34,7 @@ def add_commands(commands: Any) -> None:
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.add_argument("--device", metavar=DEVICE)
     bench.add_argument("--scale", action="store_true", help="the golden pass over contexts and numbers of heads")
+    bench.add_argument("--sparse", action="store_true", help="the golden sparse pass beside a dense one with a mask")
     bench.add_argument("--kernels", action="store_true", help="throughput of the backends that can run here")
     bench.add_argument("--suite", metavar="NAME", help="where the time of a run on this backend goes")
     bench.add_argument(

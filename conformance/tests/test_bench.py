@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_conformance.bench import golden, suite, timing
+from mla_conformance.bench import golden, sparse_formulas, suite, timing
 from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
+from mla_conformance.bench.sparse_formulas import SPARSE_FORMULAS, SparseOperands, SparseShape
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cli import main
@@ -29,8 +30,19 @@ def test_the_formulas_compute_the_same() -> None:
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=1e-4)
 
 
+def test_the_sparse_formulas_compute_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_formulas, "WORKSPACE_ELEMENTS", 4 * 3 * 20)
+    operands = SparseOperands.of(SparseShape(3, 7, 20), CPU)
+    assert all(len(set(row.tolist())) == 10 for row in operands.selected)
+    expected, found = (formula(operands) for formula in SPARSE_FORMULAS.values())
+    for a, b in zip(golden._tensors(expected), golden._tensors(found), strict=True):
+        b = b.view(7, 3).mT if b.dim() == 2 else b.view(7, 3, -1)
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-13)
+
+
 def test_useful_operations_count_visible_pairs() -> None:
     assert Shape(2, 3, 5).operations == 2 * (192 + 128) * 2 * (3 + 4 + 5)
+    assert SparseShape(2, 3, 10).operations == 2 * (576 + 512) * 2 * 3 * 5
 
 
 def test_a_time_is_the_median_of_the_repetitions_after_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +63,18 @@ def test_a_comparison_names_every_formula_with_its_ratio(monkeypatch: pytest.Mon
     assert head == "2 heads, 16 queries, 16 keys, causal:"
     assert [line.split()[0] for line in lines] == list(FORMULAS)
     assert all("× the time of" in line for line in lines)
+
+
+def test_the_sparse_comparison_has_the_ratio_of_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(golden, "_SPARSE", {"cpu": SparseShape(2, 4, 16)})
+    monkeypatch.setattr(golden, "_process", lambda device, *what: golden._measure(torch.device(device), *what))
+    assert main(["bench", "--sparse", "--device", "cpu"]) == 0
+    _, head, sparse, masked = capsys.readouterr().out.splitlines()
+    assert head == "2 heads, 4 queries, 8 of 16 keys selected:"
+    assert sparse.startswith("  sparse ") and sparse.endswith("× the time of masked")
+    assert masked.startswith("  masked ") and masked.endswith("× the time of sparse")
 
 
 def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
