@@ -25,9 +25,10 @@ NOT_EMULATED: dict[str, str] = {
     "o-aliased-as-partial-logits-buffer": "a decode returns an output of its own, so there is none to write beyond",
     "nan-kv-in-shared-prefix-block-crosses-requests": "a request whose own keys are NaN has no golden result; that "
     "other slots' NaN stays out of a result is asked by poisoning them, as in mla-last-page-nan-leak",
-    "max-context-chunk-not-aligned-to-cp-virtual-block": "a layer refuses prefills with context on several ranks, and "
-    "cuts no chunk for them",
-    "dcp-local-chunk-len-ignores-chunking": "a layer refuses prefills with context on several ranks, and gathers none",
+    "max-context-chunk-not-aligned-to-cp-virtual-block": "chunks are cut by whole sequences, whatever a rank holds of "
+    "them, so that none has to be aligned to a turn of the ranks",
+    "dcp-local-chunk-len-ignores-chunking": "a rank's lengths are counted chunk by chunk, and those of a "
+    "whole context are not at hand where it gathers",
     "even-split-workspace-assert-zero-chunk": "no defect by the contract: the plan is that even split, and a workspace "
     "below a page for each context must be refused",
     "decode-output-depends-on-host-max-seq-len": "no defect by the contract: another maximum may round otherwise, and "

@@ -128,7 +128,7 @@ class CountedFromTheFront(EagerSparseBackend):
         return listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
 
 
-@known_defect("sparse-tiles-behind-an-empty-one-skipped", killed_by="selection_padding")
+@known_defect("sparse-tiles-behind-an-empty-one-skipped", killed_by="selection_padding", related=("sparse_lse",))
 class StopsAtAnEmptyTile(EagerSparseBackend):
     """A list ends with the first tile of 64 entries that names no key."""
 
