@@ -33,9 +33,14 @@ def _kernel(record: Certificate) -> str:
     worst = max((entry.share for entry in record.worst.values()), default=0.0)
     cells = [
         *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
-        *(counts.waived, counts.unsupported, counts.unavailable, f"{worst:.2f}", record.rounding["lse"]),
+        *(counts.waived, counts.unsupported, counts.unavailable, f"{worst:.2f}", _lse_class(record)),
     ]
     return _row(cells)
+
+
+def _lse_class(record: Certificate) -> str:
+    """Of all roles, once each."""
+    return ", ".join(dict.fromkeys(value for name, value in record.rounding.items() if name.split(": ")[-1] == "lse"))
 
 
 def failures(records: list[Certificate]) -> str:

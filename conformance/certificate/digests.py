@@ -1,6 +1,7 @@
 """Digests that tie a certificate to the cases, the judge and the reference that it was issued by."""
 
 import hashlib
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,17 +19,20 @@ def installed_digests() -> dict[str, str]:
     return {"suite": suite_digest(), "reference": reference_digest(), "must_pass": must_pass_digest()}
 
 
+@cache
 def suite_digest() -> str:
     """SHA-256 of the case list, the tolerance table and the sources of judge and procedures."""
     cases = (case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
     return meaning_digest(judging_sources(), "\n".join(cases))
 
 
+@cache
 def reference_digest() -> str:
     """SHA-256 of the sources of the golden mathematics."""
     return meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py"))
 
 
+@cache
 def must_pass_digest() -> str:
     """SHA-256 of this suite version's must-pass list."""
     return MustPass.of_vocabulary().digest

@@ -36,6 +36,7 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import device_lost, is_free_again
 from mla_conformance.trials.context import Context
@@ -123,12 +124,14 @@ class Worker:
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> Answer:
-        """What is seen to run; none if a call raises here, where nothing is judged."""
-        before = loaded_libraries()
-        try:
-            return Answer(traced=traced(self._subject(task.reference), task.cases, before), leaves=True)
-        except Exception:
-            return Answer(leaves=True)
+        """What is seen to run; a call that raises, as one that is passed by a refusal, costs its own kernels alone."""
+        before, subject, seen = loaded_libraries(), self._subject(task.reference), NOTHING_TRACED
+        for cases in ({capability: case} for capability, case in task.cases.items()):
+            with contextlib.suppress(Exception):
+                seen = seen.joined(traced(subject, cases, loaded_libraries()))
+        with contextlib.suppress(Exception):
+            seen = seen.joined(traced(subject, {}, before))
+        return Answer(traced=seen, leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""

@@ -53,7 +53,11 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         return ("seen",)
 
     monkeypatch.setattr(tracing, "kernels_of", kernels_of)
-    cases = {"lse": "lse:dims=small;heads=2;q=[5,9]", "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16"}
+    cases = {
+        "refusals": "refusals:q=[9];dtype=fp64;heads=2",
+        "lse": "lse:dims=small;heads=2;q=[5,9]",
+        "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
+    }
     answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", cases))
     assert answer.traced and answer.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
 
@@ -65,8 +69,8 @@ def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts
         raise RuntimeError("the profiler is in use")
 
     monkeypatch.setattr(room, "traced", raises)
-    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", {}))
-    assert answer.traced is None and answer.leaves
+    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
+    assert answer.traced == Traced() and answer.leaves
 
 
 def test_the_driver_says_its_version() -> None:
