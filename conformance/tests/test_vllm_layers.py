@@ -137,7 +137,7 @@ def test_weights_that_stay_those_of_the_first_load_fail(
     [
         (f"cache_write:{SMALL};q=[5,1];kv=[12,15];decodes=1", "no get_kv_cache_shape, copy_blocks, swap_blocks"),
         (f"graph_replay:{SMALL};q=[1,1];kv=[12,15];decodes=2", "no get_state_cls"),
-        (f"layer_dcp:{SMALL};q=[1,1];kv=[12,15];decodes=2;ranks=2", "LSE of a rank"),
+        (f"layer_dcp:{SMALL};q=[1,1];kv=[12,15];decodes=2;ranks=2", "ranks that share tokens not declared"),
         (f"mixed_batch:{SMALL};q=[5,1];kv=[12,15];decodes=1;out=1", "output buffer not declared"),
         (f"graph_padding:{SMALL};q=[5,1];kv=[12,15];decodes=1;pad=2", "rows of padding behind prefills"),
         (f"mixed_batch:{SMALL};q=[5,1];kv=[12,15];decodes=1;page=1", "pages of 1 tokens"),

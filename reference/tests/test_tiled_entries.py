@@ -27,6 +27,7 @@ def test_widths_are_those_of_the_published_formats() -> None:
         "fp8_v4": 584,
         "fp8_v41": 528,
         "fp4_v41": 288,
+        "fp8_index": 132,
     }
     v4 = TILED_FORMATS["fp8_v4"]
     assert v4.parts == (576, 8)
