@@ -65,7 +65,7 @@ class OwnRank:
 class RankSubject(Subject):
     """A backend whose layers are this process's share of one on several ranks."""
 
-    def create(self, case: Case, vllm_config: Any = None) -> Any:
+    def create(self, case: Case) -> Any:
         """A new layer of this rank."""
         assert isinstance(case, LayerCase)
         return OwnRank(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
