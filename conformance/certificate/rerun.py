@@ -24,7 +24,7 @@ def rerun(certificate: Certificate, number: int, reference: str | None, device: 
     Raises:
         InputError: the backend cannot be run here, or is another one.
     """
-    judged = [case for case, status in sorted(certificate.cases.items()) if status in _JUDGED]
+    judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
         request = Request.of([reference or certificate.backend], device=device, cases=cases)
@@ -36,6 +36,11 @@ def rerun(certificate: Certificate, number: int, reference: str | None, device: 
         if record is None or not _agrees(stated, record):
             now = f"{record.status}: {record.message}" if record else "no verdict"
             yield f"case {case}: the certificate says {stated}, run again it gives {now}"
+
+
+def judged_cases(certificate: Certificate) -> list[str]:
+    """The cases that the kernel was held to, whether it passed or is known to fail."""
+    return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)
 
 
 def _agrees(stated: Status, record: Record) -> bool:

@@ -5,7 +5,7 @@ import datetime
 from pathlib import Path
 
 from mla_conformance.certificate.certificate import read_certificate
-from mla_conformance.certificate.rerun import rerun
+from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.report.terminal import say
 
@@ -24,7 +24,8 @@ def _verify(path: Path, options: argparse.Namespace) -> int:
         say(f"{path}: {problem}", error=True)
     if found:
         return 1
-    counts, again = certificate.counts, f" · {options.rerun} run again" if options.rerun > 0 else ""
+    counts, number = certificate.counts, min(options.rerun, len(judged_cases(certificate)))
+    again = f" · {number} run again" if number > 0 else ""
     dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
     subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
     waived = f", {counts.waived} known to fail" if counts.waived else ""
