@@ -56,8 +56,14 @@ def _new(options: argparse.Namespace) -> Request:
         options.device,
         cases,
         options.explore or 0,
+        _is_apart(options),
     )
     return request.sharded(_shard(options, request))
+
+
+def _is_apart(options: argparse.Namespace) -> bool:
+    """What is certified or recorded is always judged apart."""
+    return bool(options.apart or options.certificate or options.record)
 
 
 def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
@@ -102,6 +108,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         options.device or plan.device,
         plan.cases,
         plan.explore if options.explore is None else options.explore,
+        plan.apart or _is_apart(options),
     ).sharded(plan.shard)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")

@@ -20,10 +20,12 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
     Attributes:
         device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         memory: bytes that a worker may allocate; None without a limit.
+        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     device: str
     memory: int | None = None
+    apart: bool = False
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):

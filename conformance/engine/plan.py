@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cases: ids of cases that were asked for one by one.
         explore: further cases that are drawn for each backend.
         shard: the part of the list that is judged.
+        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     format: int
@@ -43,6 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     explore: int
     shard: Shard | None = None
+    apart: bool = False
 
     @staticmethod
     def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -59,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cases=tuple(case.id for case in request.cases),
             explore=request.explore,
             shard=request.shard,
+            apart=request.apart,
         )
 
     @staticmethod

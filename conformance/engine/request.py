@@ -44,6 +44,7 @@ class Request:
         cases: exactly these cases, or all of the tier if empty.
         explore: how many further cases are drawn for each backend.
         shard: judge only this part of the cases.
+        apart: with inputs, kernel and judge in processes of their own.
     """
 
     backends: tuple[BackendReference, ...]
@@ -53,6 +54,7 @@ class Request:
     cases: tuple[Case, ...]
     explore: int = 0
     shard: Shard | None = None
+    apart: bool = False
 
     @staticmethod
     def of(
@@ -62,6 +64,7 @@ class Request:
         device: str | None = None,
         cases: Sequence[str] = (),
         explore: int = 0,
+        apart: bool = False,
     ) -> "Request":
         """Check a request.
 
@@ -75,7 +78,7 @@ class Request:
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
             _require_device(device)
             _require_exploration(explore, chosen)
-            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore)
+            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, apart=apart)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 

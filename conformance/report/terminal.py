@@ -41,6 +41,7 @@ def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
     return (
         f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
         f"tier {environment['tier']} · {listed} · golden float64"
+        + (f" · {environment['judge']}" if environment.get("judge") else "")
     )
 
 

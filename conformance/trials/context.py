@@ -84,9 +84,14 @@ class Kept(Generic[Value]):
 
 
 class Context:
-    """What one process has made before."""
+    """What one process has made before.
 
-    def __init__(self) -> None:
+    Args:
+        build: builds the problem of a case on a device.
+    """
+
+    def __init__(self, build: Callable[[Case, torch.device], Problem] = build_problem) -> None:
+        self._build = build
         self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
@@ -100,7 +105,7 @@ class Context:
         with clock.phase("inputs", device):
             untouched = self._problems.find(key)
             if untouched is None:
-                untouched = build_problem(case, device)
+                untouched = self._build(case, device)
                 if untouched.memory > PROBLEM_BYTES[device.type]:
                     return untouched
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
