@@ -190,9 +190,8 @@ class Reader:
 
 def reply_of(number: int, done: Attempt) -> Reply:
     """The reply to a step that raised, or whose value is told in another field."""
-    clean = [_clean(text)[:LONGEST_TEXT] for text in (done.error, done.traceback[-LONGEST_TEXT:])]
-    disturbed = tuple(_clean(text)[:LONGEST_TEXT] for text in done.disturbed)
-    return Reply(number, *clean, done.out_of_memory, disturbed)
+    disturbed = tuple(map(_clean, done.disturbed))
+    return Reply(number, _clean(done.error), _clean(done.traceback), done.out_of_memory, disturbed)
 
 
 def decode(data: bytes, number: int) -> Reply:
@@ -211,8 +210,8 @@ def decode(data: bytes, number: int) -> Reply:
 
 
 def _clean(text: str) -> str:
-    """What every encoding can carry."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """The end of a text, as every encoding can carry it."""
+    return text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _span(part: Part, item: int) -> int:

@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,7 +80,7 @@ class Shared:
         if not place.size:
             return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         address = self.pieces[place.kind][place.piece].address + place.at
-        made: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(address, device, place.size)
+        made: Any = torch._C._construct_storage_from_data_pointer(address, device, place.size)
         return made
 
     def bytes_of(self, place: Place) -> torch.Tensor:

@@ -5,10 +5,12 @@ import os
 import select
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -73,14 +75,24 @@ def _fork(serve: Callable[[socket.socket], None], memory: int | None, *spared: i
     process = os.fork()
     if not process:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_parent(judge, signal.SIGKILL)
         close_descriptors({theirs.fileno(), *spared})
         if memory:
             limit_memory(memory)
-        serve(theirs)
-        leave(0)
+        _serve(serve, theirs)
     theirs.close()
     return process, mine
+
+
+def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) -> NoReturn:
+    """Nothing that is raised may lead back into what the process that forked was doing."""
+    try:
+        serve(connection)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 def _serve_kernel(shared: Shared, stacks: int, connection: socket.socket) -> None:

@@ -236,7 +236,8 @@ def returned_bytes(observation: Observation) -> list[bytes]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(storage_bytes(tensor.contiguous()).cpu().numpy().tobytes())
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return bytes(storage_bytes(own).cpu().numpy().tobytes())
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
