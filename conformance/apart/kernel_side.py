@@ -2,8 +2,8 @@
 
 import pickle
 import socket
-from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -92,23 +92,20 @@ class KernelSide:
         return data
 
     def _carried_out(self, request: Request) -> Reply:
-        done = attempt(lambda: _StepUnpacker(request.step, self).load()())
-        if not done.error:
-            if request.keeps:
-                self._kept[request.number] = done.value
-            answered = attempt(lambda: self._told(request, done.value))
-            if not answered.error:
-                return msgspec.structs.replace(answered.value, disturbed=reply_of(0, done).disturbed)
-            done = replace(answered, disturbed=done.disturbed)
-        return msgspec.structs.replace(reply_of(request.number, done), lost=device_lost(self._device))
+        done = attempt(partial(self._told, request))
+        if done.error:
+            return msgspec.structs.replace(reply_of(request.number, done), lost=device_lost(self._device))
+        return msgspec.structs.replace(done.value, disturbed=reply_of(request.number, done).disturbed)
 
-    def _told(self, request: Request, value: Any) -> Reply:
+    def _told(self, request: Request) -> Reply:
+        value = _StepUnpacker(request.step, self).load()()
+        if request.keeps:
+            self._kept[request.number] = value
         if request.wanted is Wanted.FACT:
             return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
-        if request.wanted is Wanted.NOTHING:
-            self._shared.synchronize()
-            return Reply(request.number)
-        reply = Writer(self._shared, request.rooms, request.reached).told(request.number, value)
+        reply = Reply(request.number)
+        if request.wanted is Wanted.RETURNED:
+            reply = Writer(self._shared, request.rooms, request.reached).told(request.number, value)
         self._shared.synchronize()
         return reply
 

@@ -87,10 +87,10 @@ class Context:
     """What one process has made before.
 
     Args:
-        build: builds the problem of a case on a device.
+        build: has the problem of a case built elsewhere than in this process.
     """
 
-    def __init__(self, build: Callable[[Case, torch.device], Problem] = build_problem) -> None:
+    def __init__(self, build: Callable[[Case, torch.device], Problem] | None = None) -> None:
         self._build = build
         self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
@@ -105,7 +105,7 @@ class Context:
         with clock.phase("inputs", device):
             untouched = self._problems.find(key)
             if untouched is None:
-                untouched = self._build(case, device)
+                untouched = (self._build or build_problem)(case, device)
                 if untouched.memory > PROBLEM_BYTES[device.type]:
                     return untouched
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
