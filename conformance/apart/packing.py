@@ -45,7 +45,7 @@ class Arena:
         self.shared = shared
         self.openers: list[bytes] = []
         self._places: dict[int, tuple[StorageWeakRef, Place]] = {}
-        self._ends, self._used = {HOST: 0, "cuda": 0}, 0
+        self._ends = {HOST: 0, "cuda": 0}
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """The place of a tensor's storage."""
@@ -75,14 +75,8 @@ class Arena:
             if place.piece == len(self.shared.pieces[place.kind]) - 1:
                 ends[place.kind] = max(ends[place.kind], place.at + place.size)
         if not ends[HOST]:
-            self.shared.give_back(self._used)
-            self._used = 0
+            self.shared.give_back()
         self._ends = ends
-
-    def note_used(self, kind: str, end: int) -> None:
-        """An answer was written up to here."""
-        if kind == HOST:
-            self._used = max(self._used, end)
 
     @property
     def has_grown(self) -> bool:
@@ -95,7 +89,6 @@ class Arena:
         if size > room.size:
             raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
         self._ends[kind] = room.at + size
-        self.note_used(kind, room.at + size)
         return room._replace(size=size)
 
     def _room(self, kind: str) -> Place:

@@ -69,10 +69,10 @@ class Shared:
         address = cuda_pieces.opened(opener[:-8])
         self.pieces["cuda"].append(Piece(address, int.from_bytes(opener[-8:], "little")))
 
-    def give_back(self, used: int) -> None:
-        """Of the host's piece ``used`` bytes were used, and none is now."""
-        if used > _KEPT_BYTES:
-            self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES, -(-used // mmap.PAGESIZE) * mmap.PAGESIZE - _KEPT_BYTES)
+    def give_back(self) -> None:
+        """Let the system have most of the host's piece, of which nothing is in use."""
+        if len(self._map) > _KEPT_BYTES:
+            self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)
 
     def storage(self, place: Place) -> torch.UntypedStorage:
         """The bytes of a place as a storage."""

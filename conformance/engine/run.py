@@ -12,7 +12,7 @@ import msgspec
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.limits import machine_memory
+from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.log import LOG_NAME
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
 from mla_conformance.engine.plan import Plan
@@ -84,12 +84,14 @@ class Run:
         )
 
     def __enter__(self) -> "Run":
+        hide_memory(self.request.apart)
         self.supervisor.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
         self.folder.release()
+        hide_memory(False)
 
     @property
     def _surely_cpu(self) -> bool:
