@@ -81,7 +81,7 @@ def _diff(options: argparse.Namespace) -> int:
     before, after = load_report(options.before), load_report(options.after)
     changes = compare(before, after, options.drift)
     for change in changes:
-        say(f"{'✘' if change.regression else '·'} {change.kind}: {change.subject} · {change.detail}")
+        say(change.line)
     regressions = sum(change.regression for change in changes)
     say(f"{regressions} regressions, {len(changes) - regressions} other changes")
     return 1 if regressions else 0

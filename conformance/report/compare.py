@@ -60,6 +60,11 @@ class Change:
         """Whether it makes the second run worse."""
         return self.kind in _REGRESSIONS
 
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {self.detail}"
+
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:
     """Changes from one run to the next, regressions first.
