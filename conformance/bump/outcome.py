@@ -22,7 +22,7 @@ class Judged:
     Attributes:
         pin: the library and its version.
         run: what was found.
-        versions: of it and of what was installed with either version, as they are found here; empty if they are not.
+        versions: of it and of what was installed for either version, as they are found here; empty if one is not.
     """
 
     pin: Pin

@@ -59,9 +59,9 @@ def _by_kind(bump: Bump) -> Iterator[tuple[list[Change], int]]:
 
 
 def _versions(bump: Bump) -> list[tuple[str, str, str]]:
-    """The library first, then whatever was installed with it, where that differs from what is here otherwise."""
+    """The library first, then whatever else of what was installed for it is not the same with both."""
     old, new = bump.before.versions, bump.after.versions
-    return [(name, old[name] or "not installed", new[name] or "not installed") for name in old]
+    return [(name, old[name] or "none", new[name] or "none") for name in old if old[name] != new[name]]
 
 
 def _counts(backend: BackendSummary) -> str:
