@@ -1,5 +1,6 @@
 """An environment for one version of a library, on top of the one that the harness itself runs in."""
 
+import os
 import site
 import subprocess
 import sysconfig
@@ -57,9 +58,14 @@ class Environment:
         return made
 
     def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run a module by the environment's Python; what it prints is kept or shown."""
+        """Run a module by the environment's Python, which finds programs as if the environment were activated.
+
+        What it prints is kept or shown.
+        """
         command = [str(self.python), "-P", "-m", module, *arguments]
-        return subprocess.run(command, capture_output=capture, text=True, stdin=subprocess.DEVNULL)
+        programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
+        active = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
+        return subprocess.run(command, capture_output=capture, text=True, stdin=subprocess.DEVNULL, env=active)
 
     @property
     def python(self) -> Path:

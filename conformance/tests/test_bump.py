@@ -36,7 +36,9 @@ class Doubling(EagerPrefillBackend):
 
 class Silent(EagerPrefillBackend): ...
 """
-RIGHT, WRONG = "def halved(x): return x / 2", "def halved(x): return x / 2.1"
+RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): return x / 2.1\n"
+TELLS = "if __name__ == '__main__': import shutil; print(shutil.which('python'))"
+"""Which Python a library would start."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version, source in (("1.0", RIGHT), ("2.0", WRONG)):
         with ZipFile(folder / f"fake_attention-{version}-py3-none-any.whl", "w") as wheel:
             about = f"fake_attention-{version}.dist-info"
-            wheel.writestr("fake_attention.py", source)
+            wheel.writestr("fake_attention.py", source + TELLS)
             wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: fake-attention\nVersion: {version}\n")
             wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{about}/RECORD", "")
@@ -99,6 +101,7 @@ def test_an_environment_sees_what_this_one_has_and_its_own_library_first(bumped:
     there = environment.find(["torch", "fake-attention"])
     assert there["torch"] == here["torch"] != Found()
     assert (here["fake-attention"], there["fake-attention"]) == (Found(), Found("1.0"))
+    assert environment.run("fake_attention", capture=True).stdout.strip() == str(environment.python)
 
 
 def test_a_module_that_comes_from_elsewhere_is_an_error(
