@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from mla_conformance.files.inputs import InputError
 
@@ -19,7 +20,7 @@ class Pin:
     """
 
     requirement: str
-    name: str
+    name: NormalizedName
     version: str
 
     def __str__(self) -> str:
@@ -43,7 +44,10 @@ class Pin:
 
     def admits(self, version: str) -> bool:
         """Whether an installed version is the one asked for; a local label such as ``+cu130`` may be left out."""
-        return Requirement(self.requirement).specifier.contains(version, prereleases=True)
+        try:
+            return Requirement(self.requirement).specifier.contains(Version(version), prereleases=True)
+        except InvalidVersion:  # what stands in a report for a distribution that is not installed
+            return False
 
 
 def two_versions(before: str, after: str) -> tuple[Pin, Pin]:

@@ -1,6 +1,6 @@
 """What a new version changes, for people: as lines for a terminal, and as Markdown for a pull request."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from mla_conformance.bump.outcome import NOT_INNOCENT, Bump
@@ -75,6 +75,6 @@ def _counts(backend: BackendSummary) -> str:
     return ", ".join([f"{counts.passed}/{counts.judged} passed", *more])
 
 
-def _table(head: Sequence[str], rows: "Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]") -> list[str]:
+def _table(head: Sequence[str], rows: Iterable[tuple[str, ...]]) -> list[str]:
     cells = [head, ["---"] * len(head), *([inline(cell) for cell in row] for row in rows)]
     return [*(f"| {' | '.join(row)} |" for row in cells), ""]

@@ -119,19 +119,15 @@ def kubernetes(machine: Path, indices: list[int]) -> subprocess.CompletedProcess
     judge, gate = yaml.safe_load_all(edited("kubernetes.yml", edits))
     assert judge["spec"]["completionMode"] == "Indexed"
     for index in indices:
-        pod = run(machine, *container(judge), JOB_COMPLETION_INDEX=str(index), **variables(judge))
+        pod = run_pod(machine, judge, JOB_COMPLETION_INDEX=str(index))
         assert pod.returncode == 0, pod.stdout + pod.stderr
-    return run(machine, *container(gate), **variables(gate))
+    return run_pod(machine, gate)
 
 
-def container(job: Any) -> list[list[str]]:
-    (found,) = job["spec"]["template"]["spec"]["containers"]
-    return [found["command"] + found["args"]]
-
-
-def variables(job: Any) -> dict[str, str]:
-    (found,) = job["spec"]["template"]["spec"]["containers"]
-    return {each["name"]: each["value"] for each in found["env"]}
+def run_pod(machine: Path, job: Any, **variables: str) -> subprocess.CompletedProcess[str]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    named = {each["name"]: each["value"] for each in container["env"]}
+    return run(machine, container["command"] + container["args"], **named, **variables)
 
 
 def test_kubernetes(machine: Path) -> None:
