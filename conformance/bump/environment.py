@@ -16,10 +16,11 @@ from packaging.utils import canonicalize_name
 from mla_conformance.bump.found import Found
 from mla_conformance.bump.pin import Pin
 from mla_conformance.files.inputs import InputError, decode
+from mla_conformance.report.terminal import say
 
 _LAYER = "mla-conformance-layer.pth"
 _SHOWN = 8
-"""Lines of pip that are shown where it fails."""
+"""Lines that are shown of what a process says that fails."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Environment:
             wheels: the only place where pip looks; None for its package index.
 
         Raises:
-            InputError: the folder cannot be written, or pip fails; with pip's last lines.
+            InputError: the folder cannot be written, or pip fails; its last lines are shown.
         """
         made = Environment(folder, pin)
         try:
@@ -84,8 +85,7 @@ class Environment:
             InputError: it does not run.
         """
         asked = self.run("mla_conformance.bump.found", *names, capture=True)
-        if asked.returncode:
-            raise InputError(f"{self.python}: cannot be asked what it finds: {_tail(asked.stderr)}")
+        _require_success(asked, f"{self.python} cannot be asked what it finds")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
@@ -117,11 +117,12 @@ class Environment:
     def _install(self, options: Sequence[str]) -> None:
         quiet = ["--disable-pip-version-check", "--no-input"]
         pip = self.run("pip", "install", *quiet, *options, self.pin.requirement, capture=True)
-        if pip.returncode:
-            raise InputError(
-                f"{self.pin} is not installed, pip ended with status {pip.returncode}\n{_tail(pip.stderr)}"
-            )
+        _require_success(pip, f"{self.pin} is not installed, pip failed")
 
 
-def _tail(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-_SHOWN:])
+def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
+    """Show the end of what a process that failed has to say, and raise what it means."""
+    if finished.returncode:
+        for line in finished.stderr.strip().splitlines()[-_SHOWN:]:
+            say(line, error=True)
+        raise InputError(f"{otherwise} with status {finished.returncode}")

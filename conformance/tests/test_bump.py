@@ -121,7 +121,7 @@ def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.Capt
     command = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
     assert main([*command, f"--out={tmp_path / 'out'}"]) == 2
     said = capsys.readouterr().err
-    assert "fake-attention 3.0 is not installed, pip ended with status 1" in said
+    assert "fake-attention 3.0 is not installed, pip failed with status 1" in said
     assert "No matching distribution found for fake-attention==3.0" in said
     assert main([*command, f"--out={tmp_path}"]) == 2
     assert "expected a new or an empty folder" in capsys.readouterr().err
