@@ -85,7 +85,7 @@ class Environment:
             InputError: it does not run.
         """
         asked = self.run("mla_conformance.bump.found", *names, capture=True)
-        _require_success(asked, f"{self.python} cannot be asked what it finds")
+        _require_success(asked, f"{self.python} was asked what it finds and failed")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
