@@ -10,7 +10,7 @@ from mla_conformance.gating.gate import Gate
 from mla_conformance.gating.gate_table import gate_lines
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import say
+from mla_conformance.report.terminal import put, say
 
 
 def gate(options: argparse.Namespace) -> int:
@@ -49,5 +49,5 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 def tell_must_pass() -> int:
     """Print the must-pass list; the exit status."""
-    say(MustPass.of_vocabulary().to_text().rstrip("\n"))
+    put(MustPass.of_vocabulary().to_text().rstrip("\n"))
     return 0
