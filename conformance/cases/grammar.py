@@ -31,8 +31,8 @@ def require_id(text: str) -> None:
     """
     if len(text) > _LONGEST_ID:
         raise CaseError(f"malformed case id: expected at most {_LONGEST_ID:,} characters, got {len(text):,}")
-    if not re.fullmatch("[!-~]+", text):
-        raise CaseError(f"malformed case id {text!r}: expected letters, digits and signs of ASCII, without spaces")
+    if not re.fullmatch("[a-z0-9_]+:[!-~]*", text):
+        raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…' in ASCII, without spaces")
 
 
 def format_value(value: object) -> str:
