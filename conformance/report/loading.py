@@ -29,13 +29,18 @@ from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 
+def report_file(path: Path) -> Path:
+    """The report that a path names: a file, or the one in a run's folder."""
+    return path / "report.json" if path.is_dir() else path
+
+
 def load_report(path: Path) -> RunSummary:
     """The run that a report file, or the one in a run's folder, tells of.
 
     Raises:
         InputError: unreadable, truncated, of another schema, malformed, or with counts that do not add up.
     """
-    path = path / "report.json" if path.is_dir() else path
+    path = report_file(path)
     text = read_text(path)
     _require_schema(path, decode(text, _Head, str(path)).schema)
     report = decode(text, ReportForm, str(path))
