@@ -141,4 +141,4 @@ def _require_event(line: bytes, where: str) -> None:
         if event["event"] == "verdict":
             Record.from_json(event["record"])
     except ValueError as error:
-        raise JournalError(f"{where}: expected an event of a run as JSON, got {line[:80]!r} ({error!r})") from None
+        raise JournalError(f"{where}: expected an event of a run as JSON, got {line[:80]!r}: {error}") from None

@@ -54,10 +54,10 @@ def decode(text: str, kind: type[_T], source: str) -> _T:
         raise InputError(f"{source}: {_sentence(error)}") from error
     except RecursionError as error:
         raise InputError(f"{source}: expected JSON of a few levels, got it nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise InputError(f"{source}: not JSON (cut off?): {error}") from error
     except _Twice as error:
         raise InputError(f"{source}: expected every name once in an object, got {error} twice") from error
+    except ValueError as error:  # malformed, no Unicode, or a number of thousands of digits
+        raise InputError(f"{source}: not JSON (cut off?): {error}") from error
     return value
 
 

@@ -16,7 +16,6 @@ from mla_conformance.report.compare import DRIFT, Change, Kind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 
-
 _CHANGES = {
     Kind.BACKEND_REMOVED: Finding.LOST,
     Kind.NO_LONGER_AVAILABLE: Finding.LOST,
