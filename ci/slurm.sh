@@ -19,7 +19,7 @@ gate() { # a shard that died has no report, which merge refuses
     for ((shard = 1; shard <= shards; shard++)); do reports+=("$out/$shard/report.json"); done
     # 3 is a shard that was ended in time: its other cases are not run, which the gate sees.
     mla-conformance report merge "${reports[@]}" --out "$out/report.json" || [ $? -eq 3 ]
-    mla-conformance gate "$out/report.json" --expectations ci/expectations --must-pass
+    mla-conformance gate "$out/report.json" --require "$backend" --expectations ci/expectations --must-pass
 }
 
 submit() {

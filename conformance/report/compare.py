@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 DRIFT = 0.1
@@ -63,7 +64,7 @@ class Change:
     @property
     def line(self) -> str:
         """All of it in one line."""
-        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {self.detail}"
+        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {cut(self.detail)}"
 
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import closing_line, counted
 
@@ -54,7 +55,7 @@ def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
         yield f"**{inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {inline(_said(cause))}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
-        yield from ("", "```sh", cause.example.replay, "```", "")
+        yield from ("", "```sh", shown_line(cause.example.replay), "```", "")
     hidden = len(backend.causes) - _MOST_CAUSES
     if hidden > 0:
         yield from (f"… and {counted(hidden, 'more cause')} of {inline(backend.name)} in the report", "")
@@ -74,9 +75,10 @@ def _example(cause: Cause) -> Iterator[str]:
 
 def inline(text: str) -> str:
     """Text in which nothing is markup, on one line."""
+    text = shown(" ".join(cut(text).split()), LINE)
     for character in "\\`*_[]<>|#~":
         text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
+    return text
 
 
 def annotations(run: RunSummary) -> str:
@@ -91,13 +93,13 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((_said(cause), *_example(cause), f"replay: {cause.example.replay}"))
+    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
     title = f"{backend.name}: {counted(len(cause.failures), 'case')} of {', '.join(cause.capabilities)}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return shown_lines(text).replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
