@@ -42,7 +42,7 @@ class OtherHand(Hand):
     @property
     def spent(self) -> bool:
         """See above."""
-        return self._lost or bool(self._broken) or self._arena.has_grown
+        return self._lost or bool(self._broken) or self._arena.is_large
 
     def attempt(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Attempt:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""

@@ -20,8 +20,10 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 
 _ALIGNMENT = 512
-_CUDA_SHARE = 32
-"""The first piece of a GPU is this part of its memory."""
+_LEAST_PIECE = 2**30
+"""Bytes of a GPU's memory that are asked for at once."""
+_MOST_SHARE = 8
+"""A process that holds more than this part of a GPU for what it hands over should be replaced."""
 
 
 class Kept:
@@ -63,8 +65,7 @@ class Arena:
     def require(self, kind: str, size: int) -> None:
         """Have so many bytes free."""
         if kind == "cuda" and self._room(kind).size < size:
-            total = torch.cuda.get_device_properties(self.shared.device(kind)).total_memory
-            self.openers.append(self.shared.add_cuda(max(size, total // _CUDA_SHARE) + _ALIGNMENT))
+            self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
             self._ends[kind] = 0
 
     def sweep(self) -> None:
@@ -79,9 +80,13 @@ class Arena:
         self._ends = ends
 
     @property
-    def has_grown(self) -> bool:
-        """Whether the first piece of a GPU did not suffice."""
-        return len(self.shared.pieces["cuda"]) > 1
+    def is_large(self) -> bool:
+        """Whether it holds much of a GPU."""
+        pieces = self.shared.pieces["cuda"]
+        if len(pieces) < 2:
+            return False
+        total = torch.cuda.get_device_properties(self.shared.device("cuda")).total_memory
+        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
 
     def _reserved(self, kind: str, size: int) -> Place:
         self.require(kind, size)
