@@ -2,7 +2,7 @@
 
 import pickle
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -48,16 +48,14 @@ class OtherHand(Hand):
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
         memory = list({x.untyped_storage().data_ptr(): x for x in reached if x.numel()}.values())
         done, reply = self._asked(step, Wanted.RETURNED, memory)
-        if not done.error and reply.needs:
-            for kind, size in reply.needs.items():
-                self._arena.require(kind, size)
-            again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
-            done = replace(again, disturbed=done.disturbed)
-            if reply.needs:
-                return replace(
-                    done, error=f"MemoryError: no room for results of {reply.needs} bytes", out_of_memory=True
-                )
-        return done
+        if not reply.needs:
+            return done
+        for kind, size in reply.needs.items():
+            self._arena.require(kind, size)
+        again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
+        if reply.needs:
+            return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
+        return replace(again, disturbed=done.disturbed)
 
     def make(self, step: Callable[[], Any]) -> Attempt:
         """A :class:`Kept` for what the step made."""
@@ -93,44 +91,45 @@ class OtherHand(Hand):
         self.make(torch.cuda.empty_cache)
 
     def _asked(
-        self, step: Callable[[], Any], wanted: Wanted, memory: list[torch.Tensor] | None = None
+        self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor] = ()
     ) -> tuple[Attempt, Reply]:
+        """What became of a step, and the reply, whose fields are plain data of the right types."""
         self._number += 1
-        memory = memory or []
-        if self._broken:
-            return Attempt(error=self._broken), Reply(self._number)
+        if not self._broken:
+            try:
+                return self._answered(self._request(step, wanted, memory), memory)
+            except (MalformedReply, channel.FrameError) as error:
+                # Nothing that comes later is the answer to what is asked.
+                self._broken = f"{_NO_ANSWER}: {error}"
+        return Attempt(error=self._broken), Reply(self._number)
+
+    def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> Request:
         packed = pack(step, self._arena, handed)
-        reached, rooms = [self._arena.place_of(x) for x in memory], self._arena.rooms()
+        reached = [self._arena.place_of(x) for x in memory]
         openers, self._arena.openers = self._arena.openers, []
-        released = self._released[:]
-        del self._released[: len(released)]
-        keeps = wanted is not Wanted.FACT
-        request = Request(self._number, packed, wanted, keeps, released, openers, rooms, reached)
-        try:
-            channel.send(self._connection, pickle.dumps(request))
-            data = channel.receive(self._connection, LONGEST_REPLY)
-        except OSError:
-            data = b""
-        except channel.FrameError as error:
-            return self._malformed(error), Reply(self._number)
-        if not data:
-            self._ended()
-        try:
-            reply = decode(data, self._number)
-            for tensor, place in zip(memory, reached, strict=True):
-                storage_bytes(tensor).copy_(self._arena.shared.bytes_of(place))
-            value = None
-            if wanted is Wanted.RETURNED and not reply.error and not reply.needs:
-                value = Reader(self._arena.shared, rooms, memory).value(reply)
-            self._arena.shared.synchronize()
-        except MalformedReply as error:
-            return self._malformed(error), Reply(self._number)
+        released = [self._released.pop() for _ in range(len(self._released))]
+        return Request(self._number, packed, wanted, released, openers, self._arena.rooms(), reached)
+
+    def _answered(self, request: Request, memory: Sequence[torch.Tensor]) -> tuple[Attempt, Reply]:
+        shared = self._arena.shared
+        reply = decode(self._sent(pickle.dumps(request)), request.number)
+        if not reply.needs.keys() <= shared.pieces.keys():
+            raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
+        for tensor, place in zip(memory, request.reached, strict=True):
+            storage_bytes(tensor).copy_(shared.bytes_of(place))
+        returned = request.wanted is Wanted.RETURNED and not reply.error and not reply.needs
+        value = Reader(shared, request.rooms, memory).value(reply) if returned else None
+        shared.synchronize()
         self._lost = self._lost or reply.lost
-        kept = Kept(self._number, self._released) if keeps and not reply.error else None
+        kept = Kept(request.number, self._released) if request.keeps and not reply.error else None
         told = (reply.error, reply.traceback, reply.out_of_memory, reply.disturbed)
         return Attempt(value, *told, kept), reply
 
-    def _malformed(self, error: Exception) -> Attempt:
-        """Nothing that comes later is the answer to what is asked."""
-        self._broken = f"{_NO_ANSWER}: {error}"
-        return Attempt(error=self._broken)
+    def _sent(self, frame: bytes) -> bytes:
+        """The answer to a frame; where there is none, the kernel's process has ended."""
+        try:
+            channel.send(self._connection, frame)
+            answer = channel.receive(self._connection, LONGEST_REPLY)
+        except OSError:
+            answer = b""
+        return answer or self._ended()

@@ -35,7 +35,6 @@ class Request(msgspec.Struct, frozen=True):
         number: of the request; what the step makes is kept under it.
         step: packed.
         wanted: what is to be answered.
-        keeps: whether the value is for later steps as well.
         released: numbers of what is kept for no later step.
         openers: of pieces of the GPU's memory.
         rooms: what is free for the answer.
@@ -45,11 +44,15 @@ class Request(msgspec.Struct, frozen=True):
     number: int
     step: bytes
     wanted: Wanted
-    keeps: bool
     released: list[int]
     openers: list[bytes]
     rooms: list[Place]
     reached: list[Place]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether later steps are given the value."""
+        return self.wanted is not Wanted.FACT
 
 
 def serve(connection: socket.socket, shared: Shared) -> None:

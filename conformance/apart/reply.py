@@ -4,6 +4,7 @@ Nothing of an answer is believed: each field has its type and its limits, and ea
 looks at it.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -143,7 +144,7 @@ class Reader:
         reached: the caller's tensors whose storages a part may be a view of.
     """
 
-    def __init__(self, shared: Shared, rooms: list[Place], reached: list[torch.Tensor]) -> None:
+    def __init__(self, shared: Shared, rooms: list[Place], reached: Sequence[torch.Tensor]) -> None:
         self._shared, self._reached = shared, reached
         self._rooms = {room.kind: room for room in rooms}
 
