@@ -23,6 +23,8 @@ def serve(connection: socket.socket, shared: Shared) -> None:
         case, device = pickle.loads(frame)
         shared.use(device)
         channel.send(connection, _built(case, device, arena))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the judge and the kernel need it next
 
 
 def _built(case: Case, device: torch.device, arena: Arena) -> bytes:
