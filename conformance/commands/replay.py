@@ -49,7 +49,7 @@ def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str]]:
         return failure.case, options.backend or failure.reference, options.after or failure.after
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")
-    return _case_id(options.case), options.backend, [_case_id(case) for case in options.after]
+    return case_id(options.case), options.backend, [case_id(case) for case in options.after]
 
 
 def _failure(path: Path, number: int) -> Record:
@@ -60,7 +60,7 @@ def _failure(path: Path, number: int) -> Record:
     return failures[number - 1]
 
 
-def _case_id(text: str) -> str:
+def case_id(text: str) -> str:
     """The id of a case that is given as its id or as a file."""
     try:
         return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
@@ -70,7 +70,7 @@ def _case_id(text: str) -> str:
 
 def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
-    with _one_case(_case_id(options.case), options.backend, options) as run, run:
+    with _one_case(case_id(options.case), options.backend, options) as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases

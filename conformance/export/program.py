@@ -1,0 +1,312 @@
+"""A recording as source text: the steps that a result needs, in order, each written as a person would write it."""
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.export.recording import Handle, Step, bare, handles_in, tensors_in
+
+WIDTH = 112
+_INLINED = 72
+"""Characters of an expression that stands within another one at most."""
+_METHOD = "torch.Tensor."
+_OPERATORS = {
+    "__eq__": "==", "eq": "==", "__ne__": "!=", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "__floordiv__": "//", "remainder": "%", "__and__": "&",
+    "__or__": "|", "__matmul__": "@", "matmul": "@",
+}  # fmt: skip
+
+
+class NotWritable(ValueError):
+    """What cannot be put into a script, as one sentence."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source lines of a call.
+
+    Attributes:
+        lines: statements, none wider than WIDTH; a device is called DEVICE.
+        modules: what they call, by the name that they give it.
+        results: expressions for what the call returned.
+        used: names of the inputs that they mention.
+    """
+
+    lines: tuple[str, ...]
+    modules: Mapping[str, str]
+    results: tuple[str, ...]
+    used: frozenset[str]
+
+
+def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]) -> Program:
+    """The program of what was recorded.
+
+    Args:
+        steps: all that was recorded.
+        inputs: tensors by the names that the script gives them.
+        results: what the adapter returned.
+
+    Raises:
+        NotWritable: it depends on something that was neither given nor made while it was recorded.
+    """
+    kept = _needed(steps, results)
+    writer = _Writer(kept, {id(tensor): name for name, tensor in inputs.items()}, results)
+    for index, step in enumerate(kept):
+        writer.write(index, step)
+    expressions = tuple(writer.text(result) for result in results)
+    return Program(tuple(writer.lines), writer.modules, expressions, frozenset(writer.used & inputs.keys()))
+
+
+def _needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]:
+    """The steps that the results come from: those that made something needed, or may have written to it."""
+    needed = _Needed()
+    needed.add(list(results))
+    kept = [step for step in reversed(steps) if needed.takes(step)]
+    return kept[::-1]
+
+
+class _Needed:
+    def __init__(self) -> None:
+        self._objects: set[int] = set()
+        self._storages: set[int] = set()
+
+    def add(self, value: Any) -> None:
+        """Tensors and objects that something kept is made from."""
+        self._objects |= {id(tensor) for tensor in tensors_in(value)} | {_owner(handle) for handle in handles_in(value)}
+        self._storages |= set(_storages(value))
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step is needed; then so is what it mentions."""
+        made = {id(tensor) for tensor in tensors_in(step.result)} | {_owner(each) for each in handles_in(step.result)}
+        mentioned = [step.arguments, step.keywords]
+        touched = {id(step.source)} | {_owner(each) for each in handles_in(mentioned)}
+        takes = bool(made & self._objects)
+        if step.source is not None:  # a library may change its object, and write to what it is given
+            takes |= bool(touched & self._objects) or bool(set(_storages(mentioned)) & self._storages)
+        elif _writes(step):
+            takes |= bool(set(_storages(_target(step))) & self._storages)
+        if takes:
+            self.add(mentioned)
+            self._objects |= {id(step.source)}
+        return takes
+
+
+def _owner(handle: Handle) -> int:
+    return id(handle.place[0])
+
+
+def _storages(value: Any) -> Iterator[int]:
+    return (pointer for tensor in tensors_in(value) if (pointer := tensor.untyped_storage().data_ptr()))
+
+
+def _writes(step: Step) -> bool:
+    """Whether a function of torch writes to an operand."""
+    name = step.name.removeprefix(_METHOD)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in step.keywords
+
+
+def _target(step: Step) -> Any:
+    return step.keywords.get("out", step.arguments[:1])
+
+
+def _is_alias(step: Step) -> bool:
+    """Whether what came back is the first argument as it was, such as a copy that was not necessary."""
+    made, given = step.result, step.arguments[0] if step.arguments else None
+    if step.source is not None or _writes(step) or not isinstance(made, torch.Tensor):
+        return False
+    return isinstance(given, torch.Tensor) and _view_of(made) == _view_of(given)
+
+
+def _view_of(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
+
+
+def _aliases(steps: Sequence[Step]) -> dict[int, int]:
+    """The ids of tensors that are others, with those of the others."""
+    found: dict[int, int] = {}
+    for step in filter(_is_alias, steps):
+        found[id(step.result)] = found.get(id(step.arguments[0]), id(step.arguments[0]))
+    return {mine: others for mine, others in found.items() if mine != others}
+
+
+@dataclass
+class _Writer:
+    """Writes steps one after the other.
+
+    Attributes:
+        steps: the steps that are kept.
+        names: expressions for tensors and objects by their ids.
+        results: what the adapter returned.
+    """
+
+    steps: Sequence[Step]
+    names: dict[int, str]
+    results: Sequence[torch.Tensor]
+    lines: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._same = _aliases(self.steps)
+        mentioned = [(index, step) for index, step in enumerate(self.steps) if not _is_alias(step)]
+        uses = [(index, self._key(t)) for index, step in mentioned for t in tensors_in([step.arguments, step.keywords])]
+        self._uses = Counter(key for _, key in uses)
+        self._uses.update(map(self._key, self.results))
+        self._last = {key: index for index, key in uses}
+        self._effects = [index for index, step in mentioned if step.source is not None or _writes(step)]
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        return self._same.get(id(tensor), id(tensor))
+
+    def write(self, index: int, step: Step) -> None:
+        """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
+        if _is_alias(step):
+            return
+        expression = self._expression(step)
+        made = [*tensors_in(step.result), *handles_in(step.result)]
+        if _writes(step) or not made:
+            self._statement(expression)
+        elif self._is_passing(index, step) and len(expression) <= _INLINED:
+            self.names[self._key(step.result)] = expression
+        else:
+            self._statement(f"{self._named(step.result)} = {expression}")
+
+    def _is_passing(self, index: int, step: Step) -> bool:
+        """Whether a result may be written where it is used: there alone, and nothing is written in between."""
+        key = self._key(step.result) if isinstance(step.result, torch.Tensor) else 0
+        if step.source is not None or self._uses[key] != 1 or key not in self._last:
+            return False
+        return not any(index < effect < self._last[key] for effect in self._effects)
+
+    def _named(self, result: Any) -> str:
+        if isinstance(result, tuple | list):
+            wanted = [part for part in result if isinstance(part, Handle) or self._uses[self._key(part)]]
+            names = [self._named(part) if any(part is w for w in wanted) else "_" for part in result]
+            while names[-1] == "_" and names[-2:-1] == ["_"]:
+                names.pop()
+            return ", ".join(names[:-1] + ["*_"]) if names[-1] == "_" else ", ".join(names)
+        key = _owner(result) if isinstance(result, Handle) else self._key(result)
+        self.names[key] = name = f"x{len({n for n in self.names.values() if n[:1] == 'x' and n[1:].isdigit()}) + 1}"
+        return name
+
+    def _statement(self, text: str) -> None:
+        self.lines += folded(text)
+
+    def _expression(self, step: Step) -> str:
+        arguments, name = step.arguments, step.name.removeprefix(_METHOD)
+        if step.source is not None:
+            return f"{self._place(step.source, step.name)}({self._arguments(arguments, step.keywords)})"
+        if not step.name.startswith(_METHOD):
+            return f"{self._function(step.name)}({self._arguments(arguments, step.keywords)})"
+        tensor = self.text(arguments[0])
+        if name.endswith(".__get__"):
+            return f"{tensor}.{name.removesuffix('.__get__')}"
+        if name == "__getitem__":
+            return f"{tensor}[{self._index(arguments[1])}]"
+        if name == "__setitem__":
+            return f"{tensor}[{self._index(arguments[1])}] = {self.text(arguments[2])}"
+        if name == "__invert__":
+            return f"~{tensor}"
+        return self._infix(name, step) or f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
+
+    def _infix(self, name: str, step: Step) -> str:
+        if len(step.arguments) != 2 or step.keywords:
+            return ""
+        left, right = map(self.text, step.arguments)
+        if name in ("__rsub__", "rsub"):
+            left, right, name = right, left, "sub"
+        return f"({left} {_OPERATORS[name]} {right})" if name in _OPERATORS else ""
+
+    def _function(self, name: str) -> str:
+        return name.replace("torch.functional.", "torch.").replace("torch._C._nn.", "torch.nn.functional.")
+
+    def _place(self, source: Any, name: str) -> str:
+        if not isinstance(source, str):
+            return f"{self._known(id(source), source)}{name}"
+        short = source.rpartition(".")[2]
+        if self.modules.setdefault(short, source) != source:
+            raise NotWritable(f"two modules are called {short}")
+        return f"{short}{name}"
+
+    def _known(self, key: int, value: Any) -> str:
+        if key not in self.names:
+            kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise NotWritable(f"the call depends on a {kind} that was neither given to it nor made by it")
+        self.used |= {self.names[key]}
+        return self.names[key]
+
+    def _arguments(self, positional: Iterable[Any], keywords: Mapping[str, Any]) -> str:
+        return ", ".join([*map(self.text, positional), *(f"{name}={self.text(x)}" for name, x in keywords.items())])
+
+    def _index(self, key: Any) -> str:
+        return ", ".join(map(self._index_part, key)) if isinstance(key, tuple) and key else self._index_part(key)
+
+    def _index_part(self, key: Any) -> str:
+        if isinstance(key, slice):
+            ends = ("" if end is None else self.text(end) for end in (key.start, key.stop))
+            return ":".join([*ends, *([] if key.step is None else [self.text(key.step)])])
+        return "..." if key is Ellipsis else self.text(key)
+
+    def text(self, value: Any) -> str:
+        """The expression of a value.
+
+        Raises:
+            NotWritable: there is none.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._known(self._key(value), value)
+        if isinstance(value, Handle):
+            return self._place(*value.place)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self.text(key)}: {self.text(x)}" for key, x in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self.text, value))}{',' if len(value) == 1 else ''})"
+        if is_dataclass(value):
+            return f"SimpleNamespace({self._arguments((), vars(value))})"
+        return literal(value)
+
+
+def literal(value: Any) -> str:
+    """A plain value as source text.
+
+    Raises:
+        NotWritable: it is of another kind.
+    """
+    if isinstance(value, torch.device):
+        return '"cpu"' if value.type == "cpu" else "DEVICE"
+    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value).replace("'", '"') if isinstance(value, str) else repr(value)
+    raise NotWritable(f"the call has an argument of type {type(bare(value)).__name__}, which cannot be written down")
+
+
+def folded(text: str) -> list[str]:
+    """A statement in lines of WIDTH characters: broken between the arguments of its outermost call, else in brackets."""
+    if len(text) <= WIDTH:
+        return [text]
+    lines = [""]
+    for part in _arguments_of(text):
+        lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
+    kept = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
+    return [row for line in lines for row in textwrap.wrap(line, subsequent_indent=" " * 8, **kept)]
+
+
+def _arguments_of(text: str) -> list[str]:
+    """A text, cut behind its first bracket and behind each comma that stands in one bracket alone."""
+    depth, start, parts = 0, 0, []
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 1 and (character == "," or (character in "([{" and not parts)):
+            parts.append(text[start : at + 1 + (character == ",")])
+            start = at + 1 + (character == ",")
+    return [*parts, text[start:]]
