@@ -106,6 +106,8 @@ def _storages(value: Any) -> Iterator[int]:
 
 def _writes(step: Step) -> bool:
     """Whether a function of torch writes to an operand."""
+    if step.source is not None:
+        return False
     name = step.name.removeprefix(_METHOD)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in step.keywords
 
@@ -150,6 +152,7 @@ class _Writer:
     lines: list[str] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    _named_so_far: int = 0
 
     def __post_init__(self) -> None:
         self._same = _aliases(self.steps)
@@ -174,7 +177,8 @@ class _Writer:
         elif self._is_passing(index, step) and len(expression) <= _INLINED:
             self.names[self._key(step.result)] = expression
         else:
-            self._statement(f"{self._named(step.result)} = {expression}")
+            target = self._named(step.result)
+            self._statement(expression if target in ("_", "*_") else f"{target} = {expression}")
 
     def _is_passing(self, index: int, step: Step) -> bool:
         """Whether a result may be written where it is used: there alone, and nothing is written in between."""
@@ -184,15 +188,18 @@ class _Writer:
         return not any(index < effect < self._last[key] for effect in self._effects)
 
     def _named(self, result: Any) -> str:
+        """Names for what came back: none for what nobody mentions again, or had one before."""
         if isinstance(result, tuple | list):
-            wanted = [part for part in result if isinstance(part, Handle) or self._uses[self._key(part)]]
-            names = [self._named(part) if any(part is w for w in wanted) else "_" for part in result]
-            while names[-1] == "_" and names[-2:-1] == ["_"]:
+            names = [self._named(part) for part in result]
+            while names[-2:] == ["_", "_"]:
                 names.pop()
-            return ", ".join(names[:-1] + ["*_"]) if names[-1] == "_" else ", ".join(names)
+            return ", ".join([*names[:-1], "*_"] if names[-1] == "_" else names)
         key = _owner(result) if isinstance(result, Handle) else self._key(result)
-        self.names[key] = name = f"x{len({n for n in self.names.values() if n[:1] == 'x' and n[1:].isdigit()}) + 1}"
-        return name
+        if key in self.names or not (isinstance(result, Handle) or self._uses[key]):
+            return "_"
+        self._named_so_far += 1
+        self.names[key] = f"x{self._named_so_far}"
+        return self.names[key]
 
     def _statement(self, text: str) -> None:
         self.lines += folded(text)

@@ -46,8 +46,8 @@ class Handle:
         self._value, self._recorder, self._source, self._name = value, recorder, source, name
 
     @property
-    def __wrapped__(self) -> Any:
-        return self._value  # where inspect looks for a signature
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._value)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._value, name)
