@@ -3,22 +3,20 @@
 import argparse
 import os
 import subprocess
-from pathlib import Path
 
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
+from mla_conformance.commands.replay import case_id
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import find_device
 from mla_conformance.export.checked import Ran, run_alone
 from mla_conformance.export.failing import Reproduced, reproduced, require_writable
-from mla_conformance.export.program import NotWritable
+from mla_conformance.export.literals import NotWritable
 from mla_conformance.export.script import script_of
-from mla_conformance.commands.replay import case_id
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.operands import ProblemError
 from mla_conformance.report.terminal import say
 
 
@@ -33,7 +31,7 @@ def export(options: argparse.Namespace) -> int:
         write_output(draft, text)
         _require_agreement(found, run_alone(draft))
         draft.replace(path)
-    except (NotWritable, ForeignError, ProblemError, BackendReferenceError, subprocess.TimeoutExpired) as error:
+    except (NotWritable, ForeignError, BackendReferenceError, subprocess.TimeoutExpired) as error:
         raise InputError(f"export: {error}") from error
     finally:
         draft.unlink(missing_ok=True)

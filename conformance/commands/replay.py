@@ -9,12 +9,15 @@ from pathlib import Path
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
+from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.report.loading import load_report
@@ -24,9 +27,22 @@ from mla_conformance.report.terminal import say
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
     case, backend, after = _replayed(options)
+    if options.dump is not None:
+        require_empty(options.dump)
     with _one_case(case, backend, options) as run:
         run.before = after
-        return run_and_report(run, keep_report=False)
+        status = run_and_report(run, keep_report=False)
+    if options.dump is not None:
+        _dump(case, backend, options)
+    return status
+
+
+def _dump(case: str, backend: str, options: argparse.Namespace) -> None:
+    """Write what the case is judged by in this process, where nothing else ran before it."""
+    device = find_device(options.device or "")
+    assert device is not None, "the run was on it"
+    dump(Subject.of(backend, device), Case.parse(case), options.dump)
+    say(f"operands, results, golden results and errors: {options.dump}")
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ALONE = """
-import runpy, sys
+import os, runpy, sys
 sys.modules["mla_conformance"] = None  # what imports it raises
 sys.argv = sys.argv[1:]
-sys.path[0] = ""
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SECONDS = 600

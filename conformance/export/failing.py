@@ -12,11 +12,11 @@ from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.subject import Subject
-from mla_conformance.export.program import NotWritable
+from mla_conformance.export.literals import NotWritable
 from mla_conformance.judging.verdict import ARITHMETIC, Nonconformance, Status, Verdict
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall
-from mla_conformance.problems.operands import segments
+from mla_conformance.problems.operands import ProblemError, segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
@@ -47,7 +47,7 @@ class Reproduced:
         return self.problem.attention[0]
 
 
-class _Watched(Trial):
+class Watched(Trial):
     """A trial that knows what it ran last."""
 
     ran: Problem | None = None
@@ -67,7 +67,9 @@ def require_writable(case: Case) -> None:
     if not isinstance(case, PrefillCase | DecodeCase):
         raise NotWritable(f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case")
     if case.is_merged:
-        raise NotWritable("the case merges what several calls return; export one of new_tokens, context_chunk or decode")
+        raise NotWritable(
+            "the case merges what several calls return; export one of new_tokens, context_chunk or decode"
+        )
     if isinstance(case, PrefillCase) and case.quant != "none":
         raise NotWritable("an output in e4m3 codes is judged by intervals, which a script does not hold")
     if isinstance(case, DecodeCase) and case.cache not in _CACHES:
@@ -80,14 +82,23 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     Raises:
         NotWritable: nothing was judged, or it did not fail by a number.
     """
-    trial = _Watched(subject, case, Context())
-    verdict = _verdict(trial)
+    trial, verdict = watched(subject, case)
     if verdict.status is not Status.PASS and (verdict.status is not Status.FAIL or verdict.check not in ARITHMETIC):
         raise NotWritable(f"a script shows wrong numbers; the verdict is {verdict.status}: {verdict.message}")
     if trial.ran is None or len(trial.ran.calls) != 1:
         raise NotWritable("a script holds one call; this case was decided otherwise")
     judged = trial.last.problem if trial.last else trial.ran
     return Reproduced(subject, trial.ran, verdict, _spoiled(trial.ran.attention[0], judged.attention[0]))
+
+
+def watched(subject: Subject, case: Case) -> tuple[Watched, Verdict]:
+    """A trial of a case, with its verdict.
+
+    Raises:
+        NotWritable: no inputs can be built for it.
+    """
+    trial = Watched(subject, case, Context())
+    return trial, _verdict(trial)
 
 
 def _verdict(trial: Trial) -> Verdict:
@@ -98,6 +109,8 @@ def _verdict(trial: Trial) -> Verdict:
             PROCEDURES[find_capability(trial.case.capability).procedure](trial)
     except Nonconformance as outcome:
         return outcome.verdict
+    except ProblemError as error:
+        raise NotWritable(str(error)) from error
     return Verdict(Status.UNSUPPORTED, "; ".join(reasons)) if reasons else trial.verdict
 
 

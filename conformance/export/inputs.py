@@ -11,7 +11,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.export.failing import cached_entries, changed_rows, equal_elements, same
-from mla_conformance.export.program import WIDTH, NotWritable, folded, literal
+from mla_conformance.export.literals import WIDTH, NotWritable, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.operands import Draw
@@ -89,7 +89,7 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
     lines += _plain("block_table", call.metadata.block_table.cpu())
     fill = _filling(call, entries)
     lines += folded(f"kv_cache = torch.full({tuple(call.kv_cache.shape)}, {fill}, dtype={entries.dtype})")
-    return lines + [
+    lines += [
         "for request, (start, stop) in enumerate(pairwise(KEYS)):",
         "    token = torch.arange(stop - start)",
         f"    block = block_table[request, token // {page}].long()",
@@ -97,6 +97,7 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
         "block_table = block_table.to(DEVICE)",
         f"ql_nope, q_pe = queries[..., :{latent}], queries[..., {latent}:]",
     ]
+    return lines
 
 
 def _filling(call: DecodeCall, entries: torch.Tensor) -> str:
@@ -159,7 +160,7 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
     where = "" if tensor.device.type == "cpu" else ", device=DEVICE"
     if tensor.numel() > 1 and _is_uniform(tensor):
         return folded(f"{name} = torch.full({tuple(tensor.shape)}, {_value(tensor)}, dtype={tensor.dtype}{where})")
-    if tensor.numel() <= _MOST_BYTES // 8 and not tensor.is_floating_point() or tensor.dim() == 0:
+    if (tensor.numel() <= _MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
         return folded(f"{name} = torch.tensor({tensor.tolist()}, dtype={tensor.dtype}{where})")
     return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
 
@@ -186,5 +187,10 @@ def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], use
     """
     made = _carried_out(lines, **names)
     for name in used:
-        if not same(made[name], tensors[name]) or made[name].stride() != tensors[name].stride():
+        if not same(made[name], tensors[name]) or _strides(made[name]) != _strides(tensors[name]):
             raise NotWritable(f"{name} cannot be made again from what the script would hold")
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Those that count: a dimension of one element has any."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]

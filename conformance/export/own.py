@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.driving.subject import Subject
-from mla_conformance.export.program import NotWritable, folded
+from mla_conformance.export.literals import NotWritable, folded
 
 _OURS = "mla_conformance"
 _STANDS_IN = {
@@ -59,7 +59,9 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
     """
     module = loaded.__module__
     if module.startswith(f"{_OURS}.backends.generations"):
-        raise NotWritable("its class is driven through another generation of the interface, which a script does not hold")
+        raise NotWritable(
+            "its class is driven through another generation of the interface, which a script does not hold"
+        )
     if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
     location = subject.backend.reference.rpartition(":")[0]
@@ -93,4 +95,3 @@ def _imports(path: Path) -> list[tuple[str, str]]:
         elif isinstance(node, ast.Import):
             found += [(each.name, each.name) for each in node.names if each.name.split(".")[0] == _OURS]
     return found
-

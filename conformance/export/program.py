@@ -1,29 +1,23 @@
 """A recording as source text: the steps that a result needs, in order, each written as a person would write it."""
 
-import math
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 
-from mla_conformance.export.recording import Handle, Step, bare, handles_in, tensors_in
+from mla_conformance.export.literals import NotWritable, folded, literal
+from mla_conformance.export.needed import METHOD, aliases, is_alias, needed, owner_of, writes
+from mla_conformance.export.recording import Handle, Step, handles_in, tensors_in
 
-WIDTH = 112
 _INLINED = 72
 """Characters of an expression that stands within another one at most."""
-_METHOD = "torch.Tensor."
 _OPERATORS = {
     "__eq__": "==", "eq": "==", "__ne__": "!=", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "add": "+", "sub": "-", "mul": "*", "div": "/", "__floordiv__": "//", "remainder": "%", "__and__": "&",
     "__or__": "|", "__matmul__": "@", "matmul": "@",
 }  # fmt: skip
-
-
-class NotWritable(ValueError):
-    """What cannot be put into a script, as one sentence."""
 
 
 @dataclass(frozen=True)
@@ -54,86 +48,12 @@ def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: 
     Raises:
         NotWritable: it depends on something that was neither given nor made while it was recorded.
     """
-    kept = _needed(steps, results)
+    kept = needed(steps, results)
     writer = _Writer(kept, {id(tensor): name for name, tensor in inputs.items()}, results)
     for index, step in enumerate(kept):
         writer.write(index, step)
     expressions = tuple(writer.text(result) for result in results)
     return Program(tuple(writer.lines), writer.modules, expressions, frozenset(writer.used & inputs.keys()))
-
-
-def _needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]:
-    """The steps that the results come from: those that made something needed, or may have written to it."""
-    needed = _Needed()
-    needed.add(list(results))
-    kept = [step for step in reversed(steps) if needed.takes(step)]
-    return kept[::-1]
-
-
-class _Needed:
-    def __init__(self) -> None:
-        self._objects: set[int] = set()
-        self._storages: set[int] = set()
-
-    def add(self, value: Any) -> None:
-        """Tensors and objects that something kept is made from."""
-        self._objects |= {id(tensor) for tensor in tensors_in(value)} | {_owner(handle) for handle in handles_in(value)}
-        self._storages |= set(_storages(value))
-
-    def takes(self, step: Step) -> bool:
-        """Whether a step is needed; then so is what it mentions."""
-        made = {id(tensor) for tensor in tensors_in(step.result)} | {_owner(each) for each in handles_in(step.result)}
-        mentioned = [step.arguments, step.keywords]
-        touched = {id(step.source)} | {_owner(each) for each in handles_in(mentioned)}
-        takes = bool(made & self._objects)
-        if step.source is not None:  # a library may change its object, and write to what it is given
-            takes |= bool(touched & self._objects) or bool(set(_storages(mentioned)) & self._storages)
-        elif _writes(step):
-            takes |= bool(set(_storages(_target(step))) & self._storages)
-        if takes:
-            self.add(mentioned)
-            self._objects |= {id(step.source)}
-        return takes
-
-
-def _owner(handle: Handle) -> int:
-    return id(handle.place[0])
-
-
-def _storages(value: Any) -> Iterator[int]:
-    return (pointer for tensor in tensors_in(value) if (pointer := tensor.untyped_storage().data_ptr()))
-
-
-def _writes(step: Step) -> bool:
-    """Whether a function of torch writes to an operand."""
-    if step.source is not None:
-        return False
-    name = step.name.removeprefix(_METHOD)
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in step.keywords
-
-
-def _target(step: Step) -> Any:
-    return step.keywords.get("out", step.arguments[:1])
-
-
-def _is_alias(step: Step) -> bool:
-    """Whether what came back is the first argument as it was, such as a copy that was not necessary."""
-    made, given = step.result, step.arguments[0] if step.arguments else None
-    if step.source is not None or _writes(step) or not isinstance(made, torch.Tensor):
-        return False
-    return isinstance(given, torch.Tensor) and _view_of(made) == _view_of(given)
-
-
-def _view_of(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
-
-
-def _aliases(steps: Sequence[Step]) -> dict[int, int]:
-    """The ids of tensors that are others, with those of the others."""
-    found: dict[int, int] = {}
-    for step in filter(_is_alias, steps):
-        found[id(step.result)] = found.get(id(step.arguments[0]), id(step.arguments[0]))
-    return {mine: others for mine, others in found.items() if mine != others}
 
 
 @dataclass
@@ -155,24 +75,25 @@ class _Writer:
     _named_so_far: int = 0
 
     def __post_init__(self) -> None:
-        self._same = _aliases(self.steps)
-        mentioned = [(index, step) for index, step in enumerate(self.steps) if not _is_alias(step)]
+        self._same = aliases(self.steps)
+        mentioned = [(index, step) for index, step in enumerate(self.steps) if not is_alias(step)]
         uses = [(index, self._key(t)) for index, step in mentioned for t in tensors_in([step.arguments, step.keywords])]
         self._uses = Counter(key for _, key in uses)
         self._uses.update(map(self._key, self.results))
+        self._returned = dict(zip(map(self._key, self.results), ("output", "lse"), strict=False))
         self._last = {key: index for index, key in uses}
-        self._effects = [index for index, step in mentioned if step.source is not None or _writes(step)]
+        self._effects = [index for index, step in mentioned if step.source is not None or writes(step)]
 
     def _key(self, tensor: torch.Tensor) -> int:
         return self._same.get(id(tensor), id(tensor))
 
     def write(self, index: int, step: Step) -> None:
         """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
-        if _is_alias(step):
+        if is_alias(step):
             return
         expression = self._expression(step)
         made = [*tensors_in(step.result), *handles_in(step.result)]
-        if _writes(step) or not made:
+        if writes(step) or not made:
             self._statement(expression)
         elif self._is_passing(index, step) and len(expression) <= _INLINED:
             self.names[self._key(step.result)] = expression
@@ -194,21 +115,24 @@ class _Writer:
             while names[-2:] == ["_", "_"]:
                 names.pop()
             return ", ".join([*names[:-1], "*_"] if names[-1] == "_" else names)
-        key = _owner(result) if isinstance(result, Handle) else self._key(result)
+        key = owner_of(result) if isinstance(result, Handle) else self._key(result)
         if key in self.names or not (isinstance(result, Handle) or self._uses[key]):
             return "_"
-        self._named_so_far += 1
-        self.names[key] = f"x{self._named_so_far}"
+        if key in self._returned:
+            self.names[key] = self._returned[key]
+        else:
+            self._named_so_far += 1
+            self.names[key] = f"x{self._named_so_far}"
         return self.names[key]
 
     def _statement(self, text: str) -> None:
         self.lines += folded(text)
 
     def _expression(self, step: Step) -> str:
-        arguments, name = step.arguments, step.name.removeprefix(_METHOD)
+        arguments, name = step.arguments, step.name.removeprefix(METHOD)
         if step.source is not None:
             return f"{self._place(step.source, step.name)}({self._arguments(arguments, step.keywords)})"
-        if not step.name.startswith(_METHOD):
+        if not step.name.startswith(METHOD):
             return f"{self._function(step.name)}({self._arguments(arguments, step.keywords)})"
         tensor = self.text(arguments[0])
         if name.endswith(".__get__"):
@@ -278,42 +202,3 @@ class _Writer:
         if is_dataclass(value):
             return f"SimpleNamespace({self._arguments((), vars(value))})"
         return literal(value)
-
-
-def literal(value: Any) -> str:
-    """A plain value as source text.
-
-    Raises:
-        NotWritable: it is of another kind.
-    """
-    if isinstance(value, torch.device):
-        return '"cpu"' if value.type == "cpu" else "DEVICE"
-    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value).replace("'", '"') if isinstance(value, str) else repr(value)
-    raise NotWritable(f"the call has an argument of type {type(bare(value)).__name__}, which cannot be written down")
-
-
-def folded(text: str) -> list[str]:
-    """A statement in lines of WIDTH characters: broken between the arguments of its outermost call, else in brackets."""
-    if len(text) <= WIDTH:
-        return [text]
-    lines = [""]
-    for part in _arguments_of(text):
-        lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
-    kept = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
-    return [row for line in lines for row in textwrap.wrap(line, subsequent_indent=" " * 8, **kept)]
-
-
-def _arguments_of(text: str) -> list[str]:
-    """A text, cut behind its first bracket and behind each comma that stands in one bracket alone."""
-    depth, start, parts = 0, 0, []
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 1 and (character == "," or (character in "([{" and not parts)):
-            parts.append(text[start : at + 1 + (character == ",")])
-            start = at + 1 + (character == ",")
-    return [*parts, text[start:]]

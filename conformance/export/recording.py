@@ -57,6 +57,7 @@ class Handle:
         return Handle(self._value[key], *self._rest, f"{self._name}[{key!r}]")  # the grid of a Triton kernel
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call it, and keep that."""
         return self._recorder.call(self, arguments, keywords)
 
     def __eq__(self, other: object) -> bool:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.interpreted import ENVIRONMENT, InterpretedKernel
 from mla_conformance.backends.platform import describe_device
 from mla_conformance.driving.kernel_support import decode_kernel, prefill_kernel
 from mla_conformance.driving.plain import parts_of
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
+from mla_conformance.export.literals import NotWritable, folded
 from mla_conformance.export.own import OwnClass, own_class
-from mla_conformance.export.program import NotWritable, Program, folded, written
+from mla_conformance.export.program import Program, written
 from mla_conformance.export.recording import Handle, Recorder
 from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
@@ -66,10 +68,13 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     require_equal(inputs, recorded.tensors, program.used, DEVICE=str(found.problem.device), **locations)
     loads = own.load_lines(path) if own else []
     text = "\n".join([*inputs, *loads, *program.lines])
+    interpreted = issubclass(found.subject.class_of(case.role), InterpretedKernel)
+    environment = str(ENVIRONMENT).replace("'", '"') if interpreted else ""
     standard = {"base64": "base64.", "zlib": "zlib."} if "unpacked(" in text else {}
     return {
         **_told(found, own),
-        "imports": sorted(["sys", *standard]),
+        "imports": sorted(["sys", *standard, *(["os"] if environment else [])]),
+        "environment": environment,
         "types": ["SimpleNamespace"] if "SimpleNamespace(" in text else [],
         "paths": "Path(" in text,
         "needs": ", ".join(["torch", *_distributions(found, own)]),
@@ -166,4 +171,5 @@ def _budget(found: Reproduced) -> dict[str, Any]:
     of_lse = [f"{steps:.9g} * (size + lse.abs() + 1)"]
     of_lse += [f"{u.keys + u.scores:.9g} * size"] if u.keys + u.scores else []
     of_lse += [f"{u.row_sum + u.exp:.9g}"] if u.row_sum + u.exp else []
-    return {"m": u.p_floor, "output": "\n              ".join(textwrap.wrap(" + ".join([*written_terms, f"{u.output_floor:.9g}"]), 96)), "lse": " + ".join(of_lse)}
+    output = textwrap.wrap(" + ".join([*written_terms, f"{u.output_floor:.9g}"]), 96)
+    return {"m": u.p_floor, "output": f"\n{' ' * 14}".join(output), "lse": " + ".join(of_lse)}
