@@ -31,12 +31,14 @@ class Reproduced:
 
     Attributes:
         subject: the backend on its device.
+        case: what was asked for.
         problem: inputs of the call that decided, the only one of its problem.
         verdict: pass, or a failure by a wrong number.
         excused: requests whose inputs were spoiled, so that their own rows are not judged.
     """
 
     subject: Subject
+    case: Case
     problem: Problem
     verdict: Verdict
     excused: tuple[int, ...]
@@ -88,7 +90,7 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     if trial.ran is None or len(trial.ran.calls) != 1:
         raise NotWritable("a script holds one call; this case was decided otherwise")
     judged = trial.last.problem if trial.last else trial.ran
-    return Reproduced(subject, trial.ran, verdict, _spoiled(trial.ran.attention[0], judged.attention[0]))
+    return Reproduced(subject, case, trial.ran, verdict, _spoiled(trial.ran.attention[0], judged.attention[0]))
 
 
 def watched(subject: Subject, case: Case) -> tuple[Watched, Verdict]:

@@ -40,13 +40,14 @@ def folded(text: str) -> list[str]:
     lines = [""]
     for part in _arguments_of(text):
         lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
-    kept = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
-    return [row for line in lines for row in textwrap.wrap(line, subsequent_indent=" " * 8, **kept)]
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return [row for line in lines for row in wrapper.wrap(line)]
 
 
 def _arguments_of(text: str) -> list[str]:
     """A text, cut behind its first bracket and behind each comma that stands in one bracket alone."""
-    depth, start, parts = 0, 0, []
+    depth, start = 0, 0
+    parts: list[str] = []
     for at, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth == 1 and (character == "," or (character in "([{" and not parts)):

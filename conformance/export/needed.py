@@ -25,17 +25,14 @@ class _Needed:
 
     def add(self, value: Any) -> None:
         """Tensors and objects that something kept is made from."""
-        self._objects |= {id(tensor) for tensor in tensors_in(value)} | {
-            owner_of(handle) for handle in handles_in(value)
-        }
+        self._objects |= _ids(value)
         self._storages |= set(_storages(value))
 
     def takes(self, step: Step) -> bool:
         """Whether a step is needed; then so is what it mentions."""
-        made = {id(tensor) for tensor in tensors_in(step.result)} | {owner_of(each) for each in handles_in(step.result)}
         mentioned = [step.arguments, step.keywords]
         touched = {id(step.source)} | {owner_of(each) for each in handles_in(mentioned)}
-        takes = bool(made & self._objects)
+        takes = bool(_ids(step.result) & self._objects)
         if step.source is not None:  # a library may change its object, and write to what it is given
             takes |= bool(touched & self._objects) or bool(set(_storages(mentioned)) & self._storages)
         elif writes(step):
@@ -44,6 +41,11 @@ class _Needed:
             self.add(mentioned)
             self._objects |= {id(step.source)}
         return takes
+
+
+def _ids(value: Any) -> set[int]:
+    """Of the tensors and of a library's objects in a value."""
+    return {*map(id, tensors_in(value)), *map(owner_of, handles_in(value))}
 
 
 def owner_of(handle: Handle) -> int:

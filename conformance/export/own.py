@@ -48,7 +48,8 @@ class OwnClass:
         if self.path is None:
             return []
         folder = os.path.relpath(self.path.parent, script.resolve().parent)
-        return [*_stand_in(self.path), f'sys.path.insert(0, str(Path(__file__).resolve().parent / "{folder}"))']
+        at = "Path(__file__).resolve().parent" + ("" if folder == "." else f' / "{folder}"')
+        return [*_stand_in(self.path), f"sys.path.insert(0, str({at}))"]
 
 
 def own_class(subject: Subject, loaded: Any) -> OwnClass | None:

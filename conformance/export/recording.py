@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from mla_conformance.backends.dependencies import Library
 
+_LOAD = "load"
+"""The method by which an adapter gets its library."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size, Enum)
 
 
@@ -51,10 +53,10 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._value, name)
-        return found if isinstance(found, _PLAIN) else Handle(found, *self._rest, f"{self._name}.{name}")
+        return found if isinstance(found, _PLAIN) else self._within(found, f".{name}")
 
     def __getitem__(self, key: Any) -> Any:
-        return Handle(self._value[key], *self._rest, f"{self._name}[{key!r}]")  # the grid of a Triton kernel
+        return self._within(self._value[key], f"[{key!r}]")  # the grid of a Triton kernel
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call it, and keep that."""
@@ -66,9 +68,8 @@ class Handle:
     def __hash__(self) -> int:
         return hash(self._value)
 
-    @property
-    def _rest(self) -> tuple[Any, ...]:
-        return self._recorder, self._source
+    def _within(self, value: Any, name: str) -> "Handle":
+        return Handle(value, self._recorder, self._source, self._name + name)
 
     @property
     def place(self) -> tuple[Any, str]:
@@ -91,16 +92,16 @@ class Recorder(TorchFunctionMode):
         return result
 
     def __enter__(self) -> "Recorder":
-        self._loads = {cls: vars(cls)["load"] for cls in (Library, *Library.__subclasses__()) if "load" in vars(cls)}
+        self._loads = {cls: vars(cls)[_LOAD] for cls in (Library, *Library.__subclasses__()) if _LOAD in vars(cls)}
         for cls, load in self._loads.items():
-            cls.load = self._handing_out(load)  # type: ignore[method-assign]
+            setattr(cls, _LOAD, self._handing_out(load))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         for cls, load in self._loads.items():
-            cls.load = load  # type: ignore[method-assign]
+            setattr(cls, _LOAD, load)
 
     def _handing_out(self, load: Any) -> Any:
         def handing_out(library: Library) -> Any:
