@@ -1,15 +1,17 @@
 """What a case was judged by, as files: operands, results, golden results, errors and budgets, and where errors are."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
-from mla_conformance.export.failing import Watched, watched
+from mla_conformance.export.failing import watched
+from mla_conformance.export.heat import heat, svg
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
@@ -17,6 +19,7 @@ from mla_conformance.judging.judge import measure
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.trials.trial import Observed
 
 _TENSORS, _README = "tensors.pt", "README.md"
 _TOLD = """# {case}
@@ -28,7 +31,8 @@ _TOLD = """# {case}
 
 `data["operands"]` is what the backend was handed, in its memory layout; `data["returned"]` what it returned. By part:
 `data["golden"]` the right result, `data["error"]` how far the returned one is from it, `data["budget"]` how far it may
-be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Parts: {parts}.
+be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Pictures of where they are over their budget:
+{pictures}.
 """
 
 
@@ -54,41 +58,38 @@ def dump(subject: Subject, case: Case, folder: Path) -> None:
         raise InputError(f"--dump: {error}") from error
     if trial.last is None or trial.ran is None:
         raise InputError(f"--dump: nothing was run, the verdict is {verdict.status}: {verdict.message}")
-    data = {"case": case.id, "operands": trial.ran.caller_owned, **_judged(trial)}
-    write_output(folder / _README, _told(subject, case, verdict, list(data["golden"])))
+    parts = _parts(trial.last, trial.declaration)
+    pictures = {f"{name.replace(' ', '-')}.svg": svg(name, heat(part)) for name, part in parts.items()}
+    for name, text in ({_README: _told(subject, case, verdict, list(pictures))} | pictures).items():
+        write_output(folder / name, text)
+    data = {"case": case.id, "operands": trial.ran.caller_owned, **_tensors(trial.last.observation, parts)}
     try:
         torch.save(data, folder / _TENSORS)
     except OSError as error:
         raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
 
 
-def _judged(trial: Watched) -> dict[str, dict[str, torch.Tensor]]:
-    """Results, golden results, errors and budgets of what was judged last."""
-    assert trial.last is not None
-    seen = trial.last
-    measured = measure(seen.problem, seen.expectation, seen.observation, trial.declaration)
-    parts = dict(zip(_names(seen.problem.calls, len(measured)), measured, strict=True))
+def _parts(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
+    """What was compared, by name: output and LSE of each call, then of all calls merged."""
+    calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
+    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.judges_lse]]
+    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
+    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
+
+
+def _tensors(observation: Observation, parts: Mapping[str, Measured]) -> dict[str, dict[str, torch.Tensor]]:
+    """Results, golden results, errors and budgets."""
     return {
-        "returned": _returned(seen.observation),
-        "golden": {name: each.golden for name, each in parts.items()},
-        "error": {name: _error(each) for name, each in parts.items()},
-        "budget": {name: each.allowed for name, each in parts.items()},
+        "returned": _returned(observation),
+        "golden": {name: part.golden for name, part in parts.items()},
+        "error": {name: _error(part) for name, part in parts.items()},
+        "budget": {name: part.allowed for name, part in parts.items()},
     }
 
 
 def _error(measured: Measured) -> torch.Tensor:
     """How far a result is off; 0 where both are -inf."""
     return torch.where(measured.got == measured.golden, 0.0, (measured.got - measured.golden).abs())
-
-
-def _names(calls: Any, count: int) -> list[str]:
-    """Names of the parts that are measured: outputs and LSEs of each call, then of all calls merged."""
-    names = [
-        f"{what} of {call.name}"
-        for call in calls
-        for what in (["output", "LSE"] if isinstance(call, AttentionCall) and call.judges_lse else ["output"])
-    ]
-    return [*names, "output merged", "LSE merged"][:count]
 
 
 def _returned(observation: Observation) -> dict[str, torch.Tensor]:
@@ -101,6 +102,7 @@ def _returned(observation: Observation) -> dict[str, torch.Tensor]:
     }
 
 
-def _told(subject: Subject, case: Case, verdict: Verdict, parts: list[str]) -> str:
+def _told(subject: Subject, case: Case, verdict: Verdict, pictures: list[str]) -> str:
     said = f"{verdict.status}: {verdict.message}" if verdict.message else verdict.status
-    return _TOLD.format(case=case.id, backend=subject.name, verdict=said, parts=", ".join(parts) or "none was judged")
+    listed = ", ".join(pictures) or "none was compared"
+    return _TOLD.format(case=case.id, backend=subject.name, verdict=said, pictures=listed)

@@ -15,7 +15,12 @@ _STANDS_IN = {
     f"{_OURS}.backends.interface": {"MLAPrefillBackend": "Backend", "UnsupportedConfiguration": "ValueError"},
     f"{_OURS}.backends.decode": {"MLADecodeBackend": "Backend"},
     f"{_OURS}.backends.kernel": {"UnsupportedConfiguration": "ValueError"},
+    f"{_OURS}.backends.platform": {"DeviceCapability": "tuple"},
+    f"{_OURS}.backends.declaration": {
+        name: "MagicMock()" for name in ("Declaration", "Deviation", "LseClass", "Precision", "Rounding")
+    },
 }
+"""Where names of this project may come from, and what a script has in their place; what is declared decides nothing."""
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
     supported_dtypes = [torch.float16, torch.bfloat16]
     supports_dtype = classmethod(lambda cls, dtype: dtype in cls.supported_dtypes)

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +18,7 @@ from mla_conformance.backends.dependencies import Library
 
 _LOAD = "load"
 """The method by which an adapter gets its library."""
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size, Enum)
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,10 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self._inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._inside and (list(tensors_in(result)) or func is torch.Tensor.__setitem__):
+        if list(tensors_in(result)) or func is torch.Tensor.__setitem__:
             self.steps.append(Step(_name_of(func), tuple(args), _said(func, kwargs or {}), result))
         return result
 
@@ -120,11 +118,12 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _library(self) -> Iterator[None]:
-        before, self._inside = self._inside, True
+        """Without this mode: a library is left alone."""
+        super().__exit__(None, None, None)
         try:
             yield
         finally:
-            self._inside = before
+            super().__enter__()
 
     def _handed(self, value: Any) -> Any:
         """A result as the adapter gets it."""

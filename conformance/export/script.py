@@ -65,6 +65,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "imports": sorted({"sys"} | {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}),
         "uses_paths": "Path(" in text,
         "uses_namespaces": "SimpleNamespace(" in text,
+        "uses_mocks": "MagicMock(" in text,
         "needs": ", ".join(["torch", *_needs(found, own)]),
         "loads": loads,
         "modules": program.modules,

@@ -19,7 +19,7 @@ from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.index_golden import IndexExpectation
 from mla_conformance.judging.index_judge import IndexJudge
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.locate import Place, extent, heat, worst_place
+from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
@@ -209,8 +209,7 @@ class _Judge(Steps):
         place = Place.of(every, (~output.isfinite()).nonzero()[0].tolist())
         value = output[place.row, place.head, place.column or 0].item()
         hint = explain_mask(part.whole)
-        verdict = failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
-        return replace(verdict, heat=heat(torch.where(output.isfinite().all(dim=-1), 0.0, torch.inf)))
+        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
 
     def _lse(self, part: _Part, budget: Budget) -> Verdict | None:
         assert part.lse is not None
@@ -226,7 +225,7 @@ class _Judge(Steps):
         detail += extent(self.rows, share.mT > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
         finding = explain_lse(part.lse.double(), part.golden.lse) if part.keys > 1 else ""
-        return replace(verdict, finding=finding, heat=heat(share.mT))
+        return replace(verdict, finding=finding)
 
     def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
@@ -247,8 +246,7 @@ class _Judge(Steps):
             place = worst_place(self.rows, row)
             detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
         verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
-        finding = explain_output(part.output.double(), part.golden.output)
-        return replace(verdict, finding=finding, heat=heat(element.amax(dim=-1) if largest > 1 else row))
+        return replace(verdict, finding=explain_output(part.output.double(), part.golden.output))
 
     def _worst_rms(self, ratio: torch.Tensor, budget: Budget, allowed: Roundoffs) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.

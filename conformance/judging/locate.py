@@ -58,24 +58,6 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
 
 
-MOST_HEADS, MOST_ROWS = 32, 64
-"""Heads and rows that a heat map tells apart."""
-
-
-def heat(share: torch.Tensor) -> tuple[str, ...]:
-    """Where errors exceed their budget: a line for each head, in it a digit for each row, several by the largest.
-
-    0 is within the budget, n above it and at most 10^n times it, 9 that or anything beyond, NaN included.
-
-    Args:
-        share: [T, N] error over budget.
-    """
-    size = min(share.shape[1], MOST_HEADS), min(share.shape[0], MOST_ROWS)
-    pooled = torch.nn.functional.adaptive_max_pool2d(share.mT[None].double().nan_to_num(torch.inf, torch.inf), size)
-    digits = pooled[0].log10().ceil().clamp(0, 9)
-    return tuple("".join(str(int(digit)) for digit in line) for line in digits.tolist())
-
-
 def worst_place(rows: JudgedRows, share: torch.Tensor) -> Place:
     """The place of the largest value of ``share`` [T, N, V] or [T, N]."""
     index = []

@@ -67,7 +67,6 @@ class Record:
             either way; empty if it is no failure, or was not tried again.
         after: ids of the cases that ran before it in the same process, if it fails only after these.
         finding: what the numbers of a failure give away, or empty.
-        heat: where its wrong numbers are, a line a head and a digit a row (``locate.heat``), or empty.
     """
 
     backend: str
@@ -92,7 +91,6 @@ class Record:
     confirmation: Confirmation = ""
     after: tuple[str, ...] = ()
     finding: str = ""
-    heat: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

@@ -106,7 +106,6 @@ class Verdict:
         detail: the traceback of a call that raised.
         sampled: judged rows, rows of the batch, and how many were drawn, where not every row was judged.
         finding: what the numbers of a failure give away, as a clause for a person; empty if nothing.
-        heat: of wrong numbers, where they are: a line a head, a digit a row (``locate.heat``).
     """
 
     status: Status
@@ -117,7 +116,6 @@ class Verdict:
     detail: str = ""
     sampled: dict[str, int] = field(default_factory=dict)
     finding: str = ""
-    heat: tuple[str, ...] = ()
 
     @property
     def clause(self) -> str:

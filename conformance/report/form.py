@@ -41,10 +41,6 @@ class Said(_Form, frozen=True, kw_only=True):
     expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
     confirmation: Annotated[Confirmation, Meta(description="Whether a failure repeats in a fresh process.")] = ""
     after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
-    heat: Annotated[
-        tuple[str, ...],
-        Meta(description="Where errors exceed the budget: a line a head, a digit a row, n for up to 10^n times it."),
-    ] = ()
 
 
 class FailureForm(Said, frozen=True, kw_only=True):

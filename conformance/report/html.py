@@ -1,7 +1,6 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED, Record
@@ -46,7 +45,6 @@ def html(run: RunSummary) -> str:
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
         anchor=_anchor,
-        runs=_runs,
         counted=counted,
     )
 
@@ -68,12 +66,6 @@ def _definition(name: str) -> str:
     if name == EXPLORED:
         return "Cases drawn beyond the list, until one fails."
     return CAPABILITIES[name].definition if name in CAPABILITIES else ""
-
-
-def _runs(line: str) -> list[tuple[int, int, int]]:
-    """Start, length and digit of each run of equal digits other than 0."""
-    starts = [at for at in range(len(line)) if not at or line[at] != line[at - 1]]
-    return [(a, b - a, int(line[a])) for a, b in pairwise([*starts, len(line)]) if line[a] != "0"]
 
 
 def _anchor(backend: str, capability: str) -> str:

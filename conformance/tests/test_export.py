@@ -3,10 +3,10 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,16 +19,13 @@ from mla_conformance.driving.subject import Subject
 from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
+from mla_conformance.export.heat import heat, svg
 from mla_conformance.export.literals import NotWritable, folded
 from mla_conformance.export.program import written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, script_of
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.locate import heat
-from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.html import html
-from mla_conformance.report.loading import load_report
+from mla_conformance.judging.measured import Measured
 
 CPU = torch.device("cpu")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -214,6 +211,8 @@ def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) ->
     assert torch.allclose(data["returned"][name].double(), data["golden"][name] / 0.6931471805599453)
     assert bool((data["error"][name] > data["budget"][name]).all())
     assert "LSE is" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
+    picture = (tmp_path / "new" / "LSE-of-new-tokens.svg").read_text(encoding="utf-8")
+    assert "22 of 22 cells over their budget" in picture
     with pytest.raises(InputError, match="expected a new or an empty folder"):
         require_empty(tmp_path / "new")
 
@@ -225,19 +224,15 @@ def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, capsys: p
     assert "expected a new or an empty folder" in captured.err and captured.out == ""
 
 
-def test_the_page_shows_where_errors_are(write_report: Callable[..., Path]) -> None:
-    share = torch.zeros(200, 3)
-    share[-1, 2], share[0, 1], share[1, 1] = torch.nan, 1.0, 25.0
-    lines = heat(share)
-    assert [len(line) for line in lines] == [64, 64, 64]
-    assert lines[0] == "0" * 64 and lines[1] == "2" + "0" * 63 and lines[2] == "0" * 63 + "9"
-    failure = Record("Mine", "mine.py:Mine", "lse", "lse:q=[200]", Status.FAIL, "wrong", check="lse", heat=lines)
-    page = html(load_report(write_report("report.json", [failure])))
-    (drawn,) = re.findall(r'<svg class="heat".*?</svg>', page, re.DOTALL)
-    assert re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)"', drawn) == [("0", "1", "1"), ("63", "2", "1")]
-    assert "3 heads from top to bottom, 64 rows of the batch from left to right" in drawn
-
-
-def test_a_wrong_number_is_on_the_map(folder: Path) -> None:
-    verdict = reproduced(Subject.of(f"{folder / 'scaled.py'}:MyBackend", CPU), Case.parse(CASE)).verdict
-    assert [len(line) for line in verdict.heat] == [11, 11] and {"0"} != set("".join(verdict.heat))
+def test_a_picture_shows_where_errors_are() -> None:
+    got, golden = torch.zeros(200, 3, 2), torch.zeros(200, 3, 2)
+    got[-1, 2, 0], got[0, 1, 1], got[1, 1, 0] = torch.nan, 1.0, 25.0
+    lines = heat(Measured(got.double(), golden.double(), torch.ones(200, 3, 1).double()))
+    assert lines == [[0] * 64, [2] + [0] * 63, [0] * 63 + [9]]
+    picture = svg("output of decode", lines)
+    assert "2 of 192 cells over their budget; 3 heads down, 64 rows to the right" in picture
+    assert re.findall(r'<rect x="(\d+)" y="(\d+)".* opacity="([\d.]+)"', picture) == [
+        ("0", "34", "0.38"),
+        ("630", "44", "1.00"),
+    ]
+    assert ElementTree.fromstring(picture).tag.endswith("svg")
