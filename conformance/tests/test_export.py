@@ -1,5 +1,6 @@
 """Scripts that show one call without this project: they find what the judge finds, or are refused with a reason."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.measured import Measured
 
 CPU = torch.device("cpu")
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 DEFECTS = {
     "right": ("self.scale", "self.scale"),
@@ -140,6 +142,24 @@ def test_a_class_that_computes_with_this_project_is_refused(tmp_path: Path) -> N
 def test_inputs_that_no_seed_makes_are_written_as_they_are(tmp_path: Path) -> None:
     text = exported("TORCH_SDPA", "lse:dims=small;heads=1;q=[5];data=needle", tmp_path / "x.py")
     assert 'q = unpacked("""' in text and "k = torch.randn(" in text
+
+
+STORED = sorted((ROOT / "docs" / "reproducers").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", STORED, ids=lambda path: path.stem)
+def test_a_stored_script_is_whole_and_needs_nothing_of_ours(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    found = {name.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for name in node.names}
+    assert "torch" in found and not any(name.startswith("mla_conformance") for name in found)
+    assert len(text.splitlines()) <= MOST_LINES
+    told = (script.parent / "README.md").read_text(encoding="utf-8")
+    assert f"({script.name})" in told and Case.parse(re.findall(r"^Case (.*)$", text, re.MULTILINE)[0]).id in told
+
+
+def test_what_is_told_of_stored_scripts_is_there() -> None:
+    told = (ROOT / "docs" / "reproducers" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\((\w+\.py)\)", told)) == [path.name for path in STORED] != []
 
 
 class _Wrapper:
