@@ -56,6 +56,7 @@ def _new(options: argparse.Namespace) -> Request:
         options.device,
         cases,
         options.explore or 0,
+        options.salt or "",
     )
     return request.sharded(_shard(options, request))
 
@@ -102,6 +103,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         options.device or plan.device,
         plan.cases,
         plan.explore if options.explore is None else options.explore,
+        plan.salt if options.salt is None else options.salt,
     ).sharded(plan.shard)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")

@@ -40,6 +40,7 @@ def _add_selection(certify: argparse.ArgumentParser) -> None:
     certify.add_argument(
         "--explore", type=int, metavar="N", help="judge N drawn cases as well; one that fails is made small"
     )
+    certify.add_argument("--salt", metavar="TEXT", help="draw all inputs anew, those that this text stands for")
     certify.add_argument("--cases", type=Path, metavar="DIR", help="judge the case files of a folder instead")
     certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
     certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")

@@ -4,6 +4,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
@@ -23,33 +24,44 @@ from mla_conformance.report.terminal import say
 
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
-    case, backend, after = _replayed(options)
-    with _one_case(case, backend, options) as run:
-        run.before = after
+    asked = _replayed(options)
+    with _one_case(asked.case, asked.reference, options, asked.salt) as run:
+        run.before = asked.after
         return run_and_report(run, keep_report=False)
 
 
 @contextmanager
-def _one_case(case: str, backend: str, options: argparse.Namespace) -> Iterator[Run]:
+def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str = "") -> Iterator[Run]:
     """A run of one case in a folder that does not stay."""
     try:
-        request = Request.of([backend], device=options.device, cases=[case])
+        request = Request.of([backend], device=options.device, cases=[case], salt=salt)
     except RequestError as error:
         raise InputError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 
 
-def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str]]:
-    """Case id and backend reference of what is to be run again, and the cases before it."""
+@dataclass(frozen=True)
+class _Replayed:
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
+
+    case: str
+    reference: str
+    after: Sequence[str]
+    salt: str
+
+
+def _replayed(options: argparse.Namespace) -> _Replayed:
     if (options.case is None) == (options.report is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
     if options.report is not None:
         failure = _failure(options.report, options.failure)
-        return failure.case, options.backend or failure.reference, options.after or failure.after
+        salt = failure.salt if options.salt is None else options.salt
+        return _Replayed(failure.case, options.backend or failure.reference, options.after or failure.after, salt)
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")
-    return _case_id(options.case), options.backend, [_case_id(case) for case in options.after]
+    after = [_case_id(case) for case in options.after]
+    return _Replayed(_case_id(options.case), options.backend, after, options.salt or "")
 
 
 def _failure(path: Path, number: int) -> Record:
