@@ -1,0 +1,43 @@
+"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in."""
+
+import sys
+from pathlib import Path
+
+SITES = frozenset({"site-packages", "dist-packages"})
+"""What the folders are called that wheels are unpacked into."""
+_OF_THE_SYSTEM = ("/usr/", "/lib")
+
+
+def place_of(path: Path, beside: Path | None = None) -> str:
+    """The name by which another machine finds a file.
+
+    Args:
+        path: of the file.
+        beside: the file of the backend; what lies in its folder begins with ``./``.
+    """
+    folders = [("", site) for site in _sites()]
+    folders += [("./", beside.parent)] if beside else []
+    for name, folder in (*folders, ("~/", Path.home())):
+        if path.is_relative_to(folder):
+            return name + path.relative_to(folder).as_posix()
+    return str(path)
+
+
+def find_place(name: str, beside: Path | None = None) -> Path | None:
+    """The file that :func:`place_of` named, on this machine; None if there is none."""
+    if name.startswith("./"):
+        candidates = [beside.parent / name] if beside else []
+    elif name.startswith(("/", "~/")):
+        candidates = [Path(name).expanduser()]
+    else:
+        candidates = [site / name for site in _sites()]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def is_of_the_machine(name: str) -> bool:
+    """Whether a file is of the system, or was compiled into a cache: another machine has another one by rights."""
+    return name.startswith(_OF_THE_SYSTEM) or any("cache" in part for part in Path(name).parts[:-1])
+
+
+def _sites() -> list[Path]:
+    return [Path(entry).resolve() for entry in sys.path if Path(entry).name in SITES]
