@@ -137,7 +137,7 @@ def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iter
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, ValueError):  # or no name at all
         return None
 
 

@@ -16,7 +16,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``.
 
     Attributes:
-        sources: SHA-256 of the modules that the backend's classes stand in, and of what they import that is in no wheel.
+        sources: SHA-256 of the modules that the backend's classes stand in, and of what they import that no wheel has.
         versions: version of each distribution behind the backend.
         installed: what of each is installed.
         harness: the same of the distribution that judged.

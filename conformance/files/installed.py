@@ -39,7 +39,7 @@ def installed(name: str) -> Installed | None:
     """What is installed of a distribution; None if there is none of this name."""
     try:
         found = distribution(name)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, ValueError):  # or no name at all
         return None
     folder = _editable(found)
     return _checkout(folder) if folder else _wheel(found)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mla_conformance.files.installed import file_digest
 from mla_conformance.files.meaning import meaning_digest
-from mla_conformance.files.places import SITES
+from mla_conformance.files.places import SITES, is_file
 
 _HARNESS = "mla_conformance."
 _ADAPTERS = "mla_conformance.backends."
@@ -31,7 +31,7 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
         path = module_file(name)
         if path is not None and path.suffix == ".py" and source_name(name) not in found:
             found[source_name(name)] = source_digest(name, path)
-            left += filter(_is_followed, _imported(name, path))
+            left += filter(_is_followed, [*_imported(name, path), *_packages(name)])
     return dict(sorted(found.items()))
 
 
@@ -48,7 +48,9 @@ def source_digest(module: str, path: Path) -> str:
 def module_file(name: str) -> Path | None:
     """The file of a module, which is not imported, nor is a package that it is in; None if there is none."""
     if name.endswith(".py"):
-        return Path(name) if Path(name).is_file() else None
+        return Path(name) if is_file(Path(name)) else None
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
     top, *rest = name.split(".")
     try:
         spec = find_spec(top)
@@ -61,7 +63,7 @@ def module_file(name: str) -> Path | None:
         # An editable installation of the harness finds its folders in a way of its own; its packages are imported here.
         spec = find_spec(name) if name.startswith(_HARNESS) else PathFinder.find_spec(name, locations)
     path = Path(spec.origin) if spec and spec.origin else None
-    return path if path and path.is_file() else None
+    return path if path and is_file(path) else None
 
 
 def _is_followed(name: str) -> bool:
@@ -73,6 +75,12 @@ def _is_followed(name: str) -> bool:
         return False
     path = module_file(name)
     return path is not None and not SITES & set(path.parts)
+
+
+def _packages(name: str) -> list[str]:
+    """The packages that a module is in, which are imported before it."""
+    parts = [] if name.endswith(".py") else name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _imported(name: str, path: Path) -> Iterator[str]:

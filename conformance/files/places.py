@@ -31,7 +31,15 @@ def find_place(name: str, beside: Path | None = None) -> Path | None:
         candidates = [Path(name).expanduser()]
     else:
         candidates = [site / name for site in _sites()]
-    return next((path for path in candidates if path.is_file()), None)
+    return next(filter(is_file, candidates), None)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file of this name is there; a name that none can have, such as an endless one, is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def is_of_the_machine(name: str) -> bool:

@@ -93,8 +93,8 @@ def suites_differ(before: RunSummary, after: RunSummary) -> str:
         return ""
     common, listed = len(set(before.cases) & set(after.cases)), len(after.cases)
     return (
-        f"suite {was} before, {now} after: other verdicts may be the judge's doing. {common} of {listed} cases stand in "
-        "both lists, on the same inputs; the others cannot be compared"
+        f"suite {was} before, {now} after: another verdict may be the judge's doing. {common} of {listed} cases stand "
+        "in both lists, on the same inputs; the others cannot be compared"
     )
 
 

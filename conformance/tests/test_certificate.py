@@ -14,7 +14,7 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
+from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable
