@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -89,14 +90,16 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
 
 
 def _distribution(name: str, told: str, pin: Installed | None) -> Iterator[Remark]:
-    here, found = _version(name), installed(name)
+    here = _version(name)
     if pin is None:
         yield Remark(Weight.TOLD, f"package {name} was not compared: the certificate says '{told}' and no more of it")
-    elif here is None or found is None:
+    elif here is None:
         yield Remark(Weight.TOLD, f"package {name} {told} was not compared: it is not installed here")
-    elif here != told or found.build != pin.build:
-        other = f"{here} {found.build}".rstrip(), f"{told} {pin.build}".rstrip()
-        yield Remark(Weight.OTHER_BUILD, f"package {name} is {other[0]} here, the certificate is of {other[1]}")
+    elif here != told:
+        yield Remark(Weight.OTHER_BUILD, f"package {name} is {here} here, the certificate is of {told}")
+    elif (found := _installed(name)).build != pin.build:
+        built = f"{found.build or 'no wheel'} here, the certificate is of {pin.build or 'no wheel'}"
+        yield Remark(Weight.OTHER_BUILD, f"package {name} {told} is {built}")
     else:
         yield from _files(name, pin, found)
 
@@ -118,10 +121,10 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
 
 def _harness(pin: Installed) -> Iterator[Remark]:
     """Its cases, judge and reference have digests of their own, which must agree."""
-    here = installed(HARNESS)
+    here = _installed(HARNESS)
     if pin.clean is False:
         yield Remark(Weight.TOLD, f"judged from a changed checkout of {HARNESS}")
-    if here is not None and (here.commit, here.files) != (pin.commit, pin.files):
+    if (here.commit, here.files) != (pin.commit, pin.files):
         ours, theirs = (each.commit[:12] or each.files[:12] or "unknown" for each in (here, pin))
         yield Remark(Weight.TOLD, f"judged by {HARNESS} {theirs}, here is {ours}; what decides a verdict agrees")
 
@@ -132,6 +135,12 @@ def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iter
     if other:
         then, now = (", ".join(f"{name} {each.get(name) or 'none'}" for name in other) for each in (stated, here))
         yield Remark(Weight.TOLD, f"judged with {then}; here: {now}")
+
+
+@cache
+def _installed(name: str) -> Installed:
+    """What is installed of a distribution; read once, for however many certificates."""
+    return installed(name) or Installed()
 
 
 def _version(name: str) -> str | None:

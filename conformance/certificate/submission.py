@@ -34,8 +34,10 @@ def write_submission(root: Path, certificate: Certificate) -> Path:
 
 def _environment() -> str:
     """What is installed here, a line for each distribution, as ``pip freeze`` has it."""
-    found = {f"{each.metadata['Name']}=={each.version}" for each in distributions()}
-    return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
+    found: dict[str, str] = {}
+    for each in distributions():  # of two with one name the first is imported
+        found.setdefault(_plain(each.metadata["Name"] or ""), f"{each.metadata['Name']}=={each.version}\n")
+    return "".join(found[name] for name in sorted(found) if name)
 
 
 def records_below(folder: Path) -> list[Path]:

@@ -12,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from mla_conformance.files.places import SITES
+
 _SOURCES = (".py", ".so")
 _GIT_PATIENCE = 60
 
@@ -79,9 +81,15 @@ def _git(folder: Path, *command: str) -> str | None:
 
 
 def _folder_digest(folder: Path) -> str:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES and path.is_file())
+    found = (path for path in folder.rglob("*") if path.suffix in _SOURCES and path.is_file())
+    paths = sorted(path for path in found if not _is_apart(path.relative_to(folder)))
     told = [f"{path.relative_to(folder).as_posix()} {file_digest(path)}" for path in paths]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+
+def _is_apart(path: Path) -> bool:
+    """Whether a file is of an environment that stands in a checkout, or of a tool."""
+    return any(part.startswith(".") or part in SITES for part in path.parts)
 
 
 def _wheel(found: Distribution) -> Installed:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 SITES = frozenset({"site-packages", "dist-packages"})
 """What the folders are called that wheels are unpacked into."""
-_OF_THE_SYSTEM = ("/usr/", "/lib")
+_OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
 
 
 def place_of(path: Path, beside: Path | None = None) -> str:
@@ -44,7 +44,8 @@ def is_file(path: Path) -> bool:
 
 def is_of_the_machine(name: str) -> bool:
     """Whether a file is of the system, or was compiled into a cache: another machine has another one by rights."""
-    return name.startswith(_OF_THE_SYSTEM) or any("cache" in part for part in Path(name).parts[:-1])
+    compiled = name.startswith(("/", "~")) and any("cache" in part for part in Path(name).parts[:-1])
+    return compiled or name.startswith(_OF_A_MACHINE)
 
 
 def _sites() -> list[Path]:

@@ -23,6 +23,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
+from mla_conformance.commands.issuing import Issuing
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal
@@ -63,7 +64,7 @@ RECORDS = [outcome(case) for case in CASES]
 
 def run(records: list[Record]) -> RunSummary:
     environment = {"suite": SUITE_VERSION, "version": "2026.1.0", "tier": "full", "device": "NVIDIA H200"}
-    facts = BackendFacts("TORCH_SDPA", "TORCH_SDPA", versions={"torch": "2.13.0"})
+    facts = BackendFacts("TORCH_SDPA", "TORCH_SDPA", versions={"msgspec": "0.20"})
     backend = BackendSummary(facts, summarise(records, LISTED))
     return RunSummary(environment, (backend,))
 
@@ -340,6 +341,25 @@ def test_a_known_failure_that_fails_again_is_as_it_was(certificate: Json, monkey
     assert run_again(certificate, monkeypatch, changed(WAIVED, Status.FAIL), "") == []
 
 
+def test_what_was_changed_while_it_was_judged_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = msgspec.structs.replace(Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"}), sources={})
+    assert Issuing("record", tmp_path / "r.json", None, before).write(run(RECORDS), 0) == 1
+    assert "no record: the backend, a package of it or the harness was changed" in capsys.readouterr().err
+    assert Issuing("certificate", tmp_path / "c.json", None, before).write(run(RECORDS), 3) == 3
+    assert "no certificate: the run is no success" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_that_lacks_must_pass_cases_gets_a_record_and_no_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"})
+    lacking = run(changed(CASES[5].id, Status.UNSUPPORTED))
+    assert Issuing("certificate", tmp_path / "c.json", None, pins).write(lacking, 0) == 1
+    assert f"no certificate: must-pass case {CASES[5].id} did not pass" in capsys.readouterr().err
+    assert Issuing("record", tmp_path / "r.json", None, pins).write(lacking, 0) == 0
+    assert read_certificate(tmp_path / "r.json").pins == pins
+
+
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
@@ -355,13 +375,14 @@ def all_but_two(folder: Path) -> None:
 def test_a_run_is_certified_verified_and_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "deep" / "c.json"
+    submissions = tmp_path / "submissions"
+    file = submissions / SUITE_VERSION / "TORCH_SDPA" / "record.json"
     all_but_two(tmp_path)
-    assert main(["certify", "--resume", str(tmp_path), "-n1", "--certificate", str(file)]) == 0
+    assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(submissions)]) == 0
     assert main(["gate", str(tmp_path), "--must-pass"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
-    assert main(["verify", str(file), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
+    assert main(["verify", str(submissions), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
     assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again with salt s1" in said
     assert main(["verify", str(file), "--rerun", "1", "--backend", "EAGER", "--device", "cpu"]) == 2
     assert "the certificate is of TORCH_SDPA, not of EAGER" in capsys.readouterr().err

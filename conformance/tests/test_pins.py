@@ -165,8 +165,8 @@ def test_a_file_that_was_altered_after_it_was_installed_is_named(
     found = installed("kernels")
     module.write_text("A = 3\n")
     altered = installed("kernels")
-    assert altered == msgspec.structs.replace(found, altered=("kernels/__init__.py",)), "of the same length"
-    assert found and found.build == "py3-none-any"
+    assert found and altered == msgspec.structs.replace(found, altered=("kernels/__init__.py",)), "of the same length"
+    assert found.build == "py3-none-any"
 
 
 def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
