@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.certificate.pins import HARNESS, Pins
+from mla_conformance.certificate.pins import Pins, harness
 from mla_conformance.files.installed import Installed, file_digest, installed
 from mla_conformance.files.modules import module_file, source_digest, source_name
 from mla_conformance.files.places import find_place, is_of_the_machine
@@ -121,12 +121,11 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
 
 def _harness(pin: Installed) -> Iterator[Remark]:
     """Its cases, judge and reference have digests of their own, which must agree."""
-    here = _installed(HARNESS)
-    if pin.clean is False:
-        yield Remark(Weight.TOLD, f"judged from a changed checkout of {HARNESS}")
-    if (here.commit, here.files) != (pin.commit, pin.files):
-        ours, theirs = (each.commit[:12] or each.files[:12] or "unknown" for each in (here, pin))
-        yield Remark(Weight.TOLD, f"judged by {HARNESS} {theirs}, here is {ours}; what decides a verdict agrees")
+    here = _harness_here()
+    if here.files != pin.files:
+        ours, theirs = (" of commit ".join(filter(None, (each.files[:12], each.commit[:12]))) for each in (here, pin))
+        changed = ", from a checkout with changes" if pin.clean is False else ""
+        yield Remark(Weight.TOLD, f"judged by the harness {theirs}{changed}; here is {ours}")
 
 
 def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Remark]:
@@ -135,6 +134,9 @@ def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iter
     if other:
         then, now = (", ".join(f"{name} {each.get(name) or 'none'}" for name in other) for each in (stated, here))
         yield Remark(Weight.TOLD, f"judged with {then}; here: {now}")
+
+
+_harness_here = cache(harness)
 
 
 @cache

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from importlib.metadata import packages_distributions, version
+from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.installed import Installed, installed
+from mla_conformance.files.installed import Installed, commit_of, files_digest, installed
 from mla_conformance.files.modules import source_digests
 
-HARNESS = "mla-conformance"
+_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
+_NOT_SHIPPED = {"tests", "__pycache__"}
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +22,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         sources: SHA-256 of the modules that the backend's classes stand in, and of what they import that no wheel has.
         versions: version of each distribution behind the backend.
         installed: what of each is installed.
-        harness: the same of the distribution that judged.
+        harness: what judged.
     """
 
     sources: dict[str, str] = {}
@@ -36,8 +39,21 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             sources=source_digests(backend.modules()),
             versions=told,
             installed={name: pin for name, pin in found.items() if pin is not None},
-            harness=installed(HARNESS) or Installed(),
+            harness=harness(),
         )
+
+
+def harness() -> Installed:
+    """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
+    found: dict[str, Path] = {}
+    for package in _PACKAGES:
+        folder = Path(str(files(package)))
+        found |= {
+            f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*")
+        }
+    shipped = {name: path for name, path in found.items() if not _NOT_SHIPPED & set(Path(name).parts)}
+    commit, clean = commit_of(Path(str(files(_PACKAGES[0]))).parent)
+    return Installed(files=files_digest(shipped), commit=commit, clean=clean)
 
 
 def _owners(backend: BackendReference) -> dict[str, str]:

@@ -5,14 +5,12 @@ import csv
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-
-from mla_conformance.files.places import SITES
 
 _SOURCES = (".py", ".so")
 _GIT_PATIENCE = 60
@@ -23,8 +21,7 @@ class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     Attributes:
         build: tags of its wheel, for which interpreter and platform it was built.
-        files: SHA-256 of what its wheel's RECORD says of the package's files; of a folder without a wheel and without a
-            commit, of the modules and libraries in it.
+        files: SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files.
         altered: files of the package that are not what the RECORD says: of another size or, a module, of other bytes.
         commit: the commit of the checkout that an editable installation leads to.
         clean: whether nothing in that checkout differs from its commit; None where there is none.
@@ -62,11 +59,23 @@ def _editable(found: Distribution) -> Path | None:
 
 
 def _checkout(folder: Path) -> Installed:
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return Installed(files=_folder_digest(folder))
-    status = _git(folder, "status", "--porcelain")
-    return Installed(commit=commit, clean=None if status is None else not status)
+    commit, clean = commit_of(folder)
+    if commit:
+        return Installed(commit=commit, clean=clean)
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in _SOURCES}
+    return Installed(files=files_digest({name: path for name, path in found.items() if not _is_apart(Path(name))}))
+
+
+def commit_of(folder: Path) -> tuple[str, bool | None]:
+    """The commit of the checkout that this very folder is, and whether nothing in it was changed since."""
+    commit, status = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
+    return commit or "", None if status is None else not status
+
+
+def files_digest(files: Mapping[str, Path]) -> str:
+    """SHA-256 of files by their names."""
+    told = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def _git(folder: Path, *command: str) -> str | None:
@@ -80,16 +89,9 @@ def _git(folder: Path, *command: str) -> str | None:
         return None
 
 
-def _folder_digest(folder: Path) -> str:
-    found = (path for path in folder.rglob("*") if path.suffix in _SOURCES and path.is_file())
-    paths = sorted(path for path in found if not _is_apart(path.relative_to(folder)))
-    told = [f"{path.relative_to(folder).as_posix()} {file_digest(path)}" for path in paths]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
-
-
 def _is_apart(path: Path) -> bool:
     """Whether a file is of an environment that stands in a checkout, or of a tool."""
-    return any(part.startswith(".") or part in SITES for part in path.parts)
+    return any(part.startswith(".") or part == "site-packages" for part in path.parts)
 
 
 def _wheel(found: Distribution) -> Installed:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mla_conformance.files.installed import file_digest
 from mla_conformance.files.meaning import meaning_digest
-from mla_conformance.files.places import SITES, is_file
+from mla_conformance.files.places import is_file, sites
 
 _HARNESS = "mla_conformance."
 _ADAPTERS = "mla_conformance.backends."
@@ -74,7 +74,7 @@ def _is_followed(name: str) -> bool:
     if top in sys.stdlib_module_names or top == _HARNESS[:-1]:
         return False
     path = module_file(name)
-    return path is not None and not SITES & set(path.parts)
+    return path is not None and not any(path.resolve().is_relative_to(site) for site in sites())
 
 
 def _packages(name: str) -> list[str]:

@@ -1,10 +1,9 @@
 """What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
-SITES = frozenset({"site-packages", "dist-packages"})
-"""What the folders are called that wheels are unpacked into."""
 _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
 
 
@@ -15,7 +14,7 @@ def place_of(path: Path, beside: Path | None = None) -> str:
         path: of the file.
         beside: the file of the backend; what lies in its folder begins with ``./``.
     """
-    folders = [("", site) for site in _sites()]
+    folders = [("", site) for site in sites()]
     folders += [("./", beside.parent)] if beside else []
     for name, folder in (*folders, ("~/", Path.home())):
         if path.is_relative_to(folder):
@@ -30,7 +29,7 @@ def find_place(name: str, beside: Path | None = None) -> Path | None:
     elif name.startswith(("/", "~/")):
         candidates = [Path(name).expanduser()]
     else:
-        candidates = [site / name for site in _sites()]
+        candidates = [site / name for site in sites()]
     return next(filter(is_file, candidates), None)
 
 
@@ -48,5 +47,12 @@ def is_of_the_machine(name: str) -> bool:
     return compiled or name.startswith(_OF_A_MACHINE)
 
 
-def _sites() -> list[Path]:
-    return [Path(entry).resolve() for entry in sys.path if Path(entry).name in SITES]
+def sites() -> tuple[Path, ...]:
+    """The folders that modules are imported from and wheels are unpacked into, in this order."""
+    return _with_wheels(tuple(sys.path))
+
+
+@cache
+def _with_wheels(entries: tuple[str, ...]) -> tuple[Path, ...]:
+    folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
+    return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))

@@ -197,15 +197,15 @@ def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
 
 def test_sources_are_followed_through_what_no_wheel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "site-packages").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    (tmp_path / "site" / "packaged-1.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "my_kernels").mkdir()
     (tmp_path / "my_kernels" / "__init__.py").write_text("import json, torch, no_such_module\n")
     (tmp_path / "my_kernels" / "tiles.py").write_text(
         "from . import helper\nfrom mla_conformance.backends import eager\n"
     )
     (tmp_path / "my_kernels" / "helper.py").write_text("import packaged_kernels\n")
-    (tmp_path / "site-packages" / "packaged_kernels.py").write_text("raise SystemExit\n")
+    (tmp_path / "site" / "packaged_kernels.py").write_text("raise SystemExit\n")
     (tmp_path / "mine.py").write_text("def late():\n    from my_kernels.tiles import run\n")
     names = set(source_digests([str(tmp_path / "mine.py")]))
     own = {name for name in names if not name.startswith("mla_conformance.")}
@@ -214,7 +214,8 @@ def test_sources_are_followed_through_what_no_wheel_holds(tmp_path: Path, monkey
 
 
 def test_a_file_is_found_by_its_name_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site, home, backend = tmp_path / "site-packages", tmp_path / "home", tmp_path / "work" / "mine.py"
+    site, home, backend = tmp_path / "site", tmp_path / "home", tmp_path / "work" / "mine.py"
+    (site / "flash-1.dist-info").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("HOME", str(home))
     places = {
