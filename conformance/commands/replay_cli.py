@@ -16,6 +16,7 @@ def add_commands(commands: Any) -> None:
     replay.add_argument(
         "--after", action="append", default=[], metavar="CASE_ID", help="run this case before it, in the same process"
     )
+    replay.add_argument("--salt", metavar="TEXT", help="draw the inputs that this text stands for")
     replay.add_argument("--backend", metavar=REFERENCE)
     replay.add_argument("--device", metavar=DEVICE)
     replay.add_argument("--timeout", type=seconds, metavar="TIME")

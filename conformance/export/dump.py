@@ -46,14 +46,14 @@ def require_empty(folder: Path) -> None:
         raise InputError(f"--dump {folder}: expected a new or an empty folder")
 
 
-def dump(subject: Subject, case: Case, folder: Path) -> None:
-    """Judge a case in this process, and write what that was by.
+def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
+    """Judge a case in this process, on inputs of this salt, and write what that was by.
 
     Raises:
         InputError: there is nothing to write, or no room for it.
     """
     try:
-        trial, verdict = watched(subject, case)
+        trial, verdict = watched(subject, case, salt)
     except NotWritable as error:
         raise InputError(f"--dump: {error}") from error
     if trial.last is None or trial.ran is None:

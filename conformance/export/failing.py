@@ -93,13 +93,13 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     return Reproduced(subject, case, trial.ran, verdict, _spoiled(trial.ran.attention[0], judged.attention[0]))
 
 
-def watched(subject: Subject, case: Case) -> tuple[Watched, Verdict]:
-    """A trial of a case, with its verdict.
+def watched(subject: Subject, case: Case, salt: str = "") -> tuple[Watched, Verdict]:
+    """A trial of a case on inputs of this salt, with its verdict.
 
     Raises:
         NotWritable: no inputs can be built for it.
     """
-    trial = Watched(subject, case, Context())
+    trial = Watched(subject, case, Context(salt))
     return trial, _verdict(trial)
 
 
