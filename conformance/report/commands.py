@@ -14,7 +14,7 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
-from mla_conformance.report.shown import cut, shown_line
+from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, put, say
 
@@ -83,7 +83,7 @@ def _diff(options: argparse.Namespace) -> int:
     before, after = load_report(options.before), load_report(options.after)
     changes = compare(before, after, options.drift)
     for change in changes:
-        say(f"{'✘' if change.regression else '·'} {change.kind}: {change.subject} · {cut(change.detail)}")
+        say(change.line)
     regressions = sum(change.regression for change in changes)
     say(f"{regressions} regressions, {len(changes) - regressions} other changes")
     return 1 if regressions else 0

@@ -16,6 +16,8 @@ from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md")]
+READ = [ROOT / "docs" / name for name in ("bump.md", "runners.md", "release.md")]
+"""Pages whose commands want a GPU, a cluster or an index of packages."""
 TEMPLATES = [ROOT / "ci" / name for name in ("github-actions.yml", "buildkite.yml")]
 SCRIPTS = [ROOT / "ci" / "gate.sh", ROOT / ".ci" / "run"]
 
@@ -39,7 +41,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield [word for word in shlex.split(call) if word not in ("${expectations[@]}", "$@")]
 
 
-@pytest.mark.parametrize("path", [*TEMPLATES, *SCRIPTS, *PAGES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*TEMPLATES, *SCRIPTS, *PAGES, *READ], ids=lambda path: path.name)
 def test_every_command_is_one_that_exists(path: Path) -> None:
     shell = "\n".join(blocks(path, "bash") + blocks(path, "sh")) if path.suffix == ".md" else path.read_text()
     found = list(commands(shell))
