@@ -48,7 +48,7 @@ def mla_layer(
         raise ValueError(f"{spec.model}: expected {'' if spec.selects else 'no '}lists of selected tokens")
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
-    lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens)
+    lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
     q_c = _query_latent(h, w, spec)
     operands = (*_queries(q_c, positions, w, spec), *latents(h, positions, w, spec), kv_b_proj(w.W_UK, w.W_UV))
     state = _attend(path, operands, query_start_loc, context, spec.scale, lists)

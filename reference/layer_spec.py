@@ -91,16 +91,16 @@ class LayerSpec:
 
     def check(self, weights: MLAWeights) -> None:
         """Raise ValueError unless the weights are those of such a layer."""
-        expected = self._shapes()
-        for name in vars(weights):
-            weight = getattr(weights, name)
+        expected = self.weight_shapes
+        for name, weight in vars(weights).items():
             got = None if weight is None else tuple(weight.shape)
             if got not in expected[name]:
                 wanted = " or ".join(map(str, expected[name]))
                 raise ValueError(f"{self.model}: expected {name} of shape {wanted}, got {got}")
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
-        """The shapes that each weight may have; None for one that is not there."""
+    @property
+    def weight_shapes(self) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+        """The shapes that each of `MLAWeights` may have; None for one that the layer does not have."""
         dims, head, heads = self.dims, self.dims.head, self.dims.num_heads
         hidden, rank, latent, width = dims.hidden_size, dims.q_lora_rank, dims.kv_lora_rank, head.v_head_dim
         rope, queries = head.qk_rope_head_dim, self.query_columns

@@ -156,8 +156,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, scale: flo
     """The definition; with lists the one for them, for each head of k and the queries that share it."""
     if selected is None:
         return attention(q, k, v, scale=scale, **batch)
-    heads = zip(*(x.chunk(k.shape[1], dim=1) for x in (q, k, v)), strict=True)
-    states = [selected_attention(*head, selected, scale=scale) for head in heads]
+    heads = zip(q.chunk(k.shape[1], dim=1), k.split(1, dim=1), v.split(1, dim=1), strict=True)
+    states = [selected_attention(queries, key, value, selected, scale=scale) for queries, key, value in heads]
     return AttentionState(torch.cat([s.output for s in states], dim=1), torch.cat([s.lse for s in states]))
 
 

@@ -24,26 +24,29 @@ class RowLists:
 
     @staticmethod
     def of(
-        selected: Tensor | None, window: int | None, query_start_loc: Sequence[int], context_lens: Sequence[int]
+        selected: Tensor | None,
+        window: int | None,
+        query_start_loc: Sequence[int],
+        context_lens: Sequence[int],
+        device: torch.device,
     ) -> "RowLists | None":
-        """What a selection [T, K] leaves of a window; None where neither is given.
+        """What a window shows of a selection [T, K], or of all; None where neither is given.
 
         Raises ValueError for lists of another number of rows, not of integers, or with a token behind the row's own.
         """
-        if selected is None and window is None:
-            return None
-        starts = zip(segments(query_start_loc), context_lens, strict=True)
-        own = torch.cat([torch.arange(context, context + q.stop - q.start) for q, context in starts])[:, None]
-        if selected is None:
-            lists = (own - torch.arange(window)).clamp(min=NO_KEY)
+        own = _own_numbers(query_start_loc, context_lens).to(device)
+        if selected is not None:
+            numbers = _checked(selected, own)
+        elif window is not None:
+            numbers = (own - torch.arange(window, device=device)).clamp(min=NO_KEY)
         else:
-            lists = _checked(selected, own)
-            outside = lists <= own - window if window is not None else torch.zeros_like(lists, dtype=torch.bool)
-            lists = lists.masked_fill(outside, NO_KEY)
-        return RowLists(lists, query_start_loc)
+            return None
+        if window is not None:
+            numbers = numbers.masked_fill(numbers <= own - window, NO_KEY)
+        return RowLists(numbers, query_start_loc)
 
     def keys(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """[T, K] rows among the keys that hold tokens starts[b] … starts[b] + lengths[b] - 1 of each request b."""
+        """[T, K] rows among the keys that hold the lengths[b] tokens from starts[b] on of each request b."""
         found = self.numbers.clone()
         for rows, start, length, key in zip(
             segments(self.query_start_loc), starts, lengths, accumulate(lengths, initial=0), strict=False
@@ -51,6 +54,12 @@ class RowLists:
             local = self.numbers[rows] - start
             found[rows] = torch.where((local >= 0) & (local < length), local + key, NO_KEY)
         return found
+
+
+def _own_numbers(query_start_loc: Sequence[int], context_lens: Sequence[int]) -> Tensor:
+    """[T, 1], the token that each row is."""
+    requests = zip(segments(query_start_loc), context_lens, strict=True)
+    return torch.cat([torch.arange(rows.stop - rows.start) + context for rows, context in requests]).unsqueeze(1)
 
 
 def _checked(selected: Tensor, own: Tensor) -> Tensor:

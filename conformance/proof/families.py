@@ -12,6 +12,8 @@ from mla_conformance.reference.yarn import Yarn
 HIDDEN, HEADS, Q_RANK, LATENT, NOPE, ROPE, VALUE = 48, 4, 32, 24, 16, 8, 12
 INDEX_HEADS, INDEX_WIDTH, INDEX_TOPK, INDEX_POOL = 3, 20, 6, 2
 WINDOW = 5
+CLASS_EPSILON, CONFIGURED_EPSILON = 1e-6, 1e-5
+"""Of norms whose class has its own, and of those that follow the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class IndexerForm:
 
     interleaved: bool
     rope_last: bool = False
-    epsilon: float = 1e-6
+    epsilon: float = CLASS_EPSILON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Family:
             "qk_nope_head_dim": head.qk_nope_head_dim,
             "qk_rope_head_dim": head.qk_rope_head_dim,
             "v_head_dim": head.v_head_dim,
+            "rms_norm_eps": CONFIGURED_EPSILON,
         }
         if self.spec.selects:
             sizes |= {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH, "index_topk": INDEX_TOPK}
@@ -72,15 +75,21 @@ def _spec(
     factor: float = 1.0,
     q_lora_rank: int | None = Q_RANK,
     rope: int = ROPE,
-    epsilon: float = 1e-6,
+    epsilon: float = CLASS_EPSILON,
     **parts: Any,
 ) -> LayerSpec:
     """The common form: both latents normalised, the scale that of the head's width times ``factor``."""
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
-    norms = {"q_norm": None if q_lora_rank is None else epsilon, "kv_norm": epsilon}
-    scale = factor * head.qk_head_dim**-0.5
-    return LayerSpec(model=model, dims=dims, scale=scale, rotation=rotation, **norms, **parts)
+    return LayerSpec(
+        model=model,
+        dims=dims,
+        scale=factor * head.qk_head_dim**-0.5,
+        rotation=rotation,
+        q_norm=None if q_lora_rank is None else epsilon,
+        kv_norm=epsilon,
+        **parts,
+    )
 
 
 def _rope(base: float, **options: Any) -> dict[str, Any]:
@@ -166,12 +175,11 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         module="glm5_next",
         prefix="Glm5NextText",
-        spec=_spec("GLM-5.3", None, rope=0, epsilon=1e-5, selects=True),
+        spec=_spec("GLM-5.3", None, rope=0, epsilon=CONFIGURED_EPSILON, selects=True),
         settings={
             "layer_types": ["deepseek_sparse_attention"],
             "indexer_types": ["full"],
             "index_kpool": INDEX_POOL,
-            "rms_norm_eps": 1e-5,
         },
         padding_mask=True,
     ),
@@ -230,7 +238,7 @@ FAMILIES: tuple[Family, ...] = (
         module="hy_v4",
         prefix="HYV4",
         spec=_spec("HY-V4", _plain(1e4, interleaved=False), gate="hidden", sink=True, selects=True),
-        settings=_rope(1e4) | {"rms_norm_eps": 1e-5},
-        indexer=IndexerForm(interleaved=False, rope_last=True, epsilon=1e-5),
+        settings=_rope(1e4),
+        indexer=IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON),
     ),
 )

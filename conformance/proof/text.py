@@ -14,12 +14,12 @@ def section(proofs: Sequence[Proof], version: str) -> list[str]:
     places = sorted({place for proof in proofs for place in proof.effects})
     return [
         f"Largest absolute differences from transformers {version}, whose code computes in float64 throughout; up to",
-        f"{BOUND:.0e} is right. Outputs and scores are of size 1; a dash is what a model does not have.",
+        f"{BOUND:.0e} is right. A dash is what a model does not have.",
         "",
         *_table(["models", "class", *columns, "beyond the plain layer"], (_row(proof, columns) for proof in proofs)),
         "",
-        "The same where one place of that code stays in float32, as it is released, at positions from 0, and for angles",
-        f"from {FAR:,} as well.",
+        "The same where one place of that code stays in float32, as it is released, at positions from 0, and for",
+        f"angles from {FAR:,} as well.",
         "",
         *_table(["models", *places], (_effects(proof, places) for proof in proofs)),
     ]

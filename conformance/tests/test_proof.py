@@ -1,14 +1,12 @@
 """The golden layer is what released models compute, and the proof of it would notice if it were not."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
-import torch
 
 from mla_conformance.commands import proof as command
 from mla_conformance.files.inputs import InputError
@@ -21,15 +19,6 @@ from mla_conformance.reference.rope import Rotation
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 BY_MODEL = {family.spec.model: family for family in FAMILIES}
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra 'models'")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors of a few elements; more threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_transformers

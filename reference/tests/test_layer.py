@@ -36,17 +36,15 @@ SPECS = {
 }
 
 
-def weights_of(spec: LayerSpec, normal: Any, gate_width: int = 1) -> MLAWeights:
-    """Random weights of every kind that the spec asks for."""
-    shapes = {name: shapes[0] for name, shapes in spec._shapes().items()}
+def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
+    """Random weights of every kind that a spec asks for; gates of each value from the hidden state, else of heads."""
     drawn = random_weights(spec.dims, torch.Generator().manual_seed(3))
-    missing = {
-        name: normal(70 + i, *shape) / shape[0] ** (len(shape) > 1 and 0.5)
-        for i, (name, shape) in enumerate(shapes.items())
-        if shape and (getattr(drawn, name) is None or getattr(drawn, name).shape != shape)
-    }
-    gate = {"W_G": missing["W_G"][..., :gate_width]} if "W_G" in missing else {}
-    return replace(drawn, **missing | gate)
+    for seed, (name, shapes) in enumerate(spec.weight_shapes.items(), 70):
+        shape, present = shapes[0 if spec.gate == "hidden" else -1], getattr(drawn, name)
+        if shape is not None and (present is None or present.shape != shape):
+            weight = normal(seed, *shape) / (shape[0] ** 0.5 if len(shape) > 1 else 1.0)
+            drawn = replace(drawn, **{name: weight})
+    return drawn
 
 
 def run(spec: LayerSpec, weights: MLAWeights, prefill: Any, normal: Any, path: Any, **options: Any) -> Tensor:
@@ -67,7 +65,7 @@ def test_layer_by_all_paths(name: str, prefill: Any, normal: Any) -> None:
 def test_every_part_of_a_spec_changes_the_result(prefill: Any, normal: Any) -> None:
     weights = weights_of(EVERYTHING, normal)
     whole = run(EVERYTHING, weights, prefill, normal, "compute_friendly")
-    changed = {
+    changed: dict[str, Any] = {
         "scale": 0.3, "rotation": None, "q_norm": 0.5, "kv_norm": 0.5, "k_pe_norm": 0.5, "q_factor": 1.0,
         "kv_factor": 1.0, "growth": None, "window": 5,
     }  # fmt: skip
@@ -75,8 +73,8 @@ def test_every_part_of_a_spec_changes_the_result(prefill: Any, normal: Any) -> N
         other = run(replace(EVERYTHING, **{name: value}), weights, prefill, normal, "compute_friendly")
         assert (other - whole).abs().max() > 1e-4, name
     for name in ("q_norm", "kv_norm", "k_pe_norm", "W_G", "sink"):
-        other = replace(weights, **{name: getattr(weights, name) + 1})
-        assert (run(EVERYTHING, other, prefill, normal, "compute_friendly") - whole).abs().max() > 1e-4, name
+        shifted = replace(weights, **{name: getattr(weights, name) + 1})
+        assert (run(EVERYTHING, shifted, prefill, normal, "compute_friendly") - whole).abs().max() > 1e-4, name
 
 
 @pytest.mark.parametrize("path", ["compute_friendly", "data_movement_friendly", "chunked_prefill"])
@@ -118,7 +116,7 @@ def test_rms_norm_divides_by_the_root_mean_square(normal: Any) -> None:
     torch.testing.assert_close(rms_norm(x, weight, 4.0), want, rtol=1e-14, atol=1e-14)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "scale": (0.0, "a finite number above 0, got 0.0"),
     "q_factor": (-1.0, "a finite number above 0"),
     "kv_norm": (2.0, "an epsilon, or None"),
@@ -138,10 +136,10 @@ def test_errors_of_a_spec_name_the_model_and_the_field(name: str) -> None:
 
 def test_what_needs_a_latent_query_is_refused_without() -> None:
     without = replace(PLAIN, dims=replace(SMALL, q_lora_rank=None))
-    for change in ({"q_norm": 0.0}, {"doubled_query_latent": True}, {"gate": "query_latent"}):
-        (name,) = change
+    needing: dict[str, Any] = {"q_norm": 0.0, "doubled_query_latent": True, "gate": "query_latent"}
+    for name, value in needing.items():
         with pytest.raises(ValueError, match=f"^M-1: expected {name} to be .* its q_lora_rank being None"):
-            replace(without, **change)
+            replace(without, **{name: value})
     head = MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=0, v_head_dim=16)
     nope = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=None, kv_lora_rank=32, head=head)
     with pytest.raises(ValueError, match="k_pe_norm to be None where qk_rope_head_dim is 0"):

@@ -208,6 +208,7 @@ def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
         w.cache[blocks[row][token // 4], token % 4] = latents[start:stop].float()
     cached = PagedContext(w.cache.clone(), blocks, contexts, workspace_tokens=16)
 
+    assert weights.W_DQ is not None
     q_c = hidden @ weights.W_DQ
     q_pe = rope(torch.einsum("tl,lnr->tnr", q_c, weights.W_QR), new, turn)
     q = torch.cat((torch.einsum("tl,lnp->tnp", q_c, weights.W_UQ), q_pe), dim=-1).float()
