@@ -1,6 +1,5 @@
 """What the MLA layers of released models have beyond their matrices, as one value that is checked where it is made."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.dimensions import ModelDimensions
+from mla_conformance.reference.finite import is_finite
 from mla_conformance.reference.projections import MLAWeights
 from mla_conformance.reference.rope import Rotation
 
@@ -26,7 +26,7 @@ class QueryGrowth:
     period: int
 
     def __post_init__(self) -> None:
-        if not (0 < self.beta < math.inf and type(self.period) is int and self.period > 0):
+        if not (is_finite(self.beta) and self.beta > 0 and type(self.period) is int and self.period > 0):
             raise ValueError(f"expected a beta and a period in tokens above 0, got {self.beta!r} and {self.period!r}")
 
     def factors(self, positions: Tensor) -> Tensor:
@@ -74,9 +74,11 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         for name in ("scale", "q_factor", "kv_factor"):
-            self._require(0 < getattr(self, name) < math.inf, name, "a finite number above 0")
+            value = getattr(self, name)
+            self._require(is_finite(value) and value > 0, name, "a finite number above 0")
         for name in ("q_norm", "kv_norm", "k_pe_norm"):
-            self._require(getattr(self, name) is None or 0 <= getattr(self, name) < 1, name, "an epsilon, or None")
+            value = getattr(self, name)
+            self._require(value is None or (is_finite(value) and 0 <= value < 1), name, "an epsilon, or None")
         self._require(self.gate in (None, *get_args(GateInput)), "gate", f"one of {get_args(GateInput)}, or None")
         window = self.window
         self._require(window is None or (type(window) is int and window > 0), "window", "a positive int, or None")

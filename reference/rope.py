@@ -4,11 +4,12 @@ Source: Su et al., RoFormer, arXiv:2104.09864. How fast pairs turn is a value: `
 a base, `yarn` those of an extended context, and a model with others writes them down.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mla_conformance.reference.finite import is_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Rotation:
 
     def __post_init__(self) -> None:
         for name, numbers in (("frequencies", self.frequencies), ("magnitude", (self.magnitude,))):
-            if not all(0 < number < math.inf for number in numbers):
+            if not all(is_finite(number) and number > 0 for number in numbers):
                 raise ValueError(f"{name} of a rotation must be finite and above 0, got {getattr(self, name)!r}")
 
     @staticmethod
@@ -42,7 +43,7 @@ class Rotation:
 
 def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
     """base^(-2i/dim) for each of the dim/2 pairs i, radians a token; ValueError for an odd ``dim`` or a base <= 0."""
-    if dim < 0 or dim % 2 or not base > 0:
+    if dim < 0 or dim % 2 or not (is_finite(base) and base > 0):
         raise ValueError(
             f"RoPE rotates pairs: expected an even number of elements and a base > 0, got {dim} and {base}"
         )

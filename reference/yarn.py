@@ -9,6 +9,7 @@ whose temperature is in part a softmax scale.
 import math
 from dataclasses import dataclass
 
+from mla_conformance.reference.finite import is_finite
 from mla_conformance.reference.rope import Rotation, plain_frequencies
 
 _NARROWEST_RAMP = 1e-3
@@ -34,14 +35,14 @@ class Yarn:
 
     def __post_init__(self) -> None:
         for name, least in (("factor", 1), ("original_positions", 1), ("mscale", 0), ("mscale_all_dim", 0)):
-            if not least <= getattr(self, name) < math.inf:
+            if not (is_finite(getattr(self, name)) and getattr(self, name) >= least):
                 raise ValueError(f"{name} of YaRN must be finite and at least {least}, got {getattr(self, name)!r}")
-        if not 0 < self.beta_slow <= self.beta_fast < math.inf:
+        if not (is_finite(self.beta_fast) and is_finite(self.beta_slow) and 0 < self.beta_slow <= self.beta_fast):
             raise ValueError(f"expected 0 < beta_slow <= beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}")
 
     def rotation(self, dim: int, *, base: float, interleaved: bool) -> Rotation:
         """RoPE of R = ``dim`` elements under this extension. ValueError for an odd ``dim`` or a base up to 1."""
-        if not base > 1:
+        if not (is_finite(base) and base > 1):
             raise ValueError(f"expected a base of RoPE above 1, got {base}")
         plain = plain_frequencies(dim, base)
         first, last = (self._pair_of(turns, dim, base) for turns in (self.beta_fast, self.beta_slow))

@@ -118,6 +118,7 @@ def test_rms_norm_divides_by_the_root_mean_square(normal: Any) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "scale": (0.0, "a finite number above 0, got 0.0"),
+    "kv_factor": ("1.0", "a finite number above 0, got '1.0'"),
     "q_factor": (-1.0, "a finite number above 0"),
     "kv_norm": (2.0, "an epsilon, or None"),
     "gate": ("heads", "one of .*hidden.*query_latent.* or None, got 'heads'"),

@@ -47,6 +47,7 @@ def test_a_ramp_without_width_is_a_step() -> None:
     ("change", "message"),
     [
         ({"factor": 0.5}, "factor of YaRN must be finite and at least 1, got 0.5"),
+        ({"factor": None}, "factor of YaRN must be finite and at least 1, got None"),
         ({"original_positions": 0}, "original_positions of YaRN must be finite and at least 1"),
         ({"beta_slow": 64.0}, "0 < beta_slow <= beta_fast, got 64.0 and 32.0"),
         ({"mscale": -1.0}, "mscale of YaRN must be finite and at least 0"),
