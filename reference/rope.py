@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE), in float64 and in both layouts of the pairs.
 
 Source: Su et al., RoFormer, arXiv:2104.09864. How fast pairs turn is a value: `Rotation.plain` has RoFormer's powers of
-a base, `yarn` those of an extended context, and a model with others writes them down.
+a base, `Rotation.extended` those of YaRN, and a model with others writes them down.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.finite import is_finite
+from mla_conformance.reference.yarn import Yarn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,12 @@ class Rotation:
     def plain(dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
         """Pair i of the R = ``dim`` elements turns by base^(-2i/R) radians a token; ValueError for an odd ``dim``."""
         return Rotation(frequencies=plain_frequencies(dim, base), interleaved=interleaved)
+
+    @staticmethod
+    def extended(yarn: Yarn, dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
+        """The same for a context that YaRN extends; ValueError for a ``base`` up to 1 as well."""
+        slowed = yarn.slowed(plain_frequencies(dim, base), base)
+        return Rotation(frequencies=slowed, interleaved=interleaved, magnitude=yarn.magnitude)
 
     @property
     def dim(self) -> int:

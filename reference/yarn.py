@@ -3,14 +3,14 @@
 Pairs that turn often over the original context keep their frequency, pairs that turn less than once are slowed down by
 the factor of the extension, and in between the share goes up with the number of the pair. Sources: Peng et al., YaRN,
 arXiv:2309.00071, and the form that DeepSeek-V2 gave it, whose ramp runs over numbers of pairs, rounded outwards, and
-whose temperature is in part a softmax scale.
+whose temperature is in part a softmax scale. Torch-free.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mla_conformance.reference.finite import is_finite
-from mla_conformance.reference.rope import Rotation, plain_frequencies
 
 _NARROWEST_RAMP = 1e-3
 """Width of a ramp whose two ends are one number."""
@@ -40,17 +40,16 @@ class Yarn:
         if not (is_finite(self.beta_fast) and is_finite(self.beta_slow) and 0 < self.beta_slow <= self.beta_fast):
             raise ValueError(f"expected 0 < beta_slow <= beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}")
 
-    def rotation(self, dim: int, *, base: float, interleaved: bool) -> Rotation:
-        """RoPE of R = ``dim`` elements under this extension. ValueError for an odd ``dim`` or a base up to 1."""
+    def slowed(self, frequencies: Sequence[float], base: float) -> tuple[float, ...]:
+        """What becomes of the frequencies of all pairs, powers of ``base``; ValueError for a base up to 1."""
         if not (is_finite(base) and base > 1):
-            raise ValueError(f"expected a base of RoPE above 1, got {base}")
-        plain = plain_frequencies(dim, base)
-        first, last = (self._pair_of(turns, dim, base) for turns in (self.beta_fast, self.beta_slow))
-        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+            raise ValueError(f"expected a base of RoPE above 1, got {base!r}")
+        dim = 2 * len(frequencies)
+        fast, slow = (self._pair_of(turns, dim, base) for turns in (self.beta_fast, self.beta_slow))
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
         width = last - first or _NARROWEST_RAMP
-        slowed = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(len(plain))]
-        mixed = (f / self.factor * s + f * (1 - s) for f, s in zip(plain, slowed, strict=True))
-        return Rotation(frequencies=tuple(mixed), interleaved=interleaved, magnitude=self.magnitude)
+        shares = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(len(frequencies))]
+        return tuple(f / self.factor * share + f * (1 - share) for f, share in zip(frequencies, shares, strict=True))
 
     @property
     def magnitude(self) -> float:

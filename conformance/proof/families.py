@@ -123,8 +123,8 @@ _LONG_ROPE = Rotation(
 )
 
 
-def _turned(yarn: Yarn, base: float = 1e4) -> Rotation:
-    return yarn.rotation(ROPE, base=base, interleaved=True)
+def _turned(yarn: Yarn) -> Rotation:
+    return Rotation.extended(yarn, ROPE, interleaved=True)
 
 
 FAMILIES: tuple[Family, ...] = (

@@ -20,9 +20,8 @@ SMALL = PRESETS["small"]
 PLAIN = LayerSpec(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
 POSITIONS = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])
 """Of the new tokens behind the three contexts of the batch."""
-HALVES = Yarn(factor=4.0, original_positions=64, mscale=0.7, mscale_all_dim=1.0).rotation(
-    8, base=1e4, interleaved=False
-)
+EXTENSION = Yarn(factor=4.0, original_positions=64, mscale=0.7, mscale_all_dim=1.0)
+HALVES = Rotation.extended(EXTENSION, 8, interleaved=False)
 EVERYTHING = replace(
     PLAIN, rotation=HALVES, q_norm=1e-6, kv_norm=1e-5, k_pe_norm=0.0, doubled_query_latent=True, q_factor=1.5,
     kv_factor=0.7, growth=QueryGrowth(beta=0.1, period=4), gate="query_latent", window=4, sink=True,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.reference.rope import plain_frequencies
+from mla_conformance.reference.rope import Rotation, plain_frequencies
 from mla_conformance.reference.yarn import Yarn
 
 V3 = Yarn(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
 
 
 def test_fast_pairs_stay_slow_ones_are_slowed_down_and_those_between_lie_between() -> None:
-    rotation, plain = V3.rotation(64, base=1e4, interleaved=True), plain_frequencies(64, 1e4)
+    rotation, plain = Rotation.extended(V3, 64, interleaved=True), plain_frequencies(64, 1e4)
     shares = [frequency / before for frequency, before in zip(rotation.frequencies, plain, strict=True)]
     assert rotation.dim == 64 and rotation.interleaved and rotation.magnitude == 1.0
     # Pair 10 turns 37 times over 4096 tokens and pair 23 less than once, so the ramp runs between these.
@@ -31,16 +31,16 @@ def test_temperature() -> None:
     halved = Yarn(factor=40.0, original_positions=4096, mscale=0.5, mscale_all_dim=1.0)
     assert halved.magnitude == pytest.approx((0.05 * math.log(40) + 1) / temperature)
     none = Yarn(factor=1.0, original_positions=4096)
-    assert none.magnitude == 1.0 and none.rotation(8, base=1e4, interleaved=True).frequencies == pytest.approx(
+    assert none.magnitude == 1.0 and none.slowed(plain_frequencies(8, 1e4), 1e4) == pytest.approx(
         plain_frequencies(8, 1e4)
     )
 
 
 def test_a_ramp_without_width_is_a_step() -> None:
     """Everything turns less than once over a context of a token."""
-    slowed = Yarn(factor=4.0, original_positions=1).rotation(8, base=1e4, interleaved=True)
     plain = plain_frequencies(8, 1e4)
-    assert slowed.frequencies == pytest.approx([plain[0], *(f / 4 for f in plain[1:])])
+    slowed = Yarn(factor=4.0, original_positions=1).slowed(plain, 1e4)
+    assert slowed == pytest.approx([plain[0], *(f / 4 for f in plain[1:])])
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_refusals(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Yarn(**{"factor": 40.0, "original_positions": 4096} | change)
     with pytest.raises(ValueError, match="a base of RoPE above 1, got 1"):
-        V3.rotation(8, base=1.0, interleaved=True)
+        Rotation.extended(V3, 8, base=1.0, interleaved=True)
