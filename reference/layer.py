@@ -60,22 +60,21 @@ def mla_layer(
 
 
 def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-    """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64."""
+    """What a layer caches of hidden states [T, H] at positions [T]: (kv_c [T, L], k_pe [T, R]), float64.
+
+    Raises ValueError for weights that are not those of the spec.
+    """
+    spec.check(weights)
     w, h = weights.widened(), hidden.to(torch.float64)
-    kv_c, k_pe = h @ w.W_DKV, h @ w.W_KR
-    if spec.kv_norm is not None and w.kv_norm is not None:
-        kv_c = rms_norm(kv_c, w.kv_norm, spec.kv_norm)
-    if spec.k_pe_norm is not None and w.k_pe_norm is not None:
-        k_pe = rms_norm(k_pe, w.k_pe_norm, spec.k_pe_norm)
+    kv_c = _normed(h @ w.W_DKV, w.kv_norm, spec.kv_norm)
+    k_pe = _normed(h @ w.W_KR, w.k_pe_norm, spec.k_pe_norm)
     return spec.kv_factor * kv_c, _rotated(k_pe, positions, spec)
 
 
 def _query_latent(h: Tensor, w: MLAWeights, spec: LayerSpec) -> Tensor:
     """[T, columns] that queries are projected from."""
     q_c = h if w.W_DQ is None else h @ w.W_DQ
-    if spec.q_norm is None or w.q_norm is None:
-        return q_c
-    normed = rms_norm(q_c, w.q_norm, spec.q_norm)
+    normed = _normed(q_c, w.q_norm, spec.q_norm)
     return torch.cat((normed, q_c), dim=-1) if spec.doubled_query_latent else normed
 
 
@@ -86,6 +85,10 @@ def _queries(q_c: Tensor, positions: Tensor, w: MLAWeights, spec: LayerSpec) -> 
         factor = factor * spec.growth.factors(positions)[:, None, None]
     q_nope, q_pe = (torch.einsum("tl,lnd->tnd", q_c, part) for part in (w.W_UQ, w.W_QR))
     return factor * q_nope, factor * _rotated(q_pe, positions, spec)
+
+
+def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
+    return x if weight is None or epsilon is None else rms_norm(x, weight, epsilon)
 
 
 def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:
