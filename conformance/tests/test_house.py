@@ -123,6 +123,7 @@ def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
     for name in (
         "reference/dimensions.py",
         "reference/chunking.py",
+        "reference/yarn.py",
         *(
             f"conformance/cases/{name}.py"
             for name in ("case", "grammar", "cached", "prefill", "decode", "layer", "sparse")
