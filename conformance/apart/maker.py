@@ -20,16 +20,16 @@ def serve(connection: socket.socket, shared: Shared) -> None:
     arena = Arena(shared)
     while frame := channel.receive(connection):
         arena.sweep()
-        case, device = pickle.loads(frame)
+        case, device, salt = pickle.loads(frame)
         shared.use(device)
-        channel.send(connection, _built(case, device, arena))
+        channel.send(connection, _built(case, device, salt, arena))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the judge and the kernel need it next
 
 
-def _built(case: Case, device: torch.device, arena: Arena) -> bytes:
+def _built(case: Case, device: torch.device, salt: str, arena: Arena) -> bytes:
     try:
-        answer = ("problem", pack(build_problem(case, device), arena, whole))
+        answer = ("problem", pack(build_problem(case, device, salt), arena, whole))
     except Exception as error:
         return pickle.dumps(("error", error, []))
     openers, arena.openers = arena.openers, []
@@ -52,14 +52,14 @@ class Maker:
         """The device that problems are built on."""
         self._shared.use(device)
 
-    def build(self, case: Case, device: torch.device) -> Problem:
+    def build(self, case: Case, device: torch.device, salt: str) -> Problem:
         """As :func:`build_problem`, in tensors of this process.
 
         Raises:
             Exception: what building it raised.
         """
         try:
-            channel.send(self._connection, pickle.dumps((case, device)))
+            channel.send(self._connection, pickle.dumps((case, device, salt)))
             frame = channel.receive(self._connection)
         except OSError:
             frame = b""

@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cases: ids of cases that were asked for one by one.
         explore: further cases that are drawn for each backend.
         shard: the part of the list that is judged.
+        salt: what inputs are drawn with beside their case.
         apart: whether inputs, kernel and judge are in processes of their own.
     """
 
@@ -44,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     explore: int
     shard: Shard | None = None
+    salt: str = ""
     apart: bool = False
 
     @staticmethod
@@ -61,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cases=tuple(case.id for case in request.cases),
             explore=request.explore,
             shard=request.shard,
+            salt=request.salt,
             apart=request.apart,
         )
 

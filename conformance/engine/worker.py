@@ -62,7 +62,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
     send(Hello(process, name, device_facts(device) if device else {}, gpus))
-    worker = Worker(device or torch.device("cpu"), setup.memory, send, others)
+    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt, others)
     while line := read_line(connection):
         task = addressed(line, process)
         if task is None:
@@ -79,12 +79,14 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 class Worker:
     """What one process judges with."""
 
-    def __init__(self, device: torch.device, memory: int | None, send: Send, others: Others | None = None) -> None:
+    def __init__(
+        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: Others | None = None
+    ) -> None:
         self._device, self._memory, self._send = device, memory, send
-        self._others, self._hand, self._context = others, HERE, Context()
+        self._others, self._hand, self._context = others, HERE, Context(salt)
         if others:
             others.use(device)
-            self._hand, self._context = others.hand, Context(others.maker.build)
+            self._hand, self._context = others.hand, Context(salt, others.maker.build)
         self._subject = cache(self._loaded)
 
     def _loaded(self, reference: str) -> Subject:
@@ -141,7 +143,8 @@ class Worker:
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
         reference = subject.backend.reference
-        record = Record(subject.name, reference, capability or case.capability, case.id, Status.HARNESS_ERROR)
+        capability, salt = capability or case.capability, self._context.salt
+        record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
         self._send(Started(record.to_json()))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:

@@ -69,9 +69,10 @@ def test_a_report_says_that_it_was_judged_apart_and_a_resumed_run_is(folder: Pat
     assert Plan.recorded(Journal.inside(folder)).apart
 
 
-@pytest.mark.parametrize("given", ["", "apart", "certificate", "record"])
-def test_what_is_certified_is_judged_apart(given: str) -> None:
-    options: Any = SimpleNamespace(**{name: name == given for name in ("apart", "certificate", "record")})
+@pytest.mark.parametrize("given", ["", "apart", "certificate", "record", "submission"])
+def test_what_is_issued_is_judged_apart(given: str) -> None:
+    known = {name: name == given for name in ("apart", "certificate", "record", "submission")}
+    options: Any = SimpleNamespace(**known, sign=None)
     assert _is_apart(options) == bool(given)
 
 
