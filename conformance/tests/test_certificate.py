@@ -363,7 +363,7 @@ def test_a_kernel_that_lacks_must_pass_cases_gets_a_record_and_no_certificate(
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
-    request = Request.of(["TORCH_SDPA"], device="cpu")
+    request = Request.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
     facts = [describe(Subject.of("TORCH_SDPA", device))]
     journal = Journal.inside(folder)
     journal.append("plan", plan=Plan.of(request, "cpu", device_facts(device), facts).to_json())
