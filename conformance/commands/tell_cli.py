@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> None:
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
-    defects.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
+    defects.add_argument("--page", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
     defects.add_argument(
         "--diagnosis", action="store_true", help="judge instead what is told of failures: right, wrong or nothing"
     )
