@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cases: ids of cases that were asked for one by one.
         explore: further cases that are drawn for each backend.
         shard: the part of the list that is judged.
+        salt: what inputs are drawn with beside their case.
     """
 
     format: int
@@ -43,6 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     explore: int
     shard: Shard | None = None
+    salt: str = ""
 
     @staticmethod
     def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -59,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cases=tuple(case.id for case in request.cases),
             explore=request.explore,
             shard=request.shard,
+            salt=request.salt,
         )
 
     @staticmethod
