@@ -114,9 +114,8 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
         yield Remark(Weight.AGAINST, _changed(f"package {name}", pin.files, found.files))
     if found.commit != pin.commit:
         yield Remark(Weight.OTHER_BUILD, f"package {name} is of commit {found.commit} here, was of {pin.commit}")
-    if pin.clean is False or (pin.commit and found.clean is False):
-        where = "where it was judged" if pin.clean is False else "here"
-        yield Remark(Weight.AGAINST, f"package {name} is a checkout with changes {where}, which no commit names")
+    if pin.commit and found.clean is False:
+        yield Remark(Weight.AGAINST, f"package {name} is a checkout with changes here, which no commit names")
 
 
 def _harness(pin: Installed) -> Iterator[Remark]:
