@@ -17,6 +17,7 @@ from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.judging.record import EXPLORED
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.summary import count_by_capability
 
 DEVICES = ("cpu", "cuda")
@@ -44,6 +45,7 @@ class Request:
         cases: exactly these cases, or all of the tier if empty.
         explore: how many further cases are drawn for each backend.
         shard: judge only this part of the cases.
+        deployment: the model that the cases are of, if they are.
     """
 
     backends: tuple[BackendReference, ...]
@@ -53,6 +55,7 @@ class Request:
     cases: tuple[Case, ...]
     explore: int = 0
     shard: Shard | None = None
+    deployment: Deployment | None = None
 
     @staticmethod
     def of(
@@ -82,6 +85,10 @@ class Request:
     def sharded(self, shard: Shard | None) -> "Request":
         """One part of it."""
         return replace(self, shard=shard)
+
+    def about(self, deployment: Deployment | None) -> "Request":
+        """The same, of a deployed model."""
+        return replace(self, deployment=deployment)
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability, in all shards."""

@@ -110,9 +110,12 @@ class Gate:
 
 
 def _require_alike(reports: Sequence[RunSummary]) -> None:
-    """Verdicts of different suites or tiers say nothing about each other."""
+    """Verdicts of different suites, tiers or deployed models say nothing about each other."""
     first = reports[0]
     for report in reports:
+        if report.deployment != first.deployment:
+            models = [str(r.deployment or "no one model") for r in (first, report)]
+            raise InputError(f"{report.source}: expected a run of {models[0]} as in {first.source}, got {models[1]}")
         for name in ("suite", "tier"):
             expected, got = (r.environment.get(name) for r in (first, report))
             if got != expected:

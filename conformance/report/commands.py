@@ -13,15 +13,15 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, say
+from mla_conformance.report.terminal import closing_line, columns, say
 
 _INCOMPLETE = 3
 
 
 def _text(run: RunSummary) -> str:
-    lines = [*cause_lines(run, columns()), *(line for backend in run.backends for line in backend_lines(backend))]
-    return "".join(f"{line}\n" for line in [*lines, closing_line(run)])
+    return "".join(f"{line}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
 
 
 FORMATS: dict[str, Callable[[RunSummary], str]] = {

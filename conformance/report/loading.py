@@ -72,7 +72,7 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     backends = tuple(_backend(name, part, own) for name, part in report.backends.items())
-    return RunSummary({"suite": report.suite, **report.environment}, backends, cases, shard, source)
+    return RunSummary({"suite": report.suite, **report.environment}, backends, cases, shard, report.deployment, source)
 
 
 def _backend(name: str, part: BackendForm, cases: Sequence[str]) -> BackendSummary:
