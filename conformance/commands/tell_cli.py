@@ -1,4 +1,4 @@
-"""The parsers of ``backends``, ``capabilities``, ``defects`` and ``bench``: what there is, and how good it is."""
+"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects`` and ``bench``: what there is, and how good it is."""
 
 import argparse
 from pathlib import Path
@@ -23,6 +23,9 @@ def add_commands(commands: Any) -> None:
     capabilities.add_argument("--backend", metavar=REFERENCE, help=told)
     capabilities.add_argument("--device", metavar=DEVICE, help="of --backend")
     capabilities.set_defaults(run=_capabilities)
+    models = commands.add_parser("models", help="list the models that certify --model knows, or all of one")
+    models.add_argument("name", nargs="?", metavar="NAME")
+    models.set_defaults(run=_models)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
@@ -64,6 +67,12 @@ def _capabilities(options: argparse.Namespace) -> int:
     from mla_conformance.commands.tell import tell_capabilities
 
     return tell_capabilities(options)
+
+
+def _models(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.models import tell_models
+
+    return tell_models(options)
 
 
 def _defects(options: argparse.Namespace) -> int:

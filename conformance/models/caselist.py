@@ -1,6 +1,7 @@
 """The cases of a deployed model: what its engine calls, at its sizes, and nothing else. No torch.
 
-They are cases of the capabilities that everybody is judged by. Lengths sit at and next to tiles, pages, chunks and lists.
+They are cases of the capabilities that everybody is judged by; lengths sit at and next to tiles, pages, chunks and
+lists.
 """
 
 from collections.abc import Iterable, Iterator

@@ -59,6 +59,7 @@ class _Config(msgspec.Struct):
     q_lora_rank: _Size | None = None
     head_dim: int | None = None
     rope_theta: float | None = None
+    compress_rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     index_topk: _Size | None = None
@@ -97,7 +98,7 @@ def profile_of(data: Mapping[str, Any], name: str, source: str) -> ModelProfile:
     model_type = data.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"{name}: model_type {model_type!r} is no architecture with Multi-head Latent Attention that is known here; "
+            f"{name}: model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention; "
             f"expected one of {', '.join(FAMILIES)}"
         )
     return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type, source)
@@ -139,7 +140,7 @@ class _Reader:
         told = self.config.rope_parameters or self.config.rope_scaling or {}
         told = told["compress"] if isinstance(told.get("compress"), dict) else told
         rope = convert(told, _Rope, f"{self.name}: rope parameters")
-        rope.rope_theta = rope.rope_theta or self.config.rope_theta
+        rope.rope_theta = rope.rope_theta or self.config.compress_rope_theta or self.config.rope_theta
         return rope
 
     def _rope_in_words(self) -> str:

@@ -87,7 +87,7 @@ class Answer:
         own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
         yield from (f"no {part}: {reason}" for part, reason in own.items())
         if not self.covered and not own:
-            yield from dict.fromkeys(refused.values())
+            yield from (f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values()))
 
     def _reason(self, part: str) -> str:
         """Why cases of a part were declared unsupported, in the words of most of them."""
