@@ -1,4 +1,4 @@
-"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects`` and ``bench``: what there is, and how good it is."""
+"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects``, ``bench``: what there is, how good it is."""
 
 import argparse
 from pathlib import Path

@@ -18,6 +18,7 @@ from mla_conformance.cases.prefill_caselists import Fields, each
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.dimensions import PRESETS
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""
@@ -176,7 +177,7 @@ def _layer() -> _Listed:
 
 
 def _sparse_decode(selection: Selection, layout: str, common: Fields) -> _Listed:
-    """Lists over a cache, and over a second one if there is one; with the heads of a rank and filled up."""
+    """Lists over a cache, and over a second one if there is one; those of packed codes also with heads filled up."""
     scales = {"scales": "pow2"} if layout == "fp8_ds_mla" else {}
     fixed = {**common, "cache": layout, "topk": selection.topk, **_sinks(selection), **scales}
     seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]
@@ -186,8 +187,9 @@ def _sparse_decode(selection: Selection, layout: str, common: Fields) -> _Listed
         yield from _with(_few_lists(selection.topk, layout), fixed)
     if layout == "fp8_ds_mla":
         yield from _with(_few_lists(selection.topk, layout), {**fixed, "scales": "float32"})
-    if common["heads"] < _FEWEST_KERNEL_HEADS:
-        yield from _with(_few_lists(selection.topk, layout), {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS})
+    if common["heads"] < _FEWEST_KERNEL_HEADS and layout in TILED_FORMATS:
+        filled_up = {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS}
+        yield from _with(_lists(selection.topk, layout, bool(seconds[0])), filled_up)
 
 
 def _sinks(selection: Selection) -> Fields:
@@ -242,7 +244,7 @@ def _sparse_prefill(selection: Selection, common: Fields) -> _Listed:
     fixed = {**common, "topk": columns, **_sinks(selection)}
     yield from _with(_gathered(columns), fixed)
     if common["heads"] < _FEWEST_KERNEL_HEADS:
-        yield from _with(_few_gathered(columns), {**fixed, "heads": _FEWEST_KERNEL_HEADS})
+        yield from _with(_gathered(columns), {**fixed, "heads": _FEWEST_KERNEL_HEADS})
 
 
 def _few_gathered(topk: int) -> _Listed:

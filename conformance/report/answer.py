@@ -20,6 +20,7 @@ class Group(StrEnum):
     RIGHT = "right"
     EMULATED = "right, but emulated, which is no evidence"
     WRONG = "wrong"
+    WAIVED = "wrong, as an expectation says"
     INCOMPLETE = "incomplete"
     REFUSED = "unsupported"
     UNTESTED = "untested"
@@ -53,6 +54,8 @@ class Answer:
             return Group.UNTESTED
         if not self.backend.capabilities:
             return Group.INCOMPLETE
+        if self.backend.outcome is Outcome.PASS and self.backend.counts.waived:
+            return Group.WAIVED
         right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
         return _GROUPS.get(self.backend.outcome, right)
 
@@ -75,24 +78,36 @@ class Answer:
 
     @property
     def told(self) -> str:
-        """Its parts with their counts; or why there are none."""
+        """Its parts with their counts, and why cases of them were not judged."""
         if self.backend.reasons:
             return "; ".join(self.backend.reasons)
-        judged = [f"{part} {counts.passed}/{counts.judged}" for part, counts in self.parts.items() if counts.judged]
-        return " · ".join([*judged, *self._refused_parts(), *filter(None, [self.backend.not_run])])
+        judged = [self._judged(part) for part, counts in self.parts.items() if _verdicts(counts)]
+        waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
+        return " · ".join([*judged, *self._refused(), *waived, *filter(None, [self.backend.not_run])])
 
-    def _refused_parts(self) -> Iterator[str]:
+    def _judged(self, part: str) -> str:
+        counts = self.parts[part]
+        text, rest = f"{part} {counts.passed}/{_verdicts(counts)}", counts.unsupported + counts.unavailable
+        return f"{text} ({rest} not: {self._reason(part)})" if rest else text
+
+    def _refused(self) -> Iterator[str]:
         """Parts of which nothing was judged although it has a class for them, or all parts if it has none."""
-        refused = {part: self._reason(part) for part, counts in self.parts.items() if not counts.judged}
+        refused = {part: self._reason(part) for part, counts in self.parts.items() if not _verdicts(counts)}
         own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
         yield from (f"no {part}: {reason}" for part, reason in own.items())
-        if not self.covered and not own:
+        if len(refused) == len(self.parts) and not own:
             yield from (f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values()))
 
     def _reason(self, part: str) -> str:
-        """Why cases of a part were declared unsupported, in the words of most of them."""
-        said = Counter(record.message for record in self._records[part] if record.status is Status.UNSUPPORTED)
-        return said.most_common(1)[0][0] if said else ""
+        """Why cases of a part have no verdict, in the words of most of them."""
+        without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+        said = Counter(record.message for record in self._records[part] if record.status in without)
+        return said.most_common(1)[0][0]
+
+
+def _verdicts(counts: Counts) -> int:
+    """Cases that were judged, whatever came out."""
+    return counts.passed + counts.failed + counts.waived
 
 
 _OTHER_ROLES = tuple(f"{role} only" for role in Role)

@@ -29,9 +29,8 @@ def _answers(run: RunSummary) -> Iterator[str]:
     """What each backend is for a deployed model, where the run was asked about one."""
     if run.deployment:
         yield from (f"For {_inline(str(run.deployment))}:", "")
-        yield from (
-            f"- {answer.group}: {_inline(answer.backend.name)} {_inline(answer.told)}" for answer in answers(run)
-        )
+        for answer in answers(run):
+            yield f"- {answer.group}: {_inline(answer.backend.name)} {_inline(answer.told)}"
         yield ""
 
 

@@ -30,7 +30,7 @@ def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
     if missing := uncovered(run, found):
         yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(run, width)
-    for group in (Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
+    for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
         yield from _group_lines(f"{group}:", of_group[group], width)
 
 
