@@ -71,14 +71,13 @@ def _new(options: argparse.Namespace) -> Request:
 
 def _deployed(options: argparse.Namespace) -> Request:
     """The cases of a deployed model."""
-    for name in ("capability", "tier", "explore", "cases", "certificate", "record"):
+    for name in ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "record"):
         if getattr(options, name):
             raise InputError(f"{_flag(name)}: leave it away with --model and --config, which say what is judged")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = Request.of(options.backend, device=options.device, cases=cases).about(deployment)
-    return request.sharded(_shard(options, request))
+    return Request.of(options.backend, device=options.device, cases=cases).about(deployment)
 
 
 def _flag(name: str) -> str:

@@ -22,7 +22,7 @@ from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""
-_LONG = 20_000
+_LONG = 12_000
 _PRESETS = {
     (d.head.qk_nope_head_dim, d.head.qk_rope_head_dim, d.head.v_head_dim, d.kv_lora_rank): name
     for name, d in PRESETS.items()
@@ -78,9 +78,9 @@ def _prefill() -> _Listed:
         [
             new((1, 7, 64, 129, 257), data="needle"),
             new((65, 130), data="outliers"),
-            new((400, 1), data="hot_tail"),
+            new((300, 1), data="hot_tail"),
             new((15, 16, 17, 31, 32, 33), data="needle"),
-            new((127, 128, 255), data="needle"),
+            new((127, 128, 129), data="needle"),
             new((1,) * 32),
             new((128, 64), data="large_logits"),
             new((9, 130), data="low_rank"),
@@ -102,7 +102,7 @@ def _prefill() -> _Listed:
     )
     yield "context_chunk", chunk((3,) * 24, tuple(range(1, 25)))
     yield from _chunked("chunked_context", "golden")
-    yield "chunked_context", chunked((40,), (4000,), page=64, workspace=1024, data="hot_tail")
+    yield "chunked_context", chunked((9,), (3000,), page=64, workspace=1024, data="hot_tail")
     yield from _chunked("merge_states", "own")
 
 
@@ -223,12 +223,19 @@ def _lists(topk: int, layout: str, second: bool) -> _Listed:
             single(300, 40, data="outliers"),
             single(300, 40, data="large_logits"),
             single(300, 40, data="tiny_values"),
+            single(300, 40, data="hot_ones"),
             single(*(17, 63, 64, 130) * 6, data="needle"),
             single(200, 9, layers=2, data="needle"),
             single(130, 70, page=128, data="needle"),
+            single(130, 70, tails="huge", poison="inf", data="needle"),
+            single(130, 9, pad=3, data="needle"),
+            decode((3, 1, 2), (60, 5, 300), data="needle"),
         ],
         lse=False,
     )
+    scattered = decode((3, 4), (300, 64), data="needle", fill="ragged", holes="scattered", lse=False)
+    yield "selection_padding", scattered
+    yield "selection_order", single(300, 64, data="needle", order="ascending", lse=False)
     yield "sparse_lse", single(64)
     yield "sparse_lse", single(300, 40, data="large_logits")
     yield "selection_length", single(300, 64, length=True, fill="ragged", behind="huge", lse=False)
@@ -260,6 +267,8 @@ def _gathered(topk: int) -> _Listed:
     yield "sparse_prefill", prefill((3,), (topk - 2,), data="needle")
     yield "sparse_prefill", prefill((9, 3), (100, 40), data="large_logits")
     yield "sparse_prefill", prefill((9,), (100,), data="outliers")
+    yield "sparse_prefill", prefill((65, 64, 63), (40, 0, 7), data="needle")
+    yield "sparse_lse", prefill((7,), (64,), fill="ragged", holes="scattered", lse=True)
     yield "selection_padding", prefill((7, 9), (0, 200), fill="ragged", data="needle")
     yield "selection_length", prefill((3, 4), (300, 64), fill="ragged", length=True, behind="huge")
 

@@ -32,8 +32,7 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
     _require_partition(shards, first.cases)
     position = {case: index for index, case in enumerate(first.cases)}
     parts = zip(*(run.backends for run in runs), strict=True)
-    backends = tuple(_joined(part, position) for part in parts)
-    return RunSummary(first.environment, backends, first.cases, deployment=first.deployment)
+    return RunSummary(first.environment, tuple(_joined(part, position) for part in parts), first.cases)
 
 
 def _shard(run: RunSummary) -> Shard:
@@ -48,7 +47,6 @@ def _traits(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, o
     """What the shards of one list have in common, the most telling first: name, expected, found."""
     for key in dict.fromkeys([*first.environment, *run.environment]):
         yield key, first.environment.get(key), run.environment.get(key)
-    yield "deployed model", first.deployment, run.deployment
     yield "choice of backends", [b.name for b in first.backends], [b.name for b in run.backends]
     for mine, theirs in zip(first.backends, run.backends, strict=True):
         for field in fields(BackendFacts):
