@@ -210,6 +210,12 @@ def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.Capture
     assert all(STORED[name]["source"] in line for name, line in zip(model_names(), lines[1::2], strict=True))
 
 
+def test_the_docs_list_the_known_architectures() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "certify-a-model.md").read_text(encoding="utf-8")
+    listed = told.partition("Known architectures (`model_type`): ")[2].partition(". Any other")[0]
+    assert [name.strip("`") for name in listed.replace("\n", " ").split(", ")] == list(FAMILIES)
+
+
 def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "glm-5"]) == 0
     told = capsys.readouterr().out
