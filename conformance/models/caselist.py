@@ -11,10 +11,11 @@ from mla_conformance.cases import decode_caselists as decodes
 from mla_conformance.cases import indexer_caselists as indexers
 from mla_conformance.cases import prefill_caselists as prefills
 from mla_conformance.cases import sparse_caselists as sparse
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.layer import Order
 from mla_conformance.cases.layer_caselists import layer
 from mla_conformance.cases.prefill_caselists import Fields, each
+from mla_conformance.files.inputs import InputError
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.dimensions import PRESETS
@@ -32,13 +33,20 @@ _Listed = Iterator[tuple[str, Fields]]
 
 
 def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:
-    """The cases of a deployed model, each once, part by part."""
+    """The cases of a deployed model, each once, part by part.
+
+    Raises:
+        InputError: its numbers are of no model that cases can be made of.
+    """
     common = {"dims": dims_of(profile), "heads": deployment.heads, "scale": profile.scale}
     layouts = profile.cache_layouts[deployment.kv_cache]
     listed = [*_of_kernels(profile, layouts, common)]
     if profile.selection:
         listed += _indexer(profile.selection.indexer)
-    cases = (Case.of(**{"capability": capability, **fields}) for capability, fields in listed)
+    try:
+        cases = [Case.of(**{"capability": capability, **fields}) for capability, fields in listed]
+    except CaseError as error:
+        raise InputError(f"{profile.name}: no case can be made of these numbers: {error}") from error
     return tuple(dict.fromkeys(cases))
 
 
@@ -55,7 +63,7 @@ def _of_kernels(profile: ModelProfile, layouts: Iterable[str], common: Fields) -
     for layout in layouts:
         if selection is None:
             yield from _with(_decode(layout), common)
-            yield from _with(_layer(), {**common, "cache": layout})
+            yield from _with(_layer(), {**common, "cache": layout, "weights": _weights(profile)})
         else:
             yield from _sparse_decode(selection, layout, common)
     if selection:
@@ -174,6 +182,12 @@ def _layer() -> _Listed:
     yield from _as("mixed_batch", batches, page=64, order=Order.DECODES_FIRST)
     yield "mixed_batch", layer((5, 9, 1, 1), (0, 140, 33, 7), 2, page=64, data="needle")
     yield "cache_write", layer((5, 1, 1), (60, 63, 64), 2, page=64, pad=2)
+
+
+def _weights(profile: ModelProfile) -> str:
+    """What a layer's weights are like: each picks one latent, where there are as many as columns of a head."""
+    nope, _, value, latent = profile.dims
+    return "selection" if max(nope, value) <= latent else "dense"
 
 
 def _sparse_decode(selection: Selection, layout: str, common: Fields) -> _Listed:

@@ -15,6 +15,8 @@ from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
+_Width = Annotated[int, Meta(ge=1, le=2**13)]
+_Columns = Annotated[int, Meta(ge=1, le=2**16)]
 _Layer = Annotated[str, Meta(max_length=64)]
 _COMPRESSION = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 """What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``)."""
@@ -51,22 +53,22 @@ class _Config(msgspec.Struct):
 
     hidden_size: _Size
     num_hidden_layers: _Size
-    num_attention_heads: _Size
-    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=_MOST, multiple_of=2)] | None = None
-    kv_lora_rank: _Size | None = None
-    qk_nope_head_dim: _Size | None = None
-    v_head_dim: _Size | None = None
-    q_lora_rank: _Size | None = None
-    head_dim: int | None = None
+    num_attention_heads: _Width
+    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=2**13, multiple_of=2)] | None = None
+    kv_lora_rank: _Width | None = None
+    qk_nope_head_dim: _Width | None = None
+    v_head_dim: _Width | None = None
+    q_lora_rank: _Width | None = None
+    head_dim: _Width | None = None
     rope_theta: float | None = None
     compress_rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    index_topk: _Size | None = None
-    index_n_heads: _Size | None = None
-    index_head_dim: _Size | None = None
-    index_kpool: _Size = 1
-    sliding_window: _Size | None = None
+    index_topk: _Columns | None = None
+    index_n_heads: _Width | None = None
+    index_head_dim: _Width | None = None
+    index_kpool: _Columns = 1
+    sliding_window: _Columns | None = None
     compress_ratios: tuple[int, ...] | None = None
     layer_types: tuple[_Layer, ...] | None = None
     linear_attn_config: _LinearAttention | None = None

@@ -30,6 +30,7 @@ def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
     if missing := uncovered(run, found):
         yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(run, width)
+    yield from _group_lines(f"{Group.WRONG}, part by part:", of_group[Group.WRONG], width)
     for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
         yield from _group_lines(f"{group}:", of_group[group], width)
 

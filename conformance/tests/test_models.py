@@ -134,7 +134,7 @@ def test_layers_that_do_not_rotate_have_no_scale_of_it() -> None:
 
 
 GLM = STORED["glm-5"]["config"]
-BAD = {
+BAD: dict[str, tuple[Config, str]] = {
     "an unknown architecture": (
         {"model_type": "llama"},
         "model_type 'llama' is not known here as an architecture with",
@@ -149,8 +149,10 @@ BAD = {
     "truth for a number": ({"kv_lora_rank": True}, "kv_lora_rank: expected `int | null`, got `bool`"),
     "a negative number": ({"num_attention_heads": -64}, "num_attention_heads: expected `int` >= 1"),
     "too many": ({"num_hidden_layers": 10**30}, "num_hidden_layers: "),
+    "more than a machine holds": ({"num_attention_heads": 10**6}, "num_attention_heads: expected `int` <= 8192"),
     "an odd rotation": ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: expected `int` that's a multiple of 2"),
     "a factor of text": ({"rope_parameters": {"factor": "x"}}, "rope parameters: factor: expected `float`, got `str`"),
+    "a list of one": ({"index_topk": 1}, "no case can be made of these numbers: expected one non-negative length"),
     "too few kinds": ({"layer_types": ["full_attention"]}, "num_hidden_layers: expected 1, as kinds are told, got 78"),
 }
 
@@ -166,6 +168,12 @@ def test_a_bad_field_is_named_with_what_was_expected(
     assert main(["certify", "--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and said in error and "Traceback" not in error
+
+
+def test_heads_may_be_wider_than_the_latent(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**STORED["kimi-k2"]["config"], "kv_lora_rank": 64}))
+    assert any("weights=dense" in case for case in ids(read_config(path)))
 
 
 HOSTILE = ("", "[]", "null", "{", "\udc80", '{"model_type": NaN}', "[" * 100_000, '{"a": ' * 100_000)
