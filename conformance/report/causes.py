@@ -31,7 +31,7 @@ _WRONG: dict[str, str] = {
 }
 """What failing a check means, of failures of which nothing more is known."""
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
-_PATH, _NUMBER = re.compile(r"(?<!\w)[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
+_PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.shown import MESSAGE, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line, counted
 
@@ -31,8 +32,9 @@ def html(run: RunSummary) -> str:
 
     loader = PackageLoader("mla_conformance.report", ".")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
     )
+    environment.filters["whole"] = _whole
     run_backends = [backend for backend in run.backends if not backend.reasons]
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     return environment.get_template("page.html.j2").render(
@@ -41,6 +43,7 @@ def html(run: RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
+        deployment=str(run.deployment or ""),
         answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, _definition(name), [_cell(backend, name) for backend in run_backends]) for name in names],
@@ -49,6 +52,18 @@ def html(run: RunSummary) -> str:
         anchor=_anchor,
         counted=counted,
     )
+
+
+def _shown(value: object) -> object:
+    """What the template puts out, where it is no markup of its own."""
+    return shown_lines(value, MESSAGE) if type(value) is str else value
+
+
+def _whole(text: str) -> object:
+    """A traceback, or a command to copy."""
+    from markupsafe import escape
+
+    return escape(shown_lines(text))
 
 
 def _outcome(run: RunSummary) -> str:

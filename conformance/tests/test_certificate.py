@@ -327,7 +327,7 @@ def test_a_run_is_certified_verified_and_run_again(
     file = tmp_path / "deep" / "c.json"
     all_but_two(tmp_path)
     assert main(["certify", "--resume", str(tmp_path), "-n1", "--certificate", str(file)]) == 0
-    assert main(["gate", str(tmp_path), "--must-pass"]) == 0
+    assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
     assert main(["verify", str(file), "--rerun", "2", "--device", "cpu"]) == 0
