@@ -28,9 +28,11 @@ def add_commands(commands: Any) -> None:
     certify.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     issued = certify.add_mutually_exclusive_group()
     issued.add_argument("--certificate", type=Path, metavar="FILE", help="certify a complete run of one backend")
+    issued.add_argument("--submission", type=Path, metavar="DIR", help="its record as a folder to hand in, below DIR")
     issued.add_argument(
         "--record", type=Path, metavar="FILE", help="the same for a kernel that lacks must-pass cases, which it tells"
     )
+    certify.add_argument("--sign", type=Path, metavar="KEY", help="sign what is issued with an SSH key")
     certify.set_defaults(run=_certify)
 
 
@@ -47,6 +49,7 @@ def _add_part(certify: argparse.ArgumentParser) -> None:
     certify.add_argument(
         "--explore", type=int, metavar="N", help="judge N drawn cases as well; one that fails is made small"
     )
+    certify.add_argument("--salt", metavar="TEXT", help="draw all inputs anew, those that this text stands for")
     certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
     certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")
 

@@ -16,16 +16,23 @@ def add_commands(commands: Any) -> None:
     update.add_argument("report", type=Path, metavar="REPORT")
     update.add_argument("--dir", type=Path, required=True, metavar="DIR")
     update.set_defaults(run=_update)
-    verify = commands.add_parser("verify", help="check form, digests and arithmetic of certificates")
-    verify.add_argument("certificates", type=Path, nargs="+", metavar="FILE")
+    _add_verify(commands)
+    mustpass = commands.add_parser("mustpass", help="print the must-pass list of this suite version")
+    mustpass.set_defaults(run=_mustpass)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser("verify", help="check certificates and submissions, and what of them is here")
+    verify.add_argument("certificates", type=Path, nargs="+", metavar="FILE|DIR")
     verify.add_argument(
         "--rerun", type=int, default=0, metavar="K", help="also run K random judged cases of each again"
     )
     verify.add_argument("--backend", metavar=REFERENCE, help="what to run again")
     verify.add_argument("--device", metavar=DEVICE)
+    verify.add_argument("--salt", metavar="TEXT", help="what their inputs are drawn with, by default something new")
+    verify.add_argument("--signature", action="store_true", help="each has to be signed by one of the --signers")
+    verify.add_argument("--signers", type=Path, metavar="FILE", help="allowed signers, as ssh-keygen describes them")
     verify.set_defaults(run=_verify)
-    mustpass = commands.add_parser("mustpass", help="print the must-pass list of this suite version")
-    mustpass.set_defaults(run=_mustpass)
 
 
 def _add_gate(commands: Any) -> None:

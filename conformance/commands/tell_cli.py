@@ -25,6 +25,8 @@ def add_commands(commands: Any) -> None:
     capabilities.set_defaults(run=_capabilities)
     models = commands.add_parser("models", help="list the models that certify --model knows, or all of one")
     models.add_argument("name", nargs="?", metavar="NAME")
+    models.add_argument("--proof", action="store_true", help="instead, hold the golden layer against their own code")
+    models.add_argument("--docs", type=Path, metavar="FILE", help="of --proof: rewrite the tables between its markers")
     models.set_defaults(run=_models)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
@@ -70,6 +72,10 @@ def _capabilities(options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace) -> int:
+    if options.proof:
+        from mla_conformance.commands.proof import prove
+
+        return prove(options.docs)
     from mla_conformance.commands.models import tell_models
 
     return tell_models(options)

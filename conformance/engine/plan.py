@@ -32,6 +32,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         explore: further cases that are drawn for each backend.
         shard: the part of the list that is judged.
         deployment: the model that the cases are of, if they are.
+        salt: what inputs are drawn with beside their case.
     """
 
     format: int
@@ -46,6 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     explore: int
     shard: Shard | None = None
     deployment: Deployment | None = None
+    salt: str = ""
 
     @staticmethod
     def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -63,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             explore=request.explore,
             shard=request.shard,
             deployment=request.deployment,
+            salt=request.salt,
         )
 
     @staticmethod

@@ -9,6 +9,7 @@ from functools import cached_property
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.shown import MESSAGE
 
 _WRONG: dict[str, str] = {
     Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
@@ -92,7 +93,7 @@ def _key(record: Record) -> tuple[str, str]:
     if told := record.finding or (record.explanation if record.is_explained else ""):
         return "", told
     if _is_exception(record):
-        return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)))
+        return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE]))
     return record.check or record.status, ""
 
 

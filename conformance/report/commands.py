@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
-from mla_conformance.report.compare import DRIFT, compare
+from mla_conformance.report.compare import DRIFT, compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
@@ -81,6 +81,8 @@ def _render(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     before, after = load_report(options.before), load_report(options.after)
+    if said := suites_differ(before, after):
+        say(said)
     changes = compare(before, after, options.drift)
     for change in changes:
         say(change.line)

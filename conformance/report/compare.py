@@ -92,6 +92,18 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
     return sorted(changes, key=lambda change: order.index(change.kind))
 
 
+def suites_differ(before: RunSummary, after: RunSummary) -> str:
+    """What of two runs by different suites can be compared, in a sentence; empty for two runs by one."""
+    was, now = before.environment["suite"], after.environment["suite"]
+    if was == now:
+        return ""
+    common, listed = len(set(before.cases) & set(after.cases)), len(after.cases)
+    return (
+        f"suite {was} before, {now} after: another verdict may be the judge's doing. {common} of {listed} cases stand "
+        "in both lists, on the same inputs; the others cannot be compared"
+    )
+
+
 def _records(
     old: BackendSummary, new: BackendSummary, listed_before: set[str], listed_after: set[str], drift: float
 ) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.counts import Counts
-from mla_conformance.report.shown import MESSAGE, shown_lines
+from mla_conformance.report.shown import MESSAGE, shown, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line, counted
 
@@ -86,7 +86,7 @@ def _definition(name: str) -> str:
 
 
 def _anchor(backend: str, capability: str) -> str:
-    return f"{backend}-{capability}"
+    return shown(f"{backend}-{capability}")
 
 
 def _cell(backend: BackendSummary, name: str) -> Cell | None:

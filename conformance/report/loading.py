@@ -83,14 +83,15 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     missing = [name for name in ENVIRONMENT if name not in report.environment]
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
-    backends = tuple(_backend(name, part, own) for name, part in report.backends.items())
+    salt = report.environment.get("salt", "")
+    backends = tuple(_backend(name, part, own, salt) for name, part in report.backends.items())
     return RunSummary({"suite": report.suite, **report.environment}, backends, cases, shard, report.deployment, source)
 
 
-def _backend(name: str, part: BackendForm, cases: Sequence[str]) -> BackendSummary:
+def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
-    records = list(_records(name, part))
+    records = list(_records(name, part, salt))
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
@@ -108,7 +109,7 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str]) -> BackendSumma
     return BackendSummary(facts, () if part.reasons else summarise(records, listed), part.stopped, part.traced)
 
 
-def _records(name: str, part: BackendForm) -> Iterator[Record]:
+def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
     failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
     for entry in part.records:
         capability = entry.capability or entry.case.partition(":")[0]
@@ -128,6 +129,7 @@ def _records(name: str, part: BackendForm) -> Iterator[Record]:
             cases=entry.cases,
             sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
             evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
+            salt=salt,
             **said,
         )
 

@@ -11,8 +11,10 @@ MESSAGE = 4 * 2**10
 """Bytes that are shown of a message."""
 LINE = 64 * 2**10
 """Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
-_COMMAND = re.compile(r"^\s*:(?=:)|#(?=#\w*\[)")
-"""Where a line begins what GitHub, Azure or TeamCity read as a command: ``::name::``, ``##[name]``, ``##vso[name]``."""
+_COMMAND = re.compile(r"#(?=#\w*\[)")
+"""What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
+_COMMAND_LINE = re.compile(r"^(\s*):(?=:)")
+"""What GitHub reads as one where a line begins with it: ``::name::``."""
 
 
 def cut(text: str, limit: int = MESSAGE) -> str:
@@ -23,13 +25,13 @@ def cut(text: str, limit: int = MESSAGE) -> str:
 
 def shown(text: str, limit: int = MESSAGE) -> str:
     """A text as a part of one line."""
-    text = cut(text, limit)
+    text = _COMMAND.sub(r"\\x23", cut(text, limit))
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shown_line(text: str) -> str:
     """A text as a line of its own."""
-    return _COMMAND.sub(lambda found: f"{found[0][:-1]}\\x{ord(found[0][-1]):x}", shown(text, LINE))
+    return _COMMAND_LINE.sub(r"\1\\x3a", shown(text, LINE))
 
 
 def shown_lines(text: str, limit: int = LINE) -> str:
