@@ -307,7 +307,9 @@ class Run:
             )
             for facts in self.facts
         )
-        return RunSummary(self.environment, backends, self.request.case_ids, self.request.shard)
+        return RunSummary(
+            self.environment, backends, self.request.case_ids, self.request.shard, self.request.deployment
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:
