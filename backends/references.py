@@ -34,6 +34,21 @@ class BackendReference:
         """Which of the kernels that share a name; empty if none was named."""
         return self.name.partition("[")[2].rstrip("]")
 
+    @property
+    def file(self) -> Path | None:
+        """The file that it names, if it names one."""
+        location = self.reference.rpartition(":")[0]
+        return Path(location) if location.endswith(".py") else None
+
+    def modules(self) -> list[str]:
+        """Where its classes stand, found without importing them: names of modules, or the path of its file."""
+        location = self.reference.rpartition(":")[0]
+        if location:
+            return [location]
+        plugin = plugins().get(self.name)
+        paths = [member.get_path(self.variant) for member in self.members()]
+        return [plugin.module] if plugin else [path.rpartition(".")[0] for path in paths]
+
     def members(self) -> list[BackendEnum]:
         """The members of the enumerations that it stands for; none for a class and for an entry point."""
         name = self.name.partition("[")[0]

@@ -50,13 +50,13 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         """What the members' classes compute."""
         raise NotImplementedError
 
-    def get_path(self) -> str:
-        """Path of the backend's class, an override first.
+    def get_path(self, variant: str = "") -> str:
+        """Path of the backend's class, an override first; of a variant that of the class that it is among.
 
         Raises:
             ValueError: CUSTOM without a registered class.
         """
-        path = self._override or self.value
+        path = self._variants.get(variant) or self._override or self.value
         if not path:
             role, enum = self.role(), type(self).__name__
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What README and FINDINGS show of ``ci/certificates``: ``python ci/matrix.py``.
+"""What README and pages show of the submissions of the newest suite: ``python ci/matrix.py``.
 
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
@@ -8,28 +8,71 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
-from mla_conformance.files.inputs import InputError
+import msgspec
+
+from mla_conformance.certificate.certificate import Finding, Worst
+from mla_conformance.certificate.submission import RECORD_NAME
+from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.files.sections import Section
+from mla_conformance.report.counts import Counts
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "ci" / "certificates" / "h200"
+SUBMISSIONS = ROOT / "submissions"
 _KERNELS = (
     "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget | LSE class |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+_OVERVIEW = "| kernel | library | passed | known to fail |\n|---|---|---|---|"
 _FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
 
 
-def kernels(records: list[Certificate]) -> str:
+class _Pins(msgspec.Struct, frozen=True):
+    versions: dict[str, str] = {}
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What of a record is shown, which records of earlier forms hold as well; they cannot be verified any more."""
+
+    suite: str
+    date: str
+    backend: str
+    device: str
+    environment: dict[str, str]
+    rounding: dict[str, str]
+    counts: Counts
+    worst: dict[str, Worst]
+    findings: tuple[Finding, ...]
+    versions: dict[str, str] = {}
+    pins: _Pins = _Pins()
+
+
+def newest(submissions: Path) -> list[Shown]:
+    """The records of the newest suite that has any, by the names of their folders."""
+    suites = [path for path in submissions.iterdir() if path.is_dir()]
+    latest = max(suites, key=lambda path: tuple(map(int, path.name.split("."))))
+    return [decode(read_text(path), Shown, str(path)) for path in sorted(latest.glob(f"*/{RECORD_NAME}"))]
+
+
+def overview(records: list[Shown]) -> str:
+    """A short row for each record: of the cases that were judged, how many passed."""
+    return "\n".join([_OVERVIEW, *map(_brief, records)])
+
+
+def _brief(record: Shown) -> str:
+    counts, told = record.counts, record.versions or record.pins.versions
+    library = " ".join(next(iter(told.items()), ()))
+    return _row([record.backend, library, f"{counts.passed} of {counts.judged}", counts.waived or ""])
+
+
+def kernels(records: list[Shown]) -> str:
     """A row for each record."""
     where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}" for r in records}
     return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, records)])
 
 
-def _kernel(record: Certificate) -> str:
-    counts = record.counts
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+def _kernel(record: Shown) -> str:
+    counts, told = record.counts, record.versions or record.pins.versions
+    versions = ", ".join(f"{name} {version}" for name, version in told.items())
     worst = max((entry.share for entry in record.worst.values()), default=0.0)
     cells = [
         *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
@@ -38,17 +81,17 @@ def _kernel(record: Certificate) -> str:
     return _row(cells)
 
 
-def _lse_class(record: Certificate) -> str:
+def _lse_class(record: Shown) -> str:
     """Of all roles, once each."""
     return ", ".join(dict.fromkeys(value for name, value in record.rounding.items() if name.split(": ")[-1] == "lse"))
 
 
-def failures(records: list[Certificate]) -> str:
+def failures(records: list[Shown]) -> str:
     """A row for each reason why a kernel fails, with the shortest of the cases that show it."""
     return "\n".join([_FAILURES, *(row for record in records for row in _failures(record))])
 
 
-def _failures(record: Certificate) -> Iterator[str]:
+def _failures(record: Shown) -> Iterator[str]:
     for expectation, number in Counter(finding.expectation for finding in record.findings).most_common():
         found = [finding for finding in record.findings if finding.expectation == expectation]
         example = min(found, key=lambda finding: (len(finding.case), finding.case)).case
@@ -65,15 +108,16 @@ def _row(cells: list[object]) -> str:
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:
-    """The sections of README and FINDINGS under ``root``, each with what it should hold.
+    """The sections of README and pages under ``root``, each with what it should hold.
 
     Raises:
         InputError: a record is none, or a section's markers are missing.
     """
-    records = [read_certificate(path) for path in sorted(RECORDS.glob("*.json"))]
+    records = newest(SUBMISSIONS)
     return [
-        (Section.of(root / "README.md", "h200"), kernels(records)),
-        (Section.of(root / "ci" / "FINDINGS.md", "h200"), failures(records)),
+        (Section.of(root / "README.md", "h200"), overview(records)),
+        (Section.of(root / "docs" / "kernels.md", "h200"), kernels(records)),
+        (Section.of(root / "docs" / "findings.md", "h200"), failures(records)),
     ]
 
 

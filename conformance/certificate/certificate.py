@@ -1,18 +1,22 @@
 """What a certificate holds, as a value and as a file."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.form import DeviationForm
+from mla_conformance.version import SUITE_VERSION
 
-SCHEMA = "mla-conformance-certificate/5"
+_NAME, _VERSION = "mla-conformance-certificate", 6
+SCHEMA = f"{_NAME}/{_VERSION}"
 
 Text = Annotated[str, Meta(min_length=1)]
 
@@ -53,12 +57,11 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reference: Text
     device: Text
     environment: dict[str, str]
-    versions: dict[str, str]
+    pins: Pins
     rounding: dict[str, str]
     deviations: tuple[DeviationForm, ...]
     evidence: tuple[dict[str, str], ...]
     traced: Traced
-    clean_tree: bool | None
     digests: dict[str, str]
     counts: Counts
     worst: dict[str, Worst]
@@ -69,14 +72,37 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     cases: dict[str, Status]
     seal: str = ""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is of the suite that is installed here."""
+        return self.suite == SUITE_VERSION
+
+    @property
+    def salt(self) -> str:
+        """What its inputs were drawn with beside their cases; empty for none."""
+        return self.environment.get("salt", "")
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
 
+def renewal(reference: str, device: str) -> str:
+    """The command that certifies a backend anew on a device of this kind."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    return f"mla-conformance certify --backend {shlex.quote(reference)} --device {kind} --submission submissions"
+
+
+class Outdated(Exception):
+    """A certificate that an earlier suite wrote in a form of its own; the message says how to renew it."""
+
+
 class _Head(Struct):
     schema: str = ""
+    suite: str = ""
+    reference: str = ""
+    device: str = ""
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -84,9 +110,16 @@ def read_certificate(path: Path) -> Certificate:
 
     Raises:
         InputError: it cannot be read or is no certificate of this form.
+        Outdated: it is of an earlier form.
     """
     text = read_text(path)
-    found = decode(text, _Head, str(path)).schema
-    if found != SCHEMA:
-        raise InputError(f"{path}: expected a certificate of schema {SCHEMA}, got {found!r}")
+    head = decode(text, _Head, str(path))
+    name, _, version = head.schema.partition("/")
+    if name == _NAME and version in map(str, range(1, _VERSION)):
+        raise Outdated(
+            f"of suite {head.suite}, whose form {head.schema} pins too little to be verified; renew it: "
+            f"{renewal(head.reference, head.device)}"
+        )
+    if head.schema != SCHEMA:
+        raise InputError(f"{path}: expected a certificate of schema {SCHEMA}, got {head.schema!r}")
     return decode(text, Certificate, str(path))

@@ -16,14 +16,36 @@ from mla_conformance.judging.sources import judging_sources
 
 def installed_digests() -> dict[str, str]:
     """Digests of what is installed here, by what they are of."""
-    return {"suite": suite_digest(), "reference": reference_digest(), "must_pass": must_pass_digest()}
+    return {
+        "cases": cases_digest(),
+        "judging": judging_digest(),
+        "reference": reference_digest(),
+        "must_pass": must_pass_digest(),
+    }
+
+
+def version_digests() -> dict[str, str]:
+    """What one version of the suite stands for: another one of these is another version."""
+    told = {name: digest for name, digest in installed_digests().items() if name != "must_pass"}  # it has a history
+    return {**told, "spec": spec_digest()}
 
 
 @cache
-def suite_digest() -> str:
-    """SHA-256 of the case list, the tolerance table and the sources of judge and procedures."""
-    cases = (case.digest + case.id for entry in CAPABILITIES.values() for case in entry.cases)
-    return meaning_digest(judging_sources(), "\n".join(cases))
+def cases_digest() -> str:
+    """SHA-256 of the list of cases."""
+    return meaning_digest((), "\n".join(case.digest + case.id for e in CAPABILITIES.values() for case in e.cases))
+
+
+@cache
+def judging_digest() -> str:
+    """SHA-256 of the tolerance table and the sources of judge and procedures."""
+    return meaning_digest(judging_sources())
+
+
+@cache
+def spec_digest() -> str:
+    """SHA-256 of the words of SPEC.md."""
+    return meaning_digest((), *(files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split())
 
 
 @cache

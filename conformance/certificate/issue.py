@@ -1,15 +1,14 @@
 """Issuing a certificate: only for a complete, unfiltered run of the full tier by one real kernel."""
 
 import datetime
-import subprocess
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
 from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
@@ -38,6 +37,17 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
         raise Refused(reason)
 
 
+def require_committed(pins: Pins) -> None:
+    """Check that everybody can have what is judged.
+
+    Raises:
+        Refused: a package of the backend is a checkout with changes.
+    """
+    for name, pin in pins.installed.items():
+        if pin.clean is False:
+            raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
+
+
 def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int) -> Iterator[str]:
     if len(backends) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
@@ -54,20 +64,25 @@ def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: 
         yield f"{backend.name} is an emulated kernel, which is judged but never certified"
 
 
-def issue(run: RunSummary, today: datetime.date) -> Certificate:
+def issue(run: RunSummary, today: datetime.date, pins: Pins) -> Certificate:
     """The certificate of a run.
 
     Raises:
         Refused: there is no record of it, or a must-pass case did not pass.
     """
-    found = record(run, today)
+    found = record(run, today, pins)
     for case, why in found.lacking.items():
         raise Refused(f"must-pass case {case} did not pass: {why}")
     return found
 
 
-def record(run: RunSummary, today: datetime.date) -> Certificate:
+def record(run: RunSummary, today: datetime.date, pins: Pins) -> Certificate:
     """The record of a run, which a kernel has that does a part of what is asked.
+
+    Args:
+        run: the run.
+        today: its date.
+        pins: what judged and what was judged.
 
     Raises:
         Refused: the run is incomplete, or something failed without an expectation.
@@ -83,14 +98,13 @@ def record(run: RunSummary, today: datetime.date) -> Certificate:
         reference=backend.facts.reference,
         device=run.environment["device"],
         environment=run.environment,
-        versions=backend.facts.versions,
+        pins=pins,
         rounding=backend.facts.rounding,
         deviations=tuple(
             DeviationForm(library=library, adapter=adapter) for library, adapter in backend.facts.deviations
         ),
         evidence=tuple(backend.evidence),
         traced=backend.traced,
-        clean_tree=clean_tree(),
         digests=installed_digests(),
         counts=backend.counts,
         worst=_worst(backend.records),
@@ -129,16 +143,3 @@ def _worst(records: Sequence[Record]) -> dict[str, Worst]:
     rules = sorted({rule for record in passed for rule in record.used})
     found = {rule: max(passed, key=lambda record: record.used.get(rule, 0.0)) for rule in rules}
     return {rule: Worst(round(record.used[rule], 4), record.case) for rule, record in found.items()}
-
-
-def clean_tree() -> bool | None:
-    """Whether the checkout that runs here is unchanged; None if it is no checkout."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "status", "--porcelain"]
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return not finished.stdout.strip()

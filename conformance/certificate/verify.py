@@ -7,7 +7,7 @@ from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.certificate import Certificate, renewal
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
@@ -18,8 +18,10 @@ from mla_conformance.version import SUITE_VERSION
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     """Everything that is wrong with a certificate."""
+    if not certificate.is_current:
+        return [*_seal(certificate), _age(certificate)]
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        _seal, _suite, _cases, _counts, _must_pass, _findings, _unjudged, _real_kernel, _device,
+        _seal, _digests, _cases, _counts, _must_pass, _findings, _unjudged, _real_kernel, _device,
     )  # fmt: skip
     return [problem for check in checks for problem in check(certificate)] + list(_date(certificate, today))
 
@@ -29,11 +31,12 @@ def _seal(certificate: Certificate) -> Iterator[str]:
         yield "the seal does not fit the content: it was changed after it was issued"
 
 
-def _suite(certificate: Certificate) -> Iterator[str]:
-    """Digests of another suite version say nothing here."""
-    if certificate.suite != SUITE_VERSION:
-        yield f"suite {certificate.suite}: this is {SUITE_VERSION}; install the suite that issued it to verify it"
-        return
+def _age(certificate: Certificate) -> str:
+    renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
+    return f"of suite {certificate.suite}, here is {SUITE_VERSION}, of which it says nothing; {renew}"
+
+
+def _digests(certificate: Certificate) -> Iterator[str]:
     installed, stated = installed_digests(), certificate.digests
     for name in sorted(installed.keys() | stated.keys()):
         if installed.get(name) != stated.get(name):

@@ -1,16 +1,14 @@
 """``certify``: from checked options to a run in a folder of its own, and to a certificate if one is asked for."""
 
 import argparse
-import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mla_conformance.cases.case_files import read_cases
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable
 from mla_conformance.commands.console import run_and_report
+from mla_conformance.commands.issuing import Issuing
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.plan import Plan
@@ -18,11 +16,14 @@ from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_output
-from mla_conformance.report.json_report import to_text
+from mla_conformance.models.caselist import cases_of
+from mla_conformance.models.config import read_config
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.library import find_model
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import say
+
+_OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
+"""Options that choose from the list of all cases, or are about all of it."""
 
 
 def certify(options: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def certify(options: argparse.Namespace) -> int:
     Raises:
         InputError: an option is not right, or the folder is not free.
     """
-    began = time.monotonic()
+    began, issuing = time.monotonic(), Issuing.asked(options)
     plan = _recorded(options.resume) if options.resume else None
     try:
         request = _resumed(options, plan) if plan else _new(options)
@@ -42,12 +43,16 @@ def certify(options: argparse.Namespace) -> int:
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
-    form, path = (issue, options.certificate) if options.certificate else (record, options.record)
-    status = run_and_report(run, as_json=options.json, resumed=plan, check=_certifiable if path else None)
-    return _write_certificate(path, form, run, status) if path else status
+    status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
+    return issuing.write(run.summary(), status) if issuing else status
 
 
 def _new(options: argparse.Namespace) -> Request:
+    if options.model or options.config:
+        return _deployed(options)
+    for name in ("tp", "kv_cache"):
+        if getattr(options, name):
+            raise InputError(f"{_flag(name)}: expected together with --model or --config")
     cases = _case_files(options.cases, options.capability) if options.cases else ()
     request = Request.of(
         options.backend,
@@ -56,8 +61,25 @@ def _new(options: argparse.Namespace) -> Request:
         options.device,
         cases,
         options.explore or 0,
+        options.salt or "",
     )
     return request.sharded(_shard(options, request))
+
+
+def _deployed(options: argparse.Namespace) -> Request:
+    """The cases of a deployed model."""
+    for name in _OF_THE_LIST:
+        if getattr(options, name):
+            raise InputError(f"{_flag(name)}: leave it away with --model and --config, which say what is judged")
+    profile = read_config(options.config) if options.config else find_model(options.model)
+    deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
+    cases = [case.id for case in cases_of(profile, deployment)]
+    request = Request.of(options.backend, device=options.device, cases=cases, salt=options.salt or "")
+    return request.about(deployment)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
@@ -87,14 +109,16 @@ def _recorded(folder: Path) -> Plan:
         journal.check()
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
+    except OSError as error:
+        raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
     return plan
 
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
     """The interrupted run; what was not given again is what the journal says."""
-    for name in ("cases", "shard", "durations", "fresh"):
+    for name in ("cases", "shard", "durations", "fresh", "model", "config", "tp", "kv_cache"):
         if getattr(options, name):
-            raise InputError(f"--resume: leave --{name} away, the journal says what the run was to judge")
+            raise InputError(f"--resume: leave {_flag(name)} away, the journal says what the run was to judge")
     request = Request.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),
@@ -102,7 +126,9 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         options.device or plan.device,
         plan.cases,
         plan.explore if options.explore is None else options.explore,
-    ).sharded(plan.shard)
+        plan.salt if options.salt is None else options.salt,
+    )
+    request = request.sharded(plan.shard).about(plan.deployment)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request
@@ -113,29 +139,3 @@ def _expectations(folders: list[Path]) -> Expectations:
     for entry, problem in Expectations.load(folders).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
     return Expectations.load([shipped(), *folders])
-
-
-def _certifiable(run: Run) -> str:
-    """Why a run that is prepared cannot be certified; empty if it can."""
-    try:
-        require_certifiable(run.facts, run.request.judged_ids, run.request.explore)
-    except Refused as reason:
-        return f"no certificate: {reason}"
-    return ""
-
-
-def _write_certificate(
-    path: Path, form: Callable[[RunSummary, datetime.date], Certificate], run: Run, status: int
-) -> int:
-    """Write the certificate or the record of a finished run; the exit status."""
-    if status:
-        say("mla-conformance: no certificate: the run is no success", error=True)
-        return status
-    try:
-        certificate = form(run.summary(), datetime.date.today())
-    except Refused as reason:
-        say(f"mla-conformance: no certificate: {reason}", error=True)
-        return 1
-    write_output(path, to_text(certificate.to_json()))
-    say(f"wrote {path}", error=True)
-    return 0

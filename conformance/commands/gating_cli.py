@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.commands.options import DEVICE, REFERENCE, SHIPPED
+from mla_conformance.commands.options import DEVICE, REFERENCE, TIERS
 from mla_conformance.report.commands import drift
 
 
@@ -16,16 +16,23 @@ def add_commands(commands: Any) -> None:
     update.add_argument("report", type=Path, metavar="REPORT")
     update.add_argument("--dir", type=Path, required=True, metavar="DIR")
     update.set_defaults(run=_update)
-    verify = commands.add_parser("verify", help="check form, digests and arithmetic of certificates")
-    verify.add_argument("certificates", type=Path, nargs="+", metavar="FILE")
+    _add_verify(commands)
+    mustpass = commands.add_parser("mustpass", help="print the must-pass list of this suite version")
+    mustpass.set_defaults(run=_mustpass)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser("verify", help="check certificates and submissions, and what of them is here")
+    verify.add_argument("certificates", type=Path, nargs="+", metavar="FILE|DIR")
     verify.add_argument(
         "--rerun", type=int, default=0, metavar="K", help="also run K random judged cases of each again"
     )
     verify.add_argument("--backend", metavar=REFERENCE, help="what to run again")
     verify.add_argument("--device", metavar=DEVICE)
+    verify.add_argument("--salt", metavar="TEXT", help="what their inputs are drawn with, by default something new")
+    verify.add_argument("--signature", action="store_true", help="each has to be signed by one of the --signers")
+    verify.add_argument("--signers", type=Path, metavar="FILE", help="allowed signers, as ssh-keygen describes them")
     verify.set_defaults(run=_verify)
-    mustpass = commands.add_parser("mustpass", help="print the must-pass list of this suite version")
-    mustpass.set_defaults(run=_mustpass)
 
 
 def _add_gate(commands: Any) -> None:
@@ -33,7 +40,18 @@ def _add_gate(commands: Any) -> None:
     gate.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     gate.add_argument("--baseline", type=Path, action="append", default=[], metavar="REPORT", help="of an earlier run")
     gate.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
-    gate.add_argument("--must-pass", nargs="?", const=SHIPPED, metavar="FILE", help="by default the suite's own list")
+    gate.add_argument(
+        "--require", nargs="+", action="extend", default=[], metavar=REFERENCE, help="backends that have to be judged"
+    )
+    gate.add_argument(
+        "--require-tier", default="full", metavar=f"{TIERS}|none", help="of which every case needs a verdict, full"
+    )
+    gate.add_argument(
+        "--must-pass",
+        nargs="*",
+        metavar="FILE|NAME[@VERSION]",
+        help="what has to be passed: by default shipped, the suite's own list; or profiles of it, which then bind",
+    )
     gate.add_argument("--max-drift", type=drift, metavar="SHARE", help="close on a larger growth in error-budget use")
     gate.set_defaults(run=_gate)
 

@@ -1,4 +1,4 @@
-"""The parsers of ``backends``, ``capabilities``, ``defects`` and ``bench``: what there is, and how good it is."""
+"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects``, ``bench``: what there is, how good it is."""
 
 import argparse
 from pathlib import Path
@@ -23,6 +23,11 @@ def add_commands(commands: Any) -> None:
     capabilities.add_argument("--backend", metavar=REFERENCE, help=told)
     capabilities.add_argument("--device", metavar=DEVICE, help="of --backend")
     capabilities.set_defaults(run=_capabilities)
+    models = commands.add_parser("models", help="list the models that certify --model knows, or all of one")
+    models.add_argument("name", nargs="?", metavar="NAME")
+    models.add_argument("--proof", action="store_true", help="instead, hold the golden layer against their own code")
+    models.add_argument("--docs", type=Path, metavar="FILE", help="of --proof: rewrite the tables between its markers")
+    models.set_defaults(run=_models)
     defects = commands.add_parser("defects", help="judge the judge: known wrong kernels and honest ones")
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
@@ -64,6 +69,16 @@ def _capabilities(options: argparse.Namespace) -> int:
     from mla_conformance.commands.tell import tell_capabilities
 
     return tell_capabilities(options)
+
+
+def _models(options: argparse.Namespace) -> int:
+    if options.proof:
+        from mla_conformance.commands.proof import prove
+
+        return prove(options.docs)
+    from mla_conformance.commands.models import tell_models
+
+    return tell_models(options)
 
 
 def _defects(options: argparse.Namespace) -> int:

@@ -1,34 +1,130 @@
-"""``verify``: certificates against the suite that is installed, and against some of their cases run again."""
+"""``verify``: certificates beside what is installed here, and beside some of their cases run again."""
 
 import argparse
 import datetime
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from mla_conformance.certificate.certificate import read_certificate
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
+from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
+from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.rerun import judged_cases, rerun
+from mla_conformance.certificate.signature import SignatureError, signature_of, signer_of
+from mla_conformance.certificate.submission import folder_problems, records_below, strays
 from mla_conformance.certificate.verify import problems
+from mla_conformance.engine.devices import this_machine
+from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check certificates; the exit status."""
-    return max([_verify(path, options) for path in options.certificates])
+    """Check certificates and folders of submissions; the exit status."""
+    if options.signature and options.signers is None:
+        raise InputError("--signature: expected --signers FILE beside it, which says whose signatures count")
+    return max([status for path in options.certificates for status in _statuses(path, options)])
 
 
-def _verify(path: Path, options: argparse.Namespace) -> int:
-    certificate = read_certificate(path)
-    found = problems(certificate, datetime.date.today())
-    if not found and options.rerun > 0:
-        found = list(rerun(certificate, options.rerun, options.backend, options.device))
-    for problem in found:
-        say(f"{path}: {problem}", error=True)
-    if found:
+def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
+    if not path.is_dir():
+        yield _verify(path, options, in_folder=False)
+        return
+    records = records_below(path)
+    for stray in strays(path, records):
+        say(f"{path}: {stray}", error=True)
+        yield 1
+    for record in records:
+        yield _verify(record, options, in_folder=True)
+
+
+def _verify(path: Path, options: argparse.Namespace, in_folder: bool) -> int:
+    try:
+        certificate = read_certificate(path)
+    except Outdated as old:
+        say(f"{path}: {old}", error=True)
         return 1
-    counts, number = certificate.counts, min(options.rerun, len(judged_cases(certificate)))
-    again = f" · {number} run again" if number > 0 else ""
-    dirty = "" if certificate.clean_tree is not False else " · from a changed checkout"
-    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
+    salt = secrets.token_hex(8) if options.salt is None else options.salt
+    found = _Found(certificate, again=options.rerun > 0)
+    found.against += problems(certificate, datetime.date.today())
+    found.against += folder_problems(path, certificate) if in_folder else ()
+    found.take(_signature(path, options))
+    if certificate.is_current:
+        found.take(_beside_this_machine(certificate, options))
+    if options.rerun > 0 and not found.against:
+        backend = parse_reference(options.backend or certificate.reference)
+        found.take(rerun(certificate, options.rerun, backend, options.device, salt))
+    return found.tell(path, _closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt))
+
+
+@dataclass
+class _Found:
+    """What speaks against a certificate, and what is told beside it.
+
+    Attributes:
+        again: cases are run again, so that another build of what was judged is not what it is about.
+    """
+
+    certificate: Certificate
+    again: bool
+
+    def __post_init__(self) -> None:
+        self.against: list[str] = []
+        self.told: list[str] = []
+
+    def take(self, remarks: Iterator[Remark]) -> None:
+        """Sort what was remarked by what it means."""
+        for weight, sentence in remarks:
+            if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and self.again):
+                self.against.append(sentence)
+            else:
+                inherits = " and of nothing that is here" if weight is Weight.OTHER_BUILD else ""
+                self.told.append(sentence + inherits)
+
+    def tell(self, path: Path, closing: str) -> int:
+        """Print everything; the exit status."""
+        for sentence in self.told:
+            say(f"{path}: {sentence}")
+        for sentence in self.against:
+            say(f"{path}: {sentence}", error=True)
+        if not self.against:
+            say(f"{path}: {closing}")
+        return 1 if self.against else 0
+
+
+def _signature(path: Path, options: argparse.Namespace) -> Iterator[Remark]:
+    if options.signers is not None:
+        try:
+            yield Remark(Weight.TOLD, f"signed by {signer_of(path, options.signers)}")
+        except SignatureError as error:
+            yield Remark(Weight.AGAINST, str(error))
+    elif signature_of(path).is_file():
+        yield Remark(Weight.TOLD, f"{signature_of(path).name} was not checked: --signers FILE says whose count")
+
+
+def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) -> Iterator[Remark]:
+    try:
+        backend = parse_reference(options.backend or certificate.reference)
+    except BackendReferenceError as error:
+        if options.backend or options.rerun > 0:
+            raise InputError(str(error)) from error
+        yield Remark(Weight.TOLD, f"the backend was not compared: {error}")
+        return
+    _require_name(certificate, backend)
+    if options.rerun <= 0:  # the run tells more
+        yield from compare_machines(certificate.environment, this_machine())
+    yield from compare(certificate.pins, certificate.traced, backend)
+
+
+def _require_name(certificate: Certificate, backend: BackendReference) -> None:
+    if backend.name != certificate.backend:
+        raise InputError(f"the certificate is of {certificate.backend}, not of {backend.name}")
+
+
+def _closing(certificate: Certificate, again: int, salt: str) -> str:
+    counts = certificate.counts
     waived = f", {counts.waived} known to fail" if counts.waived else ""
+    run = f" · {again} run again" + (f" with salt {salt}" if salt else "") if again > 0 else ""
     lacking = f" · no certificate, {len(certificate.lacking)} must-pass cases lack" if certificate.lacking else ""
-    say(f"{path}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{again}{dirty}{lacking}")
-    return 0
+    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
+    return f"{subject}: {counts.passed} of {counts.listed} passed{waived} · holds{run}{lacking}"

@@ -1,11 +1,13 @@
 """Measuring what runs: the kernels of a call under torch's profiler, and the shared libraries of the process."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import place_of
 
 _MAPS = Path("/proc/self/maps")
 _LONGEST = 240
@@ -30,10 +32,6 @@ def loaded_libraries() -> set[str]:
     return {path for path in paths if ".so" in Path(path).suffixes and Path(path).is_file()}
 
 
-def library_digests(paths: set[str]) -> dict[str, str]:
-    """SHA-256 of each file by its name."""
-    found = {}
-    for path in sorted(paths):
-        with Path(path).open("rb") as file:
-            found[Path(path).name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+def library_digests(paths: set[str], beside: Path | None = None) -> dict[str, str]:
+    """SHA-256 of each file by the name that it has on every machine; ``beside`` is the file of a backend."""
+    return {place_of(Path(path), beside): file_digest(Path(path)) for path in sorted(paths)}

@@ -1,7 +1,6 @@
 """What a worker tells of its device and of a backend to a parent that imports neither torch nor the backend."""
 
 import hashlib
-import re
 import sys
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import torch
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.devices import driver_version
 from mla_conformance.judging.backend_facts import BackendFacts
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def find_device(name: str) -> torch.device | None:
@@ -40,16 +38,10 @@ def _cuda_facts() -> dict[str, str]:
     """Versions of the driver, where the system tells, of the CUDA runtime and of cuDNN."""
     cudnn = torch.backends.cudnn.version()
     return {
-        "driver": _driver(_DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else "",
+        "driver": driver_version(),
         "cuda": str(torch.version.cuda),
         "cudnn": "" if cudnn is None else str(cudnn),
     }
-
-
-def _driver(told: str) -> str:
-    """The version in what the kernel module tells of itself; empty if there is none."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", told)
-    return found[0] if found else ""
 
 
 def describe(subject: Subject) -> BackendFacts:

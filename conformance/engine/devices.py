@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/proc/driver/nvidia/version")
 _JIT_CACHES = (
     "CUDA_CACHE_PATH",
     "CUTE_DSL_CACHE_DIR",
@@ -15,6 +18,22 @@ _JIT_CACHES = (
     "TRITON_CACHE_DIR",
     "TVM_FFI_CACHE_DIR",
 )
+
+
+def this_machine() -> dict[str, str]:
+    """What of a run's environment is known without torch."""
+    return {"python": sys.version.split()[0], "driver": driver_version()}
+
+
+def driver_version() -> str:
+    """Version of the GPU's driver; empty where the system does not tell."""
+    return driver_in(_DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else ""
+
+
+def driver_in(told: str) -> str:
+    """The version in what the kernel module tells of itself; empty if there is none."""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", told)
+    return found[0] if found else ""
 
 
 def may_have_gpu() -> bool:

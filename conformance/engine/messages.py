@@ -20,10 +20,12 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
     Attributes:
         device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         memory: bytes that a worker may allocate; None without a limit.
+        salt: what inputs are drawn with beside their case; empty for none.
     """
 
     device: str
     memory: int | None = None
+    salt: str = ""
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):

@@ -1,5 +1,6 @@
 """What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.judging.record import EXPLORED
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.summary import count_by_capability
 
 DEVICES = ("cpu", "cuda")
@@ -43,7 +45,9 @@ class Request:
         device: where they run: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         cases: exactly these cases, or all of the tier if empty.
         explore: how many further cases are drawn for each backend.
+        salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
+        deployment: the model that the cases are of, if they are.
     """
 
     backends: tuple[BackendReference, ...]
@@ -52,7 +56,9 @@ class Request:
     device: str
     cases: tuple[Case, ...]
     explore: int = 0
+    salt: str = ""
     shard: Shard | None = None
+    deployment: Deployment | None = None
 
     @staticmethod
     def of(
@@ -62,6 +68,7 @@ class Request:
         device: str | None = None,
         cases: Sequence[str] = (),
         explore: int = 0,
+        salt: str = "",
     ) -> "Request":
         """Check a request.
 
@@ -75,13 +82,18 @@ class Request:
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
             _require_device(device)
             _require_exploration(explore, chosen)
-            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore)
+            _require_salt(salt)
+            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
     def sharded(self, shard: Shard | None) -> "Request":
         """One part of it."""
         return replace(self, shard=shard)
+
+    def about(self, deployment: Deployment | None) -> "Request":
+        """The same, of a deployed model."""
+        return replace(self, deployment=deployment)
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability, in all shards."""
@@ -129,6 +141,11 @@ class Request:
 def _require_device(name: str | None) -> None:
     if name is not None and name not in DEVICES:
         raise RequestError(f"unknown device '{name}'; expected {' or '.join(DEVICES)}")
+
+
+def _require_salt(salt: str) -> None:
+    if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
+        raise RequestError(f"--salt: expected up to 64 letters, digits, dots and dashes, got {salt!r}")
 
 
 def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference, ...]:

@@ -116,14 +116,17 @@ class Run:
             self._add_gpus(hello)
         self.device = hello.device
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        self.environment = {**told, **hello.facts}
+        salt = {"salt": self.request.salt} if self.request.salt else {}
+        self.environment = {**told, **salt, **hello.facts}
         self.facts = self._describe()
 
     def _add_place(self, workers: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         variables = {} if _THREADS in os.environ else {_THREADS: str(threads)}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
-        self.supervisor.add_place(Setup(self.request.device, memory), variables if self._surely_cpu else {})
+        self.supervisor.add_place(
+            Setup(self.request.device, memory, self.request.salt), variables if self._surely_cpu else {}
+        )
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -131,7 +134,9 @@ class Run:
         workers = self.limits.workers or (max(1, len(hello.gpus)) if hello.device == "cuda" else 1)
         for number in range(1, workers):
             gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
-            self.supervisor.add_place(Setup(hello.device), place_environment(gpu, cache / str(number)))
+            self.supervisor.add_place(
+                Setup(hello.device, salt=self.request.salt), place_environment(gpu, cache / str(number))
+            )
 
     def _describe(self) -> list[BackendFacts]:
         """The facts of every backend; one whose process ends over it is unavailable."""
@@ -302,7 +307,9 @@ class Run:
             )
             for facts in self.facts
         )
-        return RunSummary(self.environment, backends, self.request.case_ids, self.request.shard)
+        return RunSummary(
+            self.environment, backends, self.request.case_ids, self.request.shard, self.request.deployment
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:

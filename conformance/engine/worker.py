@@ -61,7 +61,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
     send(Hello(process, name, device_facts(device) if device else {}, gpus))
-    worker = Worker(device or torch.device("cpu"), setup.memory, send)
+    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt)
     while line := read_line(connection):
         task = addressed(line, process)
         if task is None:
@@ -78,9 +78,9 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 class Worker:
     """What one process judges with."""
 
-    def __init__(self, device: torch.device, memory: int | None, send: Send) -> None:
+    def __init__(self, device: torch.device, memory: int | None, send: Send, salt: str = "") -> None:
         self._device, self._memory, self._send = device, memory, send
-        self._context = Context()
+        self._context = Context(salt)
         self._subject = cache(self._loaded)
 
     def _loaded(self, reference: str) -> Subject:
@@ -136,7 +136,8 @@ class Worker:
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
         reference = subject.backend.reference
-        record = Record(subject.name, reference, capability or case.capability, case.id, Status.HARNESS_ERROR)
+        capability, salt = capability or case.capability, self._context.salt
+        record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
         self._send(Started(record.to_json()))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:

@@ -23,10 +23,11 @@ UNLIKE: Final = "unlike every known defect"
 _SHOWN_CASES = 3
 
 
-def replay_line(case: str, reference: str, after: Sequence[str] = ()) -> str:
+def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str = "") -> str:
     """The command that runs a case on a backend again, after others where it fails only then."""
     before = "".join(f" --after {shlex.quote(other)}" for other in after)
-    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}"
+    salted = f" --salt {shlex.quote(salt)}" if salt else ""
+    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}{salted}"
 
 
 def written(share: float) -> Share:
@@ -67,6 +68,7 @@ class Record:
             either way; empty if it is no failure, or was not tried again.
         after: ids of the cases that ran before it in the same process, if it fails only after these.
         finding: what the numbers of a failure give away, or empty.
+        salt: what the inputs were drawn with beside the case; empty for none.
     """
 
     backend: str
@@ -91,6 +93,7 @@ class Record:
     confirmation: Confirmation = ""
     after: tuple[str, ...] = ()
     finding: str = ""
+    salt: str = ""
 
     @property
     def key(self) -> str:
@@ -115,7 +118,7 @@ class Record:
     @property
     def replay(self) -> str:
         """The command that runs this case again."""
-        return replay_line(self.case, self.reference, self.after)
+        return replay_line(self.case, self.reference, self.after, self.salt)
 
     @property
     def confirmed(self) -> str:

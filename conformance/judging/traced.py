@@ -11,7 +11,8 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kernels: names of the kernels of one call, by capability.
-        libraries: shared libraries that the backend brought into the process: name and SHA-256.
+        libraries: shared libraries that the backend brought into the process: what they are called on every machine,
+            and SHA-256.
     """
 
     kernels: dict[str, tuple[str, ...]] = {}

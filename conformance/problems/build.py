@@ -14,7 +14,7 @@ from mla_conformance.problems.prefill import prefill_problem
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.sparse import sparse_problem
 
-_BUILDERS: Mapping[Role, Callable[[Any, torch.device], Problem]] = {
+_BUILDERS: Mapping[Role, Callable[[Any, torch.device, str], Problem]] = {
     Role.PREFILL: prefill_problem,
     Role.DECODE: decode_problem,
     Role.LAYER: layer_problem,
@@ -23,11 +23,16 @@ _BUILDERS: Mapping[Role, Callable[[Any, torch.device], Problem]] = {
 }
 
 
-def build_problem(case: Case, device: torch.device) -> Problem:
+def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
     """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
+
+    Args:
+        case: the case.
+        device: where the tensors are.
+        salt: what their values are drawn with beside the case; each has values of its own.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
-    return _BUILDERS[case.role](case, device)
+    return _BUILDERS[case.role](case, device, salt)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.cases.hazards import Regime
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -34,14 +34,13 @@ class LatentContext:
     workspace: torch.Tensor
 
 
-def latent_context(
-    case: PrefillCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator, regime: Regime
-) -> LatentContext:
+def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext:
     """Write random latents into a paged cache with shuffled blocks and poisoned rest, plan, gather and up-project.
 
     Raises:
         ValueError: the workspace is too small for one page per request with context.
     """
+    case, device, generator, regime = draw.case, draw.device, draw.generator, draw.regime
     dims, rank = case.dimensions, case.kv_lora_rank
 
     def latents(tokens: int) -> Keys:
@@ -59,7 +58,7 @@ def latent_context(
 
     weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
     cached, new = latents(sum(case.kv)), latents(sum(case.q))
-    cache, block_table = _paged_cache(case, dtype, device, cached)
+    cache, block_table = _paged_cache(draw, dtype, cached)
     chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
     workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
     chunk_keys = []
@@ -77,14 +76,12 @@ def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, n
     return expand_key(projected[..., :nope], k_pe), projected[..., nope:]
 
 
-def _paged_cache(
-    case: PrefillCase, dtype: torch.dtype, device: torch.device, latents: Keys
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _paged_cache(draw: Draw[PrefillCase], dtype: torch.dtype, latents: Keys) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
+    case, device = draw.case, draw.device
     pages = [-(-length // case.page) for length in case.kv]
     # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
-    shuffle = torch.Generator().manual_seed(case.seed)
-    blocks = (torch.randperm(sum(pages), generator=shuffle) + 1).split(pages)
+    blocks = (torch.randperm(sum(pages), generator=draw.drawing(case.seed)) + 1).split(pages)
     block_table = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32)
     for row, ids in zip(block_table, blocks, strict=True):
         row[: len(ids)] = ids

@@ -7,6 +7,8 @@ no device differs. It stays within five deviations.
 
 import torch
 
+COUNTER_SEEDS = 2**23
+"""Seeds from 0 on that there are; each has 2^40 numbers of its own."""
 _CHUNK = 2**25
 _LOW_BITS = 2**63 - 1
 _DEVIATION = (8 * (256**2 - 1) / 12) ** 0.5

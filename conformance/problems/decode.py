@@ -18,14 +18,14 @@ from mla_conformance.problems.paging import PageForm, write_pages
 from mla_conformance.problems.problem import Problem
 
 
-def decode_problem(case: DecodeCase, device: torch.device) -> Problem:
+def decode_problem(case: DecodeCase, device: torch.device, salt: str) -> Problem:
     """The problem of a decode case: one call for each rank.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
-    batch = DecodeBatch(case, device)
-    return Problem(case, case.id, device, batch.calls(), batch.whole)
+    batch = DecodeBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
 
 class DecodeBatch(CachedBatch[DecodeCase]):
@@ -59,7 +59,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
 
     def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
         lengths, every = self.owned(rank)
-        pages = write_pages(self.case, PageForm.of(self.case), self.entries[every], lengths, self.device)
+        pages = write_pages(self, PageForm.of(self.case), self.entries[every], lengths)
         keys = self.keys[every]
         return DecodeCall(
             q=self.queries,

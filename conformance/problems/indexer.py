@@ -19,13 +19,14 @@ _MEAN_WEIGHT = 0.5
 """Weights have either sign, most of them that of a key that all heads agree on."""
 
 
-def indexer_problem(case: IndexerCase, device: torch.device) -> Problem:
+def indexer_problem(case: IndexerCase, device: torch.device, salt: str) -> Problem:
     """The problem of an indexer's case.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
-    return Problem(case, case.id, device, (IndexerBatch(case, device).call(),))
+    batch = IndexerBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
@@ -88,7 +89,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
 
     def _stored(self) -> Pages:
         if self.case.is_paged:
-            return write_pages(self.case, PageForm.of(self.case), self.entries, self.totals, self.device)
+            return write_pages(self, PageForm.of(self.case), self.entries, self.totals)
         return gather_entries(self.case, self.entries, self.totals, self.device)
 
     def _gathered(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -26,14 +26,15 @@ from mla_conformance.reference.sharding import local_positions
 _SLICE_MARGIN = 16
 
 
-def layer_problem(case: LayerCase, device: torch.device) -> Problem:
+def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
     """The problem of a layer case: one call, which ranks make together.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner refuses the case.
     """
-    return Problem(case, case.id, device, (LayerBatch(case, device).call(),))
+    batch = LayerBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
 
 
 class LayerBatch(Draw[LayerCase]):
@@ -63,7 +64,7 @@ class LayerBatch(Draw[LayerCase]):
     @cached_property
     def weight(self) -> torch.Tensor:
         """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU."""
-        return draw_weights(self.case, self.generator)
+        return draw_weights(self.case, self.drawing(self.case.model) if self.case.model else self.generator)
 
     @cached_property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +175,7 @@ class LayerBatch(Draw[LayerCase]):
     def _expected(self, held: list[Sequence[int]], rows: list[int]) -> ExpectedCache:
         """The cache of a rank that holds these positions of each request, which are these rows of all tokens."""
         lengths = [*map(len, held), *(0 for _ in range(len(self.case.q) + self.case.pad - len(held)))]
-        pages = write_pages(self.case, PageForm.of(self.case), self.entries[rows], lengths, self.device)
+        pages = write_pages(self, PageForm.of(self.case), self.entries[rows], lengths)
         new = [
             [position >= total - q for position in own]
             for own, total, q in zip(held, self.totals, self.case.q, strict=False)

@@ -57,11 +57,9 @@ def draw_weights(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
 
     Args:
         case: the case.
-        generator: of the batch; that of the case's model has the same numbers for every batch.
+        generator: of the batch; or of the case's model, whose weights are the same in every batch.
     """
     dims, draw = case.dimensions, _dense if case.weights == "dense" else _selection
-    if case.model:
-        generator = torch.Generator().manual_seed(case.model)
     widths = (dims.qk_nope_head_dim, dims.v_head_dim)
     return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 

@@ -29,17 +29,33 @@ class ProblemError(ValueError):
 class Draw(Generic[AnyCase]):
     """The random numbers of a case: the same for every device, memory layout, chunking and dtype of the same shapes.
 
+    Attributes:
+        salt: what they are drawn with beside the case, so that nobody who has the case can know them; empty for none.
+
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
 
-    def __init__(self, case: AnyCase, device: torch.device) -> None:
+    def __init__(self, case: AnyCase, device: torch.device, salt: str = "") -> None:
         dtype = TORCH_DTYPES[case.dtype]
         if dtype is None:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
-        self.case, self.device, self.dtype = case, device, dtype
+        self.case, self.device, self.dtype, self.salt = case, device, dtype, salt
         self.regime: Regime = REGIMES[case.data]
-        self.generator = torch.Generator().manual_seed(_seed(case))
+        self.generator = torch.Generator().manual_seed(_seed(case, salt))
+
+    @property
+    def key(self) -> str:
+        """What the numbers follow from: the case's id, and the salt if there is one."""
+        return f"{self.case.id}|salt={self.salt}" if self.salt else self.case.id
+
+    def drawing(self, seed: int) -> torch.Generator:
+        """A generator beside that of the batch, for what is the same in batches of other shapes."""
+        return torch.Generator().manual_seed(self.salted(seed))
+
+    def salted(self, seed: int) -> int:
+        """A seed of its own for every salt; without one it is itself."""
+        return _digest((seed, self.salt)) if self.salt else seed
 
 
 def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -82,7 +98,11 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     return x.contiguous()
 
 
-def _seed(case: Case) -> int:
+def _seed(case: Case, salt: str) -> int:
     """The same numbers for every memory layout, chunking and dtype of the same shapes."""
     drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
+    return _digest((*drawn, salt) if salt else drawn)
+
+
+def _digest(drawn: tuple[object, ...]) -> int:
     return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.entry_pages import write_entries
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1
+AnyPaged = TypeVar("AnyPaged", bound=CachedCase)
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,15 @@ class PageForm:
         return self.tokens * width if form is None else form.page_bytes(self.tokens)
 
 
-def write_pages(
-    case: CachedCase, form: PageForm, entries: torch.Tensor, lengths: Sequence[int], device: torch.device
-) -> Pages:
+def write_pages(draw: Draw[AnyPaged], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
     """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
 
     Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
     A request without tokens pads a graph's batch, if the case has such rows, or has no key on this rank.
     """
-    tokens = torch.tensor(lengths)
+    case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // form.tokens)
-    order = torch.randperm(int(counts.sum()) + case.spare, generator=torch.Generator().manual_seed(case.seed)) + 1
+    order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1
     cache = _poisoned(case, form, 1 + len(order), entries, device)
     position = _positions(tokens)
     block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]

@@ -21,14 +21,15 @@ _COUNTED_ELEMENTS = 2**30
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
-def prefill_problem(case: PrefillCase, device: torch.device) -> Problem:
+def prefill_problem(case: PrefillCase, device: torch.device, salt: str) -> Problem:
     """The problem of a prefill case.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
         ValueError: the reference's chunk planner or cache refuses the case.
     """
-    return Problem(case, case.id, device, PrefillBatch(case, device).calls())
+    batch = PrefillBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls())
 
 
 class PrefillBatch(Draw[PrefillCase]):
@@ -48,7 +49,7 @@ class PrefillBatch(Draw[PrefillCase]):
 
     def _chunked(self) -> tuple[PrefillCall, ...]:
         # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
-        context = latent_context(self.case, output_dtype(self.dtype), self.device, self.generator, self.regime)
+        context = latent_context(self, output_dtype(self.dtype))
         new, *chunks = [self._cast(keys) for keys in (context.new_tokens, *context.chunk_keys)]
         locations = [tuple(chunk.key_start_loc) for chunk in context.chunks]
         queries = start_loc(self.case.q)

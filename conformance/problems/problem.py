@@ -16,7 +16,7 @@ class Problem:
 
     Attributes:
         case: what it was made from.
-        key: the case's id, and how the problem was changed since; equal keys mean equal values.
+        key: the case's id, the salt, and how the problem was changed since; equal keys mean equal values.
         device: where the tensors are.
         calls: the calls to make, in order; all of the same queries.
         whole: attention to the keys of all calls at once, where it was known before they were divided.

@@ -14,7 +14,7 @@ from mla_conformance.cases.hazards import Site
 from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.calls import Question
-from mla_conformance.problems.counter_normal import fill_normal
+from mla_conformance.problems.counter_normal import COUNTER_SEEDS, fill_normal
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
@@ -32,14 +32,14 @@ _COUNTED_ELEMENTS = 2**28
 """Elements of the queries from which they are drawn on the device."""
 
 
-def sparse_problem(case: SparseCase, device: torch.device) -> Problem:
+def sparse_problem(case: SparseCase, device: torch.device, salt: str) -> Problem:
     """The problem of a sparse case: one call for each rank.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
-    batch = SparseBatch(case, device)
-    return Problem(case, case.id, device, batch.calls(), batch.whole)
+    batch = SparseBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SparseBatch(CachedBatch[SparseCase]):
     @cached_property
     def _drawing(self) -> torch.Generator:
         """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
-        return torch.Generator().manual_seed(_LISTS_SEED + self.case.seed)
+        return self.drawing(_LISTS_SEED + self.case.seed)
 
     @cached_property
     def main(self) -> _Source:
@@ -119,7 +119,8 @@ class SparseBatch(CachedBatch[SparseCase]):
         """Queries that know no keys; many of them are drawn where they are used, by counters."""
         if math.prod(shape) < _COUNTED_ELEMENTS:
             return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
-        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), self.case.seed)
+        seed = self.salted(self.case.seed) % COUNTER_SEEDS
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     def _padded(self, q: torch.Tensor) -> torch.Tensor:
         if not self.case.pad:
@@ -221,7 +222,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         if self.extra is None:
             return dict.fromkeys(names)
         form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
-        pages = write_pages(self.case, form, self.extra.entries, self.extra.lengths, self.device)
+        pages = write_pages(self, form, self.extra.entries, self.extra.lengths)
         lists = self.extra.lists
         handed = self._handed(lists, lists.renumbered(pages.slots).keys)
         return dict(zip(names, (pages.cache, handed, self._length(lists)), strict=True))
@@ -230,5 +231,5 @@ class SparseBatch(CachedBatch[SparseCase]):
         """The entries in pages, or gathered."""
         if self.case.is_paged:
             form = PageForm(self.case.cache, self.case.page, _GUARDS)
-            return write_pages(self.case, form, entries, lengths, self.device)
+            return write_pages(self, form, entries, lengths)
         return gather_entries(self.case, entries, lengths, self.device, _GUARDS)

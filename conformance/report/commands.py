@@ -1,11 +1,12 @@
 """The commands on reports. Exit status: 0 in order, 1 regressions, 2 bad input, 3 an incomplete run."""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
-from mla_conformance.report.compare import DRIFT, compare
+from mla_conformance.report.compare import DRIFT, compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
@@ -13,15 +14,16 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, say
+from mla_conformance.report.terminal import closing_line, columns, put, say
 
 _INCOMPLETE = 3
 
 
 def _text(run: RunSummary) -> str:
-    lines = [*cause_lines(run, columns()), *(line for backend in run.backends for line in backend_lines(backend))]
-    return "".join(f"{line}\n" for line in [*lines, closing_line(run)])
+    return "".join(f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
 
 
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
@@ -73,15 +75,17 @@ def _render(options: argparse.Namespace) -> int:
     if options.out:
         write_output(options.out, text)
     else:
-        say(text.rstrip("\n"))
+        put(text.rstrip("\n"))
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
     before, after = load_report(options.before), load_report(options.after)
+    if said := suites_differ(before, after):
+        say(said)
     changes = compare(before, after, options.drift)
     for change in changes:
-        say(f"{'✘' if change.regression else '·'} {change.kind}: {change.subject} · {change.detail}")
+        say(change.line)
     regressions = sum(change.regression for change in changes)
     say(f"{regressions} regressions, {len(changes) - regressions} other changes")
     return 1 if regressions else 0
@@ -95,5 +99,5 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    say(to_text(schema()).rstrip("\n"))
+    put(json.dumps(schema(), indent=1))
     return 0

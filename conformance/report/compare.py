@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 DRIFT = 0.1
@@ -60,6 +61,11 @@ class Change:
         """Whether it makes the second run worse."""
         return self.kind in _REGRESSIONS
 
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {cut(self.detail)}"
+
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:
     """Changes from one run to the next, regressions first.
@@ -84,6 +90,18 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
             changes.append(Change(Kind.NO_LONGER_AVAILABLE, name, "", "; ".join(new[name].reasons)))
     order = list(Kind)
     return sorted(changes, key=lambda change: order.index(change.kind))
+
+
+def suites_differ(before: RunSummary, after: RunSummary) -> str:
+    """What of two runs by different suites can be compared, in a sentence; empty for two runs by one."""
+    was, now = before.environment["suite"], after.environment["suite"]
+    if was == now:
+        return ""
+    common, listed = len(set(before.cases) & set(after.cases)), len(after.cases)
+    return (
+        f"suite {was} before, {now} after: another verdict may be the judge's doing. {common} of {listed} cases stand "
+        "in both lists, on the same inputs; the others cannot be compared"
+    )
 
 
 def _records(

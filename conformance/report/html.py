@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.shown import MESSAGE, shown, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.terminal import SIGN, closing_line, counted
 
@@ -30,8 +32,9 @@ def html(run: RunSummary) -> str:
 
     loader = PackageLoader("mla_conformance.report", ".")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
     )
+    environment.filters["whole"] = _whole
     run_backends = [backend for backend in run.backends if not backend.reasons]
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     return environment.get_template("page.html.j2").render(
@@ -40,6 +43,8 @@ def html(run: RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
+        deployment=str(run.deployment or ""),
+        answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, _definition(name), [_cell(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],
@@ -47,6 +52,18 @@ def html(run: RunSummary) -> str:
         anchor=_anchor,
         counted=counted,
     )
+
+
+def _shown(value: object) -> object:
+    """What the template puts out, where it is no markup of its own."""
+    return shown_lines(value, MESSAGE) if type(value) is str else value
+
+
+def _whole(text: str) -> object:
+    """A traceback, or a command to copy."""
+    from markupsafe import escape
+
+    return escape(shown_lines(text))
 
 
 def _outcome(run: RunSummary) -> str:
@@ -69,7 +86,7 @@ def _definition(name: str) -> str:
 
 
 def _anchor(backend: str, capability: str) -> str:
-    return f"{backend}-{capability}"
+    return shown(f"{backend}-{capability}")
 
 
 def _cell(backend: BackendSummary, name: str) -> Cell | None:

@@ -12,6 +12,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts
 
@@ -121,11 +122,7 @@ class BackendSummary:
     @property
     def evidence(self) -> list[dict[str, str]]:
         """Every distinct evidence of a kernel that its records carry."""
-        distinct: list[dict[str, str]] = []
-        for record in self.records:
-            if record.evidence and record.evidence not in distinct:
-                distinct.append(record.evidence)
-        return distinct
+        return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
     @property
     def outcome(self) -> Outcome:
@@ -148,6 +145,7 @@ class RunSummary:
         backends: one entry per backend of the run.
         cases: ids of the whole case list, of all shards.
         shard: which part of the list this run was to judge; None for all of it.
+        deployment: the model that the cases are of, if they are.
         source: the report that it was read from, for messages.
     """
 
@@ -155,6 +153,7 @@ class RunSummary:
     backends: tuple[BackendSummary, ...]
     cases: tuple[str, ...] = ()
     shard: Shard | None = None
+    deployment: Deployment | None = None
     source: str = ""
 
     @property

@@ -15,6 +15,7 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, read_certificate
 from mla_conformance.certificate.digests import installed_digests
+from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.expectations.apply import Expectations
@@ -118,7 +119,7 @@ def test_any_value_of_a_certificate(tmp_path: Path) -> None:
     records = [Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES]
     good = Certificate(
         suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="M", reference="M", device="cpu",
-        environment={"device": "cpu", "suite": SUITE_VERSION}, versions={}, rounding={}, evidence=(), clean_tree=None,
+        environment={"device": "cpu", "suite": SUITE_VERSION}, pins=Pins(), rounding={}, evidence=(),
         digests=installed_digests(), counts=Counts.of(records), deviations=(), traced=NOTHING_TRACED, seconds=1.0,
         worst={"lse": Worst(0.5, CASES[0])}, unjudged=(Unjudged(CASES[1], "too large"),), lacking={},
         cases={record.case: record.status for record in records},

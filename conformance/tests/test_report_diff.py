@@ -1,6 +1,7 @@
 """What changed between two reports, and which changes are regressions."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,17 @@ def test_regressions_come_first() -> None:
         ("newly failing", True),
         ("newly passing", False),
     ]
+
+
+def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
+    write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [Record("X", "X", "lse", case, PASS) for case in (A, B)]
+    old, new = write_report("old.json", records[:1], suite="2026.3"), write_report("new.json", records, suite="2026.4")
+    assert main(["report", "diff", str(old), str(new)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("suite 2026.3 before, 2026.4 after") and "1 of 2 cases stand in both lists" in first
+    assert rest == [f"· case added: X {B} · pass", "0 regressions, 1 other changes"]
 
 
 def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

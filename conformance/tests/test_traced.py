@@ -10,7 +10,7 @@ import torch
 from mla_conformance.driving import trace
 from mla_conformance.driving.trace import library_digests, loaded_libraries
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.describe import _driver
+from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.traced import Traced
@@ -43,7 +43,9 @@ def test_shards_put_together_keep_what_either_saw() -> None:
 def test_libraries_are_known_by_their_bytes(tmp_path: Path) -> None:
     library = tmp_path / "libkernel.so.3"
     library.write_bytes(b"machine code")
-    assert library_digests({str(library)}) == {"libkernel.so.3": hashlib.sha256(b"machine code").hexdigest()}
+    assert library_digests({str(library)}, tmp_path / "mine.py") == {
+        "./libkernel.so.3": hashlib.sha256(b"machine code").hexdigest()
+    }
     assert any(path.endswith("libtorch_cpu.so") for path in loaded_libraries())
 
 
@@ -75,7 +77,7 @@ def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts
 
 def test_the_driver_says_its_version() -> None:
     told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
-    assert (_driver(told), _driver("")) == ("580.159.04", "")
+    assert (driver_in(told), driver_in("")) == ("580.159.04", "")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

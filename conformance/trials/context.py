@@ -84,9 +84,14 @@ class Kept(Generic[Value]):
 
 
 class Context:
-    """What one process has made before."""
+    """What one process has made before.
 
-    def __init__(self) -> None:
+    Attributes:
+        salt: what inputs are drawn with beside their case; empty for none.
+    """
+
+    def __init__(self, salt: str = "") -> None:
+        self.salt = salt
         self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
@@ -100,7 +105,7 @@ class Context:
         with clock.phase("inputs", device):
             untouched = self._problems.find(key)
             if untouched is None:
-                untouched = build_problem(case, device)
+                untouched = build_problem(case, device, self.salt)
                 if untouched.memory > PROBLEM_BYTES[device.type]:
                     return untouched
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])

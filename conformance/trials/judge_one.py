@@ -56,7 +56,7 @@ def _attempt(subject: Subject, case: Case, context: Context, started: Started) -
     seconds = round(time.perf_counter() - began, 4)
     record = Record(
         subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
-        evidence=trial.evidence(), phases=trial.clock.spent,
+        evidence=trial.evidence(), phases=trial.clock.spent, salt=context.salt,
     )  # fmt: skip
     return trial, record.with_verdict(verdict, seconds)
 

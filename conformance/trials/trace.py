@@ -22,7 +22,7 @@ def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Trac
         before: the libraries of the process before the backend was imported.
     """
     kernels = {capability: _kernels(subject, Case.parse(case)) for capability, case in cases.items()}
-    return Traced(kernels, library_digests(loaded_libraries() - before))
+    return Traced(kernels, library_digests(loaded_libraries() - before, subject.backend.file))
 
 
 def _kernels(subject: Subject, case: Case) -> tuple[str, ...]:

@@ -1,0 +1,89 @@
+"""Submissions: a record handed in, as ``<suite>/<kernel>/`` with what was installed where it was made."""
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.signature import signature_of
+from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.files.outputs import write_output
+from mla_conformance.report.json_report import to_text
+
+RECORD_NAME, ENVIRONMENT_NAME = "record.json", "environment.txt"
+
+
+def folder_of(suite: str, backend: str) -> Path:
+    """The folder of a kernel below that of all submissions."""
+    return Path(suite) / re.sub(r"[^\w.-]+", "-", backend, flags=re.ASCII).strip("-")
+
+
+def write_submission(root: Path, certificate: Certificate) -> Path:
+    """Write what is handed in below ``root``, without an earlier signature; the path of the record.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    record = root / folder_of(certificate.suite, certificate.backend) / RECORD_NAME
+    write_output(record, to_text(certificate.to_json()))
+    write_output(record.with_name(ENVIRONMENT_NAME), _environment())
+    signature_of(record).unlink(missing_ok=True)
+    return record
+
+
+def _environment() -> str:
+    """What is installed here, a line for each distribution, as ``pip freeze`` has it."""
+    found: dict[str, str] = {}
+    for each in distributions():  # of two with one name the first is imported
+        found.setdefault(_plain(each.metadata["Name"] or ""), f"{each.metadata['Name']}=={each.version}\n")
+    return "".join(found[name] for name in sorted(found) if name)
+
+
+def records_below(folder: Path) -> list[Path]:
+    """The records of all submissions in a folder, which may be one of them.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = sorted(folder.rglob(RECORD_NAME))
+    if not found:
+        raise InputError(f"{folder}: expected submissions, <suite>/<kernel>/{RECORD_NAME}; there is none in it")
+    return found
+
+
+def strays(folder: Path, records: list[Path]) -> Iterator[str]:
+    """What lies in a folder of submissions beside them."""
+    own = {record.parent for record in records}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or (path.is_file() and path.parent not in own):
+            yield f"{path.relative_to(folder)} belongs to no submission"
+
+
+def folder_problems(record: Path, certificate: Certificate) -> Iterator[str]:
+    """What is wrong with the folder of a record, whatever the record says."""
+    kernel, suite = record.resolve().parent, record.resolve().parent.parent
+    expected = folder_of(certificate.suite, certificate.backend)
+    if (suite.name, kernel.name) != expected.parts:
+        yield f"it lies in {suite.name}/{kernel.name}, expected {expected}, of what it is"
+    known = {RECORD_NAME, ENVIRONMENT_NAME, signature_of(record).name}
+    for name in sorted({path.name for path in kernel.iterdir()} - known):
+        yield f"{name} lies beside it; expected {', '.join(sorted(known))} and nothing else"
+    yield from _installed(record.with_name(ENVIRONMENT_NAME), certificate)
+
+
+def _installed(path: Path, certificate: Certificate) -> Iterator[str]:
+    if not path.is_file():
+        yield f"there is no {path.name} beside it, which says what was installed"
+        return
+    told = dict(line.partition("==")[::2] for line in read_text(path).splitlines())
+    stated = {_plain(name): version for name, version in told.items()}
+    for name in certificate.pins.installed:
+        version = certificate.pins.versions.get(name, "")
+        if stated.get(_plain(name)) != version:
+            yield f"{path.name} says {name} {stated.get(_plain(name), 'is not installed')}, the record {version}"
+
+
+def _plain(name: str) -> str:
+    """As package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,58 @@
+"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+_OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
+
+
+def place_of(path: Path, beside: Path | None = None) -> str:
+    """The name by which another machine finds a file.
+
+    Args:
+        path: of the file.
+        beside: the file of the backend; what lies in its folder begins with ``./``.
+    """
+    folders = [("", site) for site in sites()]
+    folders += [("./", beside.parent)] if beside else []
+    for name, folder in (*folders, ("~/", Path.home())):
+        if path.is_relative_to(folder):
+            return name + path.relative_to(folder).as_posix()
+    return str(path)
+
+
+def find_place(name: str, beside: Path | None = None) -> Path | None:
+    """The file that :func:`place_of` named, on this machine; None if there is none."""
+    if name.startswith("./"):
+        candidates = [beside.parent / name] if beside else []
+    elif name.startswith(("/", "~/")):
+        candidates = [Path(name).expanduser()]
+    else:
+        candidates = [site / name for site in sites()]
+    return next(filter(is_file, candidates), None)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file of this name is there; a name that none can have, such as an endless one, is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_of_the_machine(name: str) -> bool:
+    """Whether a file is of the system, or was compiled into a cache: another machine has another one by rights."""
+    compiled = name.startswith(("/", "~")) and any("cache" in part for part in Path(name).parts[:-1])
+    return compiled or name.startswith(_OF_A_MACHINE)
+
+
+def sites() -> tuple[Path, ...]:
+    """The folders that modules are imported from and wheels are unpacked into, in this order."""
+    return _with_wheels(tuple(sys.path))
+
+
+@cache
+def _with_wheels(entries: tuple[str, ...]) -> tuple[Path, ...]:
+    folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
+    return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))

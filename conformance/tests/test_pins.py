@@ -1,0 +1,258 @@
+"""What a certificate is tied to: other code, another library or another build under the same name is told."""
+
+import datetime
+import json
+import os
+import shutil
+import subprocess
+from importlib.metadata import distribution
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.compare import Remark, Weight, compare, compare_loaded, compare_machines
+from mla_conformance.certificate.digests import seal
+from mla_conformance.certificate.issue import record
+from mla_conformance.certificate.pins import Pins
+from mla_conformance.cli import main
+from mla_conformance.driving.trace import library_digests, loaded_libraries
+from mla_conformance.engine.messages import Trace
+from mla_conformance.engine.worker import Worker
+from mla_conformance.files.installed import Installed, file_digest, installed
+from mla_conformance.files.modules import source_digests
+from mla_conformance.files.places import find_place, place_of
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import NOTHING_TRACED, Traced
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.version import SUITE_VERSION
+
+BACKEND = """
+import ctypes
+from pathlib import Path
+from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
+
+ctypes.CDLL(str(Path(__file__).with_name("libkernel.so")))
+
+class MyBackend(TorchSDPAPrefillBackend):
+    factor = 1
+"""
+CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A backend in a file with the library that it loads: a real one, the smallest that is at hand."""
+    smallest = min(loaded_libraries(), key=lambda path: Path(path).stat().st_size)
+    shutil.copy(smallest, tmp_path / "libkernel.so")
+    (tmp_path / "my_backend.py").write_text(BACKEND)
+    return tmp_path
+
+
+@pytest.fixture
+def certificate(folder: Path) -> Path:
+    """The file of a certificate of that backend, without the run that it tells of."""
+    backend = parse_reference(f"{folder / 'my_backend.py'}:MyBackend")
+    facts = BackendFacts(backend.name, backend.reference)
+    records = [Record(backend.name, backend.reference, case.partition(":")[0], case, Status.PASS) for case in CASES]
+    listed = {name: len(capability.cases) for name, capability in CAPABILITIES.items()}
+    traced = Traced({}, library_digests({str(folder / "libkernel.so")}, backend.file))
+    environment = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2"}
+    run = RunSummary(environment, (BackendSummary(facts, summarise(records, listed), traced=traced),))
+    issued = record(run, datetime.date(2026, 6, 1), Pins.of(backend, {}))
+    path = folder / "certificate.json"
+    path.write_bytes(msgspec.json.encode(issued))
+    return path
+
+
+def test_a_certificate_of_what_is_here_holds(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(certificate)]) == 0
+    assert "MyBackend on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("again", [[], ["--rerun", "3"]])
+def test_a_certificate_does_not_hold_for_other_code_under_its_name(
+    certificate: Path, capsys: pytest.CaptureFixture[str], again: list[str]
+) -> None:
+    source = certificate.with_name("my_backend.py")
+    before = file_digest(source)
+    source.write_text(BACKEND.replace("factor = 1", "factor = 3"))
+    assert main(["verify", str(certificate), *again]) == 1
+    said = f"source {source} was changed: the certificate says SHA-256 {before}, here it is {file_digest(source)}"
+    assert said in capsys.readouterr().err
+
+
+def test_a_changed_shared_library_is_named(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library = certificate.with_name("libkernel.so")
+    before = file_digest(library)
+    with library.open("ab") as file:
+        file.write(b"\0")
+    assert main(["verify", str(certificate)]) == 1
+    said = f"shared library {library} was changed: the certificate says SHA-256 {before}, here it is "
+    assert said + file_digest(library) in capsys.readouterr().err
+
+
+def test_a_backend_of_another_machine_is_not_compared(certificate: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is told, and nothing against the certificate; named by --backend, it is."""
+    elsewhere = certificate.parent / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("my_backend.py", "libkernel.so"):
+        certificate.with_name(name).rename(elsewhere / name)
+    assert main(["verify", str(certificate)]) == 0
+    assert "the backend was not compared: " in capsys.readouterr().out
+    named = ["--backend", f"{elsewhere / 'my_backend.py'}:MyBackend"]
+    assert main(["verify", str(certificate), *named]) == 0
+    assert "not compared" not in capsys.readouterr().out
+    assert main(["verify", str(certificate), "--backend", "TORCH_SDPA"]) == 2
+
+
+def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
+    reference = parse_reference(f"{folder / 'my_backend.py'}:MyBackend").reference
+    answer = Worker(torch.device("cpu"), None, lambda event: None).answer(Trace(reference, {}))
+    assert answer.traced and answer.traced.libraries["./libkernel.so"] == file_digest(folder / "libkernel.so")
+
+
+def weights(found: "list[Remark]") -> list[Weight]:
+    return [remark.weight for remark in found]
+
+
+def test_another_build_of_a_package_inherits_nothing() -> None:
+    backend, pin = parse_reference("TORCH_SDPA"), installed("msgspec")
+    assert pin is not None and pin.files and not pin.altered
+    here = distribution("msgspec").version
+
+    def found(version: str, changed: Installed | None) -> list[Remark]:
+        pins = Pins(versions={"msgspec": version}, installed={"msgspec": changed} if changed else {})
+        return [each for each in compare(pins, NOTHING_TRACED, backend) if "msgspec" in each.sentence]
+
+    assert found(here, pin) == []
+    assert weights(found("0.0.1", pin)) == [Weight.OTHER_BUILD]
+    assert weights(found(here, msgspec.structs.replace(pin, build="cp99-none-any"))) == [Weight.OTHER_BUILD]
+    (other,) = found(here, msgspec.structs.replace(pin, files="ab" * 32))
+    assert other.weight is Weight.AGAINST and f"SHA-256 {'ab' * 32}, here it is {pin.files}" in other.sentence
+    assert weights(found(here, None)) == [Weight.TOLD]
+
+
+def test_a_package_that_is_not_installed_is_told() -> None:
+    pins = Pins(versions={"nowhere": "1"}, installed={"nowhere": Installed("any", "ab")})
+    found = compare(pins, NOTHING_TRACED, parse_reference("TORCH_SDPA"))
+    assert Remark(Weight.TOLD, "package nowhere 1 was not compared: it is not installed here") in list(found)
+
+
+def wheel(site: Path) -> Path:
+    """A package as pip installs one."""
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("A = 1\n")
+    (site / "kernels-1.0.dist-info").mkdir()
+    (site / "kernels-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 1.0\n")
+    (site / "kernels-1.0.dist-info" / "WHEEL").write_text("Tag: py3-none-any\n")
+    record = "kernels/__init__.py,sha256=-IS-eOxVtRNuSXGrmWOzNpsg2UJXY6HCVW-EwfNF-_c,6\n../bin/run,sha256=x,1\n"
+    (site / "kernels-1.0.dist-info" / "RECORD").write_text(record)
+    return site / "kernels" / "__init__.py"
+
+
+def test_a_file_that_was_altered_after_it_was_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = wheel(tmp_path)
+    found = installed("kernels")
+    module.write_text("A = 3\n")
+    altered = installed("kernels")
+    assert found and altered == msgspec.structs.replace(found, altered=("kernels/__init__.py",)), "of the same length"
+    assert found.build == "py3-none-any"
+
+
+def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an editable installation leaves it."""
+    module = wheel(tmp_path / "site")
+    told = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
+    (tmp_path / "site" / "kernels-1.0.dist-info" / "direct_url.json").write_text(told)
+    shutil.move(module.parent, tmp_path / "checkout" / "kernels")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    folder = installed("kernels")
+    assert folder and folder.files and not folder.commit
+    identity = {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", tmp_path / "checkout", *command], check=True, env={**os.environ, **identity})
+    checkout = installed("kernels")
+    (tmp_path / "checkout" / "kernels" / "__init__.py").write_text("A = 3\n")
+    changed = installed("kernels")
+    assert checkout and len(checkout.commit) == 40 and (checkout.clean, checkout.files) == (True, "")
+    assert changed == msgspec.structs.replace(checkout, clean=False)
+
+
+def test_sources_are_followed_through_what_no_wheel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "site" / "packaged-1.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "my_kernels").mkdir()
+    (tmp_path / "my_kernels" / "__init__.py").write_text("import json, torch, no_such_module\n")
+    (tmp_path / "my_kernels" / "tiles.py").write_text(
+        "from . import helper\nfrom mla_conformance.backends import eager\n"
+    )
+    (tmp_path / "my_kernels" / "helper.py").write_text("import packaged_kernels\n")
+    (tmp_path / "site" / "packaged_kernels.py").write_text("raise SystemExit\n")
+    (tmp_path / "mine.py").write_text("def late():\n    from my_kernels.tiles import run\n")
+    names = set(source_digests([str(tmp_path / "mine.py")]))
+    own = {name for name in names if not name.startswith("mla_conformance.")}
+    assert own == {"mine.py", "my_kernels", "my_kernels.tiles", "my_kernels.helper"}
+    assert "mla_conformance.backends.online_softmax" in names
+
+
+def test_a_file_is_found_by_its_name_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, home, backend = tmp_path / "site", tmp_path / "home", tmp_path / "work" / "mine.py"
+    (site / "flash-1.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("HOME", str(home))
+    places = {
+        site / "flash" / "_C.so": "flash/_C.so",
+        backend.parent / "lib" / "k.so": "./lib/k.so",
+        home / ".cache" / "jit" / "k.so": "~/.cache/jit/k.so",
+        tmp_path / "other" / "k.so": str(tmp_path / "other" / "k.so"),
+    }
+    for path, name in places.items():
+        assert place_of(path, backend) == name and find_place(name, backend) is None
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert find_place(name, backend) == path or find_place(name, backend).samefile(path)  # type: ignore[union-attr]
+    assert find_place("x" * 5000) is None
+
+
+def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
+    then = Traced({"lse": ("flash::fwd", "Memset")}, {"flash/_C.so": "1", "~/.cache/jit/k.so": "1"})
+    assert list(compare_loaded(then, then)) == []
+    other = Traced(
+        {"lse": ("void at::native::softmax",)}, {"flash/_C.so": "2", "~/.cache/jit/k.so": "2", "new.so": "3"}
+    )
+    found = list(compare_loaded(then, other))
+    assert weights(found) == [Weight.AGAINST, Weight.TOLD, Weight.TOLD, Weight.AGAINST]
+    assert found[0].sentence == "loaded library flash/_C.so was changed: the certificate says SHA-256 1, here it is 2"
+    assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
+
+
+def test_another_machine_is_told() -> None:
+    then = {"device": "NVIDIA H200", "driver": "580.1", "python": "3.12.3", "suite": "1"}
+    (told,) = compare_machines(then, {"driver": "", "python": "3.12.3", "platform": "linux", "suite": "2"})
+    assert told == Remark(Weight.TOLD, "judged with driver 580.1; here: driver none")
+
+
+def test_a_new_seal_does_not_make_it_another_backends(certificate: Path) -> None:
+    """Without the digest of the code that is here a certificate is of other code."""
+    stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
+    bare = msgspec.structs.replace(stated, pins=msgspec.structs.replace(stated.pins, sources={}))
+    certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(bare, seal=seal(bare))))
+    assert main(["verify", str(certificate)]) == 1
