@@ -45,6 +45,7 @@ def add_commands(commands: Any) -> None:
     bench.add_argument(
         "--runs", nargs="+", metavar=REFERENCE, help="runs of each backend, of all, and of all on one GPU or worker"
     )
+    bench.add_argument("--apart", action="store_true", help="of --runs: all of them once more, judged apart")
     bench.add_argument("--tier", default="smoke", metavar=TIERS, help="of --suite and --runs")
     bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")
     bench.add_argument("--case", action="append", default=[], metavar="ID", help="of --suite: this case, not a tier")

@@ -12,7 +12,7 @@ import msgspec
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.limits import machine_memory
+from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.log import LOG_NAME
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
 from mla_conformance.engine.plan import Plan
@@ -31,6 +31,8 @@ CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
+APART = "inputs, kernel and judge apart"
+"""What the environment says of a run whose judge is in no process of a backend."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 
 
@@ -82,12 +84,14 @@ class Run:
         )
 
     def __enter__(self) -> "Run":
+        hide_memory(self.request.apart)
         self.supervisor.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
         self.folder.release()
+        hide_memory(False)
 
     @property
     def _surely_cpu(self) -> bool:
@@ -116,17 +120,18 @@ class Run:
             self._add_gpus(hello)
         self.device = hello.device
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        salt = {"salt": self.request.salt} if self.request.salt else {}
-        self.environment = {**told, **salt, **hello.facts}
+        asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
+        self.environment = {**told, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self._describe()
 
     def _add_place(self, workers: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         variables = {} if _THREADS in os.environ else {_THREADS: str(threads)}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
-        self.supervisor.add_place(
-            Setup(self.request.device, memory, self.request.salt), variables if self._surely_cpu else {}
-        )
+        self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
+
+    def _setup(self, device: str, memory: int | None = None) -> Setup:
+        return Setup(device, memory, self.request.salt, self.request.apart)
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -134,9 +139,7 @@ class Run:
         workers = self.limits.workers or (max(1, len(hello.gpus)) if hello.device == "cuda" else 1)
         for number in range(1, workers):
             gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
-            self.supervisor.add_place(
-                Setup(hello.device, salt=self.request.salt), place_environment(gpu, cache / str(number))
-            )
+            self.supervisor.add_place(self._setup(hello.device), place_environment(gpu, cache / str(number)))
 
     def _describe(self) -> list[BackendFacts]:
         """The facts of every backend; one whose process ends over it is unavailable."""
