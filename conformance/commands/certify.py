@@ -62,6 +62,7 @@ def _new(options: argparse.Namespace) -> Request:
         cases,
         options.explore or 0,
         options.salt or "",
+        _is_apart(options),
     )
     return request.sharded(_shard(options, request))
 
@@ -74,12 +75,19 @@ def _deployed(options: argparse.Namespace) -> Request:
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = Request.of(options.backend, device=options.device, cases=cases, salt=options.salt or "")
+    request = Request.of(
+        options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
+    )
     return request.about(deployment)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _is_apart(options: argparse.Namespace) -> bool:
+    """What is issued is always judged apart."""
+    return bool(options.apart or Issuing.asked(options))
 
 
 def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
@@ -127,6 +135,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         plan.cases,
         plan.explore if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
+        plan.apart or _is_apart(options),
     )
     request = request.sharded(plan.shard).about(plan.deployment)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):

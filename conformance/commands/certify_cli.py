@@ -24,6 +24,9 @@ def add_commands(commands: Any) -> None:
     )
     _add_model(certify)
     certify.add_argument("-n", "--workers", type=count, metavar="N", help="processes that run cases")
+    certify.add_argument(
+        "--apart", action="store_true", help="inputs, kernel and judge in processes of their own, as for a certificate"
+    )
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
     certify.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     issued = certify.add_mutually_exclusive_group()

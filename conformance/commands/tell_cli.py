@@ -1,4 +1,4 @@
-"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects``, ``bench``: what there is, how good it is."""
+"""The parsers of ``backends``, ``capabilities``, ``models``, ``defects``, ``cheats`` and ``bench``."""
 
 import argparse
 from pathlib import Path
@@ -36,6 +36,10 @@ def add_commands(commands: Any) -> None:
         "--diagnosis", action="store_true", help="judge instead what is told of failures: right, wrong or nothing"
     )
     defects.set_defaults(run=_defects)
+    cheats = commands.add_parser("cheats", help="kernels that cheat, and what catches them")
+    cheats.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
+    cheats.add_argument("--table", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
+    cheats.set_defaults(run=_cheats)
     bench = commands.add_parser("bench", help="time and memory of the golden pass and of the suite, as ratios")
     bench.add_argument("--device", metavar=DEVICE)
     bench.add_argument("--scale", action="store_true", help="the golden pass over contexts and numbers of heads")
@@ -45,6 +49,7 @@ def add_commands(commands: Any) -> None:
     bench.add_argument(
         "--runs", nargs="+", metavar=REFERENCE, help="runs of each backend, of all, and of all on one GPU or worker"
     )
+    bench.add_argument("--apart", action="store_true", help="of --runs: all of them once more, judged apart")
     bench.add_argument("--tier", default="smoke", metavar=TIERS, help="of --suite and --runs")
     bench.add_argument("--capability", action="append", default=[], metavar="NAME", help="of --runs; by default all")
     bench.add_argument("--case", action="append", default=[], metavar="ID", help="of --suite: this case, not a tier")
@@ -85,6 +90,12 @@ def _defects(options: argparse.Namespace) -> int:
     from mla_conformance.commands.defects import run_defects
 
     return run_defects(options)
+
+
+def _cheats(options: argparse.Namespace) -> int:
+    from mla_conformance.commands.cheats import try_cheats
+
+    return try_cheats(options)
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         shard: the part of the list that is judged.
         deployment: the model that the cases are of, if they are.
         salt: what inputs are drawn with beside their case.
+        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     format: int
@@ -48,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
+    apart: bool = False
 
     @staticmethod
     def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -66,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,
+            apart=request.apart,
         )
 
     @staticmethod

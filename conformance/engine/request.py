@@ -48,6 +48,7 @@ class Request:
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
         deployment: the model that the cases are of, if they are.
+        apart: with inputs, kernel and judge in processes of their own.
     """
 
     backends: tuple[BackendReference, ...]
@@ -59,6 +60,7 @@ class Request:
     salt: str = ""
     shard: Shard | None = None
     deployment: Deployment | None = None
+    apart: bool = False
 
     @staticmethod
     def of(
@@ -69,6 +71,7 @@ class Request:
         cases: Sequence[str] = (),
         explore: int = 0,
         salt: str = "",
+        apart: bool = False,
     ) -> "Request":
         """Check a request.
 
@@ -83,7 +86,9 @@ class Request:
             _require_device(device)
             _require_exploration(explore, chosen)
             _require_salt(salt)
-            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt)
+            return Request(
+                _distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt, apart=apart
+            )
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 

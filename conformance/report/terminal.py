@@ -48,6 +48,7 @@ def header(environment: dict[str, str], cases: int, drawn: int = 0, model: str =
     return (
         f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
         f"{model or 'tier ' + environment['tier']} · {listed} · golden float64"
+        + (f" · {environment['judge']}" if environment.get("judge") else "")
     )
 
 
