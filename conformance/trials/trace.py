@@ -17,6 +17,8 @@ from mla_conformance.problems.problem import Problem
 def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
     """Import a backend and call it once more, on cases that it passed; one that raises costs its own kernels alone."""
     before, seen = loaded_libraries(), NOTHING_TRACED
+    with contextlib.suppress(Exception):
+        _ = subject.unavailable
     for asked in ({capability: case} for capability, case in cases.items()):
         with contextlib.suppress(Exception):
             seen = seen.joined(traced(subject, asked, loaded_libraries()))
