@@ -52,7 +52,8 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     """
     kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
     parts = (value,) if kind is None else tuple(kind.__iter__(value))
-    return tuple(part if why_not_plain(part) else part.detach() for part in parts)
+    # The method of the class: the tensor's own may be anything.
+    return tuple(torch.Tensor.detach(part) if type(part) is torch.Tensor else part for part in parts)
 
 
 def _why_not_strided(tensor: torch.Tensor) -> str:

@@ -11,7 +11,10 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_CAP_SYS_PTRACE = 19
+_CAPABILITIES_OF_64_BITS = 0x20080522
 _STANDARD = 2
 _PATIENCE = 2.0
 """Seconds in which a process that closed its connection ends by itself."""
@@ -37,6 +40,18 @@ def hide_memory(hidden: bool = True) -> None:
     """Keep processes of the same user from reading or tracing this one; those that may trace any process still can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(not hidden))
+
+
+def renounce_tracing() -> None:
+    """Give up the right to reach into any process, which root has: what :func:`hide_memory` hides is hidden then."""
+    if sys.platform != "linux":
+        return
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    for place in range(3):  # effective, permitted, inheritable; the words behind hold the capabilities from 32 on
+        sets[place] &= ~(1 << _CAP_SYS_PTRACE)
+    libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
+    libc.capset(header, sets)
 
 
 def children() -> set[int]:

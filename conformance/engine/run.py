@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import verdicts
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.log import LOG_NAME
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
@@ -76,6 +78,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
+    _events: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         on_cpu = self._surely_cpu
@@ -161,13 +164,14 @@ class Run:
         """Write what the run is before anything of it is launched."""
         self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self.folder.journal.append("plan", plan=self.plan.to_json())
+        self._write("plan", plan=self.plan.to_json())
 
     def resume(self) -> None:
         """Go on with the run that the folder's journal tells of."""
         self.folder.journal.repair()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self.folder.journal.append("resume")
+        self._events = list(self.folder.journal.events())
+        self._write("resume")
 
     def judge(self, on_record: Callable[[Record], None]) -> None:
         """Judge what has no verdict yet, then confirm what failed; each record is handed over once it is journalled.
@@ -177,7 +181,7 @@ class Run:
             RunError: no process can be started, or the journal cannot be written.
         """
         self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
-        records = self.folder.journal.records()
+        records = verdicts(self._events)
         failures = self._judge(records, on_record)
         while pending := self._unconfirmed(records, failures):
             for record in self._confirmed(pending):
@@ -203,7 +207,7 @@ class Run:
 
     def _traced(self) -> dict[str, Traced]:
         """What each backend, by reference, was seen to run."""
-        told = (event for event in self.folder.journal.events() if event["event"] == "traced")
+        told = (event for event in self._events if event["event"] == "traced")
         return {event["backend"]: msgspec.convert(event["traced"], Traced) for event in told}
 
     def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
@@ -283,12 +287,17 @@ class Run:
 
     def _append(self, event: str, **fields: object) -> None:
         try:
-            self.folder.journal.append(event, **fields)
+            self._write(event, **fields)
         except OSError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
+
+    def _write(self, event: str, **fields: Any) -> None:
+        """Journal an event and keep it: a backend may write into the file."""
+        self.folder.journal.append(event, **fields)
+        self._events.append({"event": event, **fields})
 
     @property
     def resume_line(self) -> str:
@@ -296,11 +305,11 @@ class Run:
         return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
 
     def summary(self) -> RunSummary:
-        """The outcome of everything that the journal holds."""
-        kept = sorted(self.folder.journal.records().values(), key=self._position)
+        """The outcome of everything that this process wrote into the journal, or found there to go on with."""
+        kept = sorted(verdicts(self._events).values(), key=self._position)
         groups = by_backend(list(map(self._expected, kept)))
         traced = self._traced()
-        given_up = {e["backend"]: e["reason"] for e in self.folder.journal.events() if e["event"] == "gave_up"}
+        given_up = {e["backend"]: e["reason"] for e in self._events if e["event"] == "gave_up"}
         backends = tuple(
             BackendSummary(
                 facts,
@@ -310,7 +319,9 @@ class Run:
             )
             for facts in self.facts
         )
-        return RunSummary(self.environment, backends, self.request.case_ids, self.request.shard)
+        return RunSummary(
+            self.environment, backends, self.request.case_ids, self.request.shard, self.request.deployment
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:
