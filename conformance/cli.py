@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands import certify_cli, gating_cli, replay_cli, tell_cli
+from mla_conformance.commands import certify_cli, gating_cli, replay_cli, scoreboard_cli, tell_cli
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
@@ -50,6 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for room in (certify_cli, replay_cli, tell_cli, gating_cli, report_commands):
+    for room in (certify_cli, replay_cli, tell_cli, gating_cli, report_commands, scoreboard_cli):
         room.add_commands(commands)
     return parser
