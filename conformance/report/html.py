@@ -4,9 +4,9 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.cells import Cell, cell, definition
-from mla_conformance.report.summary import BackendSummary, RunSummary
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import closing_line, counted
+from mla_conformance.report.terminal import SIGN, closing_line, counted
 
 _CLOSEST = 8
 
@@ -23,6 +23,9 @@ def html(run: RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
+        verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
+        seconds=f"{sum(run.seconds.values()):.0f} s",
+        refusals=[(backend, refusals) for backend in run_backends if (refusals := _refusals(backend))],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, definition(name), [_placed(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],
@@ -34,6 +37,33 @@ def html(run: RunSummary) -> str:
 
 def _outcome(run: RunSummary) -> str:
     return {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
+
+
+def _verdict(backend: BackendSummary) -> str:
+    """What is said of a backend in one sentence, with the likely cause of most of its failures."""
+    counts = backend.counts
+    if backend.causes:
+        more = f"; {counted(len(backend.causes) - 1, 'other cause')}" if len(backend.causes) > 1 else ""
+        return f"{counted(counts.failed, 'case')} wrong, most likely because: {backend.causes[0].sentence}{more}"
+    if backend.reasons or backend.not_run:
+        return "; ".join(backend.reasons) or backend.not_run
+    if backend.outcome is not Outcome.PASS:
+        return "nothing was judged"
+    waived = f"; {counted(counts.waived, 'case')} wrong as expected" if counts.waived else ""
+    return f"{counted(counts.passed, 'case')} right{waived}"
+
+
+def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
+    """Why cases are unsupported, the reason for most first: what is said, how many cases, of which capabilities."""
+    found: dict[str, list[Record]] = {}
+    for record in backend.records:
+        if record.status is Status.UNSUPPORTED:
+            found.setdefault(record.message, []).append(record)
+    rows = [
+        (reason, len(records), ", ".join(dict.fromkeys(record.capability for record in records)))
+        for reason, records in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
 
 
 def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:

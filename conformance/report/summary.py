@@ -149,6 +149,7 @@ class RunSummary:
         cases: ids of the whole case list, of all shards.
         shard: which part of the list this run was to judge; None for all of it.
         source: the report that it was read from, for messages.
+        date: ISO date on which it ended, or empty if the report does not tell.
     """
 
     environment: dict[str, str]
@@ -156,6 +157,7 @@ class RunSummary:
     cases: tuple[str, ...] = ()
     shard: Shard | None = None
     source: str = ""
+    date: str = ""
 
     @property
     def records(self) -> list[Record]:

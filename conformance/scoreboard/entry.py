@@ -161,8 +161,8 @@ def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[Refused]]:
     """
     entries: list[Entry] = []
     refused: list[Refused] = []
-    for path in (record for path in paths for record in (records_below(path) if path.is_dir() else [path])):
-        found = _read(path)
+    for record in (record for path in paths for record in (records_below(path) if path.is_dir() else [path])):
+        found = _read(record)
         if isinstance(found, Entry):
             entries.append(found)
         else:
