@@ -20,8 +20,8 @@ from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import DeviceCapability
 
 _DEVIATION = Deviation("a kernel for GPUs", "interpreted by Triton on a CPU, not certified")
-# An engine that finds no driver does without Triton, unless it is told that no GPU is visible for now.
-_ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""What has Triton interpret. An engine that finds no driver does without Triton, unless no GPU is visible for now."""
 
 
 class InterpretedLibrary(Library):
@@ -78,8 +78,8 @@ def _triton_compiles() -> bool:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
     try:
         yield
     finally:

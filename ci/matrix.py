@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.certificate.certificate import Finding
-from mla_conformance.certificate.shown import Shown, read_shown
+from mla_conformance.certificate.readable import Shown, read_shown
 from mla_conformance.certificate.submission import RECORD_NAME
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section

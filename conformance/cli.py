@@ -7,13 +7,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands import certify_cli, gating_cli, replay_cli, scoreboard_cli, tell_cli
+from mla_conformance.commands import (
+    bump_cli,
+    certify_cli,
+    export_cli,
+    gating_cli,
+    replay_cli,
+    scoreboard_cli,
+    tell_cli,
+)
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
+from mla_conformance.report.shown import cut
 from mla_conformance.report.terminal import say
 
 _USAGE = 2
@@ -33,13 +43,14 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    _print_anywhere()
     # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
     except InputError as error:
-        say(f"mla-conformance: {error}", error=True)
+        say(f"mla-conformance: {cut(str(error))}", error=True)
         return _USAGE
     except KeyboardInterrupt:
         say("mla-conformance: interrupted", error=True)
@@ -47,9 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _print_anywhere() -> None:
+    """Where a locale or a pipe takes ASCII only, other characters are printed as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for room in (certify_cli, replay_cli, tell_cli, gating_cli, report_commands, scoreboard_cli):
+    rooms = (certify_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands, scoreboard_cli)
+    for room in rooms:
         room.add_commands(commands)
     return parser

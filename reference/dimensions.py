@@ -46,16 +46,21 @@ class MLADimensions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
-    """Sizes of one MLA layer: H, N, Lq, L and those of a head. ValueError unless all are positive ints."""
+    """Sizes of one MLA layer: H, N, Lq, L and those of a head.
+
+    q_lora_rank: Lq; None where queries are projected from the hidden state itself, without a latent.
+    Raises ValueError unless all others are positive ints.
+    """
 
     hidden_size: int
     num_heads: int
-    q_lora_rank: int
+    q_lora_rank: int | None
     kv_lora_rank: int
     head: MLADimensions
 
     def __post_init__(self) -> None:
-        _require_positive(self, "hidden_size", "num_heads", "q_lora_rank", "kv_lora_rank")
+        ranks = ("kv_lora_rank",) if self.q_lora_rank is None else ("q_lora_rank", "kv_lora_rank")
+        _require_positive(self, "hidden_size", "num_heads", *ranks)
 
 
 _DEEPSEEK_HEAD = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

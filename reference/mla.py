@@ -7,14 +7,15 @@ merged by LSE. Source: the MLA documentation of vLLM and arXiv:2405.04434; its l
 before the cached ones, which a bottom-right causal mask forbids, so here the context comes first.
 
 Shared arguments: q_nope [T, N, P]; q_pe [T, N, R], rotated; kv_c [S, L]; k_pe [S, R], rotated; weight_kv_b
-[L, N, P+V] as `kv_b_proj` builds it; start locations and `scale` as in `attention`. Any float dtype; results float64.
+[L, N, P+V] as `kv_b_proj` builds it; start locations and `scale` as in `attention`; `selected` [T, K] the rows of kv_c
+that each query attends to, -1 for none, instead of those that the mask shows. Any float dtype; results float64.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,18 +25,17 @@ from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
 from mla_conformance.reference.merge import merge_states
 from mla_conformance.reference.projections import (
-    MLAWeights,
     absorb_query,
     expand_key,
-    kv_b_proj,
     split_kv_b_proj,
     up_project,
     up_project_output,
 )
-from mla_conformance.reference.rope import rope
+from mla_conformance.reference.row_lists import RowLists
+from mla_conformance.reference.selected import selected_attention
 
 Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
-"""The names of the three routes, as `mla_layer` takes them."""
+"""The names of the three routes, as `layer.mla_layer` takes them."""
 
 
 def compute_friendly(
@@ -49,13 +49,15 @@ def compute_friendly(
     key_start_loc: Sequence[int],
     scale: float,
     causal: bool = True,
+    selected: Tensor | None = None,
 ) -> AttentionState:
     """Multi-head attention over the expanded keys and values. Output [T, N, V]."""
     k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    return attention(
+    return _attend(
         _concat_query(q_nope, q_pe),
         expand_key(k_nope, k_pe.to(torch.float64)),
         v,
+        selected,
         query_start_loc=query_start_loc,
         key_start_loc=key_start_loc,
         scale=scale,
@@ -74,6 +76,7 @@ def data_movement_friendly(
     key_start_loc: Sequence[int],
     scale: float,
     causal: bool = True,
+    selected: Tensor | None = None,
 ) -> AttentionState:
     """Multi-query attention over the latents, then W_UV. Output [T, N, V].
 
@@ -81,10 +84,11 @@ def data_movement_friendly(
     """
     w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     latents = kv_c.to(torch.float64)
-    state = attention(
+    state = _attend(
         _concat_query(absorb_query(q_nope, w_uk), q_pe),
         torch.cat((latents, k_pe.to(torch.float64)), dim=-1).unsqueeze(1),
         latents.unsqueeze(1),
+        selected,
         query_start_loc=query_start_loc,
         key_start_loc=key_start_loc,
         scale=scale,
@@ -103,10 +107,12 @@ def chunked_prefill(
     query_start_loc: Sequence[int],
     context: PagedContext,
     scale: float,
+    lists: RowLists | None = None,
 ) -> AttentionState:
     """Causal attention to the T new tokens (kv_c, k_pe), merged with each chunk of the paged context, unmasked.
 
-    Output [T, N, V]. Raises ValueError as `plan_context_chunks` and `gather_latents` do.
+    With lists, attention to what they name of each. Output [T, N, V]. Raises ValueError as `plan_context_chunks` and
+    `gather_latents` do.
     """
     attend = partial(
         compute_friendly,
@@ -116,12 +122,16 @@ def chunked_prefill(
         query_start_loc=query_start_loc,
         scale=scale,
     )
-    state = attend(kv_c, k_pe, key_start_loc=query_start_loc, causal=True)
+    lengths = _lengths(query_start_loc)
+    named = None if lists is None else lists.keys(context.context_lens, lengths)
+    state = attend(kv_c, k_pe, key_start_loc=query_start_loc, causal=True, selected=named)
     for chunk in plan_context_chunks(
         context.context_lens, workspace_tokens=context.workspace_tokens, page_size=context.cache.shape[1]
     ):
         cached = gather_latents(context.cache, context.block_table, chunk, kv_lora_rank=kv_c.shape[-1])
-        state = merge_states(attend(*cached, key_start_loc=chunk.key_start_loc, causal=False), state)
+        named = None if lists is None else lists.keys(chunk.starts, chunk.seq_lens)
+        part = attend(*cached, key_start_loc=chunk.key_start_loc, causal=False, selected=named)
+        state = merge_states(part, state)
     return state
 
 
@@ -142,58 +152,13 @@ def prepend_context(
     return kv_c, k_pe, tuple(accumulate(lengths, initial=0))
 
 
-def mla_layer(
-    hidden: Tensor,
-    positions: Tensor,
-    weights: MLAWeights,
-    *,
-    query_start_loc: Sequence[int],
-    context: PagedContext,
-    scale: float,
-    path: Path,
-    interleaved: bool = True,
-    rope_base: float = 10000.0,
-) -> Tensor:
-    """The whole layer, from hidden states [T, H] and positions [T] (tokens) to hidden states [T, H] float64.
-
-    The normalisations of the latents, where a model has them, are outside: they precede every kernel. The context is
-    read and not written; rows past query_start_loc[-1] are not in the result.
-    path: one of the three routes; ValueError for another name.
-    """
-    if path not in get_args(Path):
-        raise ValueError(f"expected a path of {', '.join(get_args(Path))}, got {path!r}")
-    w = MLAWeights(**{name: weight.to(torch.float64) for name, weight in vars(weights).items()})
-    h = hidden.to(torch.float64)
-    q_c = h @ w.W_DQ
-    q_nope = torch.einsum("tl,lnp->tnp", q_c, w.W_UQ)
-    q_pe = rope(torch.einsum("tl,lnr->tnr", q_c, w.W_QR), positions, base=rope_base, interleaved=interleaved)
-    k_pe = rope(h @ w.W_KR, positions, base=rope_base, interleaved=interleaved)
-    operands = (q_nope, q_pe, h @ w.W_DKV, k_pe, kv_b_proj(w.W_UK, w.W_UV))
-    state = _attend_over_context(path, *operands, query_start_loc, context, scale)
-    return state.output.flatten(1) @ w.W_O
-
-
-def _attend_over_context(
-    path: Path,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    weight_kv_b: Tensor,
-    query_start_loc: Sequence[int],
-    context: PagedContext,
-    scale: float,
-) -> AttentionState:
-    """One route over the context and the new tokens."""
-    if path == "chunked_prefill":
-        return chunked_prefill(
-            q_nope, q_pe, kv_c, k_pe, weight_kv_b, query_start_loc=query_start_loc, context=context, scale=scale
-        )
-    route = compute_friendly if path == "compute_friendly" else data_movement_friendly
-    kv_c, k_pe, key_start_loc = prepend_context(kv_c, k_pe, query_start_loc, context)
-    return route(
-        q_nope, q_pe, kv_c, k_pe, weight_kv_b, query_start_loc=query_start_loc, key_start_loc=key_start_loc, scale=scale
-    )
+def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, scale: float, **batch: Any) -> AttentionState:
+    """The definition; with lists the one for them, for each head of k and the queries that share it."""
+    if selected is None:
+        return attention(q, k, v, scale=scale, **batch)
+    heads = zip(q.chunk(k.shape[1], dim=1), k.split(1, dim=1), v.split(1, dim=1), strict=True)
+    states = [selected_attention(queries, key, value, selected, scale=scale) for queries, key, value in heads]
+    return AttentionState(torch.cat([s.output for s in states], dim=1), torch.cat([s.lse for s in states]))
 
 
 def _concat_query(nope: Tensor, pe: Tensor) -> Tensor:

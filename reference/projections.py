@@ -4,7 +4,7 @@ The names are those of the DeepSeek-V2 paper (arXiv:2405.04434) as vLLM's MLA do
 products widen their inputs to float64 and never round; `expand_key` and the two `kv_b_proj` functions only copy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,14 +14,19 @@ from mla_conformance.reference.dimensions import ModelDimensions
 
 @dataclass(frozen=True)
 class MLAWeights:
-    """The projections of one layer, one float dtype and device.
+    """The weights of one layer, one float dtype and device.
 
-    W_DQ [H, Lq] hidden to latent query; W_UQ [Lq, N, P] and W_QR [Lq, N, R] latent query to the two query parts;
-    W_DKV [H, L] hidden to the cached latent; W_KR [H, R] hidden to the shared rotary key; W_UK [L, N, P] and
-    W_UV [L, N, V] latent to key and value; W_O [N*V, H] heads to hidden.
+    W_DQ [H, Lq] hidden to latent query, None where queries are projected from the hidden state, so that Lq is H;
+    W_UQ [Lq, N, P] and W_QR [Lq, N, R] latent query to the two query parts; W_DKV [H, L] hidden to the cached latent;
+    W_KR [H, R] hidden to the shared rotary key; W_UK [L, N, P] and W_UV [L, N, V] latent to key and value;
+    W_O [N*V, H] heads to hidden.
+
+    Where a model has them: q_norm [Lq], kv_norm [L] and k_pe_norm [R], the weights of RMSNorms of the two latents and
+    of the rotary key; W_G [H or Lq, N, V or 1] to a gate of each value, or of each head; sink [N], logits.
+    `layer_spec.LayerSpec` says which, and of what shape.
     """
 
-    W_DQ: Tensor
+    W_DQ: Tensor | None
     W_UQ: Tensor
     W_QR: Tensor
     W_DKV: Tensor
@@ -29,12 +34,25 @@ class MLAWeights:
     W_KR: Tensor
     W_UV: Tensor
     W_O: Tensor
+    q_norm: Tensor | None = None
+    kv_norm: Tensor | None = None
+    k_pe_norm: Tensor | None = None
+    W_G: Tensor | None = None
+    sink: Tensor | None = None
+
+    def present(self) -> dict[str, Tensor]:
+        """The weights that the layer has, by name."""
+        return {name: weight for name, weight in vars(self).items() if weight is not None}
+
+    def widened(self) -> "MLAWeights":
+        """The same in float64."""
+        return replace(self, **{name: weight.to(torch.float64) for name, weight in self.present().items()})
 
 
 def random_weights(
     model: ModelDimensions, generator: torch.Generator, dtype: torch.dtype = torch.float64
 ) -> MLAWeights:
-    """Normal weights with variance 1/fan-in, so that unit-variance activations stay O(1) through the layer.
+    """Normal matrices with variance 1/fan-in, so that unit-variance activations stay O(1); no norms, gates or sinks.
 
     Drawn in float64 on the generator's device, in the order of MLAWeights' fields, then converted to `dtype`.
     """
@@ -44,10 +62,11 @@ def random_weights(
         return (normal / fan_in**0.5).to(dtype)
 
     hidden, heads, head = model.hidden_size, model.num_heads, model.head
+    q_rank = model.q_lora_rank or hidden
     return MLAWeights(
-        W_DQ=draw(hidden, model.q_lora_rank),
-        W_UQ=draw(model.q_lora_rank, heads, head.qk_nope_head_dim),
-        W_QR=draw(model.q_lora_rank, heads, head.qk_rope_head_dim),
+        W_DQ=draw(hidden, q_rank) if model.q_lora_rank else None,
+        W_UQ=draw(q_rank, heads, head.qk_nope_head_dim),
+        W_QR=draw(q_rank, heads, head.qk_rope_head_dim),
         W_DKV=draw(hidden, model.kv_lora_rank),
         W_UK=draw(model.kv_lora_rank, heads, head.qk_nope_head_dim),
         W_KR=draw(hidden, head.qk_rope_head_dim),
@@ -96,3 +115,9 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
 def up_project_output(o: Tensor, w_uv: Tensor) -> Tensor:
     """Attention over latents to values: o [T, N, L], w_uv [L, N, V] give [T, N, V] float64."""
     return torch.einsum("tnl,lnv->tnv", o.to(torch.float64), w_uv.to(torch.float64))
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Rows of x [..., D] by the root of their mean square, times weight [D]: float64. Source: arXiv:1910.07467."""
+    x = x.to(torch.float64)
+    return weight.to(torch.float64) * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon))

@@ -1,35 +1,79 @@
 """Rotary position embedding (RoPE), in float64 and in both layouts of the pairs.
 
-Source: Su et al., RoFormer, arXiv:2104.09864. Context-extension scalings of the frequencies (YaRN and others) are
-outside: they reach an attention kernel only as different inputs and another softmax scale.
+Source: Su et al., RoFormer, arXiv:2104.09864. How fast pairs turn is a value: `Rotation.plain` has RoFormer's powers of
+a base, `Rotation.extended` those of YaRN, and a model with others writes them down.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mla_conformance.reference.finite import is_finite
+from mla_conformance.reference.yarn import Yarn
 
-def rope(x: Tensor, positions: Tensor, *, base: float = 10000.0, interleaved: bool) -> Tensor:
-    """Rotate pair i of every row t by the angle positions[t] * base^(-2i/R).
 
-    x: [T, ..., R], any float dtype, R even (0 is legal and changes nothing). positions: [T], integers, in tokens.
-    interleaved: True pairs elements (2i, 2i+1), as DeepSeek and GLM do; False pairs (i, i + R/2), the NeoX style.
-    Returns [T, ..., R] float64. Raises ValueError for an odd R or positions that do not match x.
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """How the pairs of a rotary part turn with the position.
+
+    frequencies: radians a token, one for each of the R/2 pairs. interleaved: True pairs elements (2i, 2i+1), as
+    DeepSeek does; False pairs (i, i + R/2), the NeoX style. magnitude: factor of what was rotated, 1 but for YaRN.
+    Raises ValueError for frequencies or a magnitude that are not finite numbers above 0.
     """
-    dim = x.shape[-1]
-    if dim % 2:
-        raise ValueError(f"RoPE rotates pairs: expected an even last dimension, got {dim} in shape {tuple(x.shape)}")
+
+    frequencies: tuple[float, ...]
+    interleaved: bool
+    magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, numbers in (("frequencies", self.frequencies), ("magnitude", (self.magnitude,))):
+            if not all(is_finite(number) and number > 0 for number in numbers):
+                raise ValueError(f"{name} of a rotation must be finite and above 0, got {getattr(self, name)!r}")
+
+    @staticmethod
+    def plain(dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
+        """Pair i of the R = ``dim`` elements turns by base^(-2i/R) radians a token; ValueError for an odd ``dim``."""
+        return Rotation(frequencies=plain_frequencies(dim, base), interleaved=interleaved)
+
+    @staticmethod
+    def extended(yarn: Yarn, dim: int, *, base: float = 10000.0, interleaved: bool) -> "Rotation":
+        """The same for a context that YaRN extends; ValueError for a ``base`` up to 1 as well."""
+        slowed = yarn.slowed(plain_frequencies(dim, base), base)
+        return Rotation(frequencies=slowed, interleaved=interleaved, magnitude=yarn.magnitude)
+
+    @property
+    def dim(self) -> int:
+        """R, the elements that it rotates."""
+        return 2 * len(self.frequencies)
+
+
+def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
+    """base^(-2i/dim) for each of the dim/2 pairs i, radians a token; ValueError for an odd ``dim`` or a base <= 0."""
+    if dim < 0 or dim % 2 or not (is_finite(base) and base > 0):
+        raise ValueError(
+            f"RoPE rotates pairs: expected an even number of elements and a base > 0, got {dim} and {base}"
+        )
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / max(dim, 1)
+    return tuple(torch.pow(base, -exponent).tolist())
+
+
+def rope(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate pair i of every row t by the angle positions[t] * frequencies[i].
+
+    x: [T, ..., R], any float dtype; an R of 0 is legal. positions: [T], integers, in tokens.
+    Returns [T, ..., R] float64. Raises ValueError for another R than the rotation's, or positions that do not match x.
+    """
+    if x.shape[-1] != rotation.dim:
+        raise ValueError(f"expected a last dimension of {rotation.dim}, two for each frequency, got {tuple(x.shape)}")
     if positions.shape != x.shape[:1]:
         raise ValueError(f"expected one position a token, shape [{x.shape[0]}], got {tuple(positions.shape)}")
-    angle = _angles(positions, dim, base).reshape(x.shape[0], *[1] * (x.dim() - 2), dim // 2)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = _split_pairs(x.to(torch.float64), interleaved)
-    return _join_pairs(first * cos - second * sin, second * cos + first * sin, interleaved)
-
-
-def _angles(positions: Tensor, dim: int, base: float) -> Tensor:
-    """Angles in radians, [T, R/2] float64."""
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / max(dim, 1)
-    return positions.to(torch.float64)[:, None] * torch.pow(base, -exponent)
+    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device=positions.device)
+    angle = positions.to(torch.float64)[:, None] * frequencies
+    angle = angle.reshape(x.shape[0], *[1] * (x.dim() - 2), rotation.dim // 2)
+    cos, sin = rotation.magnitude * angle.cos(), rotation.magnitude * angle.sin()
+    first, second = _split_pairs(x.to(torch.float64), rotation.interleaved)
+    return _join_pairs(first * cos - second * sin, second * cos + first * sin, rotation.interleaved)
 
 
 def _split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

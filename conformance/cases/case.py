@@ -14,7 +14,15 @@ from typing import Any, ClassVar, Self
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.data import Data
-from mla_conformance.cases.grammar import CaseError, dimensions_of, format_value, from_plain, parse_value
+from mla_conformance.cases.grammar import (
+    LARGEST,
+    CaseError,
+    dimensions_of,
+    format_value,
+    from_plain,
+    parse_value,
+    require_requests,
+)
 from mla_conformance.reference.dimensions import MLADimensions
 
 __all__ = ["CASE_FORMAT", "DTYPES", "FAR", "Call", "Case", "CaseError", "Layout", "at_least", "one_of", "parse_fields"]
@@ -309,6 +317,8 @@ class Case(ABC):
             raise CaseError(f"expected one non-negative length per request, got {self._lengths}")
         if self.has_context and len(self.kv) != len(self.q):
             raise CaseError(f"{self.call} expects one context length per request, got {self._lengths}")
+        if sum(self.q) + sum(self.kv) > LARGEST:
+            raise CaseError(f"expected at most {LARGEST:,} tokens, got {sum(self.q):,} new ones and {sum(self.kv):,}")
 
     @property
     def _lengths(self) -> str:
@@ -350,6 +360,10 @@ def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
     allowed: Sequence[str] = law.get("allowed", ())
     if allowed and value not in allowed:
         raise CaseError(f"field {name}: expected one of {', '.join(allowed)}, got {value!r}")
+    if isinstance(value, tuple):
+        require_requests(name, len(value))
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise CaseError(f"field {name}: expected at most {LARGEST:,}, got {value}")
     if "least" in law and value < law["least"]:
         expected = "positive" if law["least"] else "non-negative"
         raise CaseError(f"field {name}: expected a {expected} number, got {value}")

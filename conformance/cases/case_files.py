@@ -14,7 +14,7 @@ from mla_conformance.files.outputs import write_whole
 
 
 class _CaseFile(msgspec.Struct):
-    case: dict[str, Any]
+    case: dict[str, bool | int | str | tuple[int, ...]]
     id: str
 
 

@@ -3,11 +3,16 @@
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 
+MOST_REQUESTS = 2**16
+"""Requests of a case; the longest list of the suite has 16,500."""
+LARGEST = 2**31
+"""Any number of a case, and the tokens of all its requests; the suite's largest batch has 1,049,190."""
+_LONGEST_ID = 2**20
 _SHORTEST_RUN = 4
 _FEWEST_ROUNDS = 8
 _LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]")
@@ -16,6 +21,18 @@ _ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]")
 
 class CaseError(ValueError):
     """A case that cannot be read or contradicts itself."""
+
+
+def require_id(text: str) -> None:
+    """Hold a text against what ids are made of, whatever they say; what is written as one is also shown as one.
+
+    Raises:
+        CaseError: longer than any list needs, or other characters than visible ASCII ones.
+    """
+    if len(text) > _LONGEST_ID:
+        raise CaseError(f"malformed case id: expected at most {_LONGEST_ID:,} characters, got {len(text):,}")
+    if not re.fullmatch("[a-z0-9_]+:[!-~]*", text):
+        raise CaseError(f"malformed case id {text!r}: expected 'capability:field=value;…' in ASCII, without spaces")
 
 
 def format_value(value: object) -> str:
@@ -38,10 +55,22 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
             return {"0": False, "1": True}[text]
         if kind is str:
             return text
-        return _lengths(text)
+        return _lengths(name, text)
+    except CaseError:
+        raise
     except (ValueError, KeyError):
         expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17], [1x48] or [(5,9)x24]")
         raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
+
+
+def require_requests(name: str, count: int) -> None:
+    """Hold the length of a list against what a case may have.
+
+    Raises:
+        CaseError: it is longer.
+    """
+    if count > MOST_REQUESTS:
+        raise CaseError(f"field {name}: expected at most {MOST_REQUESTS:,} requests, got {count:,}")
 
 
 def from_plain(name: str, kind: Any, value: Any) -> Any:
@@ -69,7 +98,7 @@ def dimensions_of(name: str) -> tuple[MLADimensions, int]:
     """
     if name in PRESETS:
         return PRESETS[name].head, PRESETS[name].kv_lora_rank
-    numbers = re.fullmatch(r"(\d+)-(\d+)-(\d+)-(\d+)", name)
+    numbers = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})-([0-9]{1,9})", name)
     if not numbers:
         raise CaseError(
             f"unknown dims {name!r}; expected one of {', '.join(PRESETS)}, or P-R-V-L such as 128-64-128-512"
@@ -99,15 +128,19 @@ def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
         yield from [f"{length}x{times}"] if times >= _SHORTEST_RUN else [str(length)] * times
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    """What :func:`_rounds` or :func:`_runs` wrote; any number of times is understood.
+def _lengths(name: str, text: str) -> tuple[int, ...]:
+    """What :func:`_rounds` or :func:`_runs` wrote, counted before it is written out.
 
     Raises:
+        CaseError: more requests than a case may have.
         ValueError: something else.
     """
     if rounds := _ROUNDS.fullmatch(text):
-        return tuple(map(int, rounds[1].split(","))) * int(rounds[2])
-    if not _LIST.fullmatch(text):
+        runs = [(tuple(map(int, rounds[1].split(","))), int(rounds[2]))]
+    elif _LIST.fullmatch(text):
+        items = [item.partition("x") for item in text[1:-1].split(",") if item]
+        runs = [((int(length),), int(times or 1)) for length, _, times in items]
+    else:
         raise ValueError
-    runs = [item.partition("x") for item in text[1:-1].split(",") if item]
-    return tuple(int(length) for length, _, times in runs for _ in range(int(times or 1)))
+    require_requests(name, sum(len(lengths) * times for lengths, times in runs))
+    return tuple(chain.from_iterable(lengths * times for lengths, times in runs))

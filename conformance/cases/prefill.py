@@ -10,6 +10,8 @@ from mla_conformance.cases.grammar import CaseError
 from mla_conformance.reference.chunking import PLANNERS
 
 _LONGER = 3
+_MOST_SLICES = 2**18
+"""Slices of contexts that a plan may have; those of the suite have up to 138."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,22 @@ class PrefillCase(Case):
         """
         super().validate()
         if self.is_merged:
+            self._require_few_slices()
             try:
                 PLANNERS[self.planner](self.kv, workspace_tokens=self.workspace, page_size=self.page)
             except ValueError as error:
                 raise CaseError(f"field workspace: {error}") from error
+
+    def _require_few_slices(self) -> None:
+        """Hold the chunks' slices of contexts, as many as equal shares make of them, against a limit.
+
+        Raises:
+            CaseError: there are so many that planning them takes long.
+        """
+        with_context = sum(map(bool, self.kv))
+        share = max(1, self.workspace // max(1, with_context))
+        slices = len(self.kv) * (max(self.kv) // share + with_context)
+        if slices > _MOST_SLICES:
+            raise CaseError(
+                f"field workspace: expected room for contexts in at most {_MOST_SLICES:,} slices, got {slices:,}"
+            )

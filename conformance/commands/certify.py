@@ -81,6 +81,8 @@ def _recorded(folder: Path) -> Plan:
         journal.check()
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
+    except OSError as error:
+        raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
     return plan
 
 

@@ -10,7 +10,8 @@ from mla_conformance.commands.options import DEVICE, REFERENCE, TIERS, count, se
 def add_commands(commands: Any) -> None:
     """Add the parser of this command."""
     certify = commands.add_parser("certify", help="judge backends")
-    _add_selection(certify)
+    add_selection(certify)
+    _add_part(certify)
     _add_folder(certify)
     certify.add_argument("--timeout", type=seconds, metavar="TIME", help="end a process whose case takes longer")
     certify.add_argument("--deadline", type=seconds, metavar="TIME", help="end the run after so long, as 40m")
@@ -34,16 +35,20 @@ def add_commands(commands: Any) -> None:
     certify.set_defaults(run=_certify)
 
 
-def _add_selection(certify: argparse.ArgumentParser) -> None:
-    certify.add_argument("--backend", action="append", default=[], metavar=REFERENCE)
-    certify.add_argument("--capability", action="append", default=[], metavar="NAME")
-    certify.add_argument("--tier", metavar=TIERS, help="by default full")
-    certify.add_argument("--device", metavar=DEVICE)
+def add_selection(command: argparse.ArgumentParser) -> None:
+    """Add the options that say which backends a command judges by which cases."""
+    command.add_argument("--backend", action="append", default=[], metavar=REFERENCE)
+    command.add_argument("--capability", action="append", default=[], metavar="NAME")
+    command.add_argument("--tier", metavar=TIERS, help="by default full")
+    command.add_argument("--device", metavar=DEVICE)
+    command.add_argument("--cases", type=Path, metavar="DIR", help="judge the case files of a folder instead")
+
+
+def _add_part(certify: argparse.ArgumentParser) -> None:
     certify.add_argument(
         "--explore", type=int, metavar="N", help="judge N drawn cases as well; one that fails is made small"
     )
     certify.add_argument("--salt", metavar="TEXT", help="draw all inputs anew, those that this text stands for")
-    certify.add_argument("--cases", type=Path, metavar="DIR", help="judge the case files of a folder instead")
     certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
     certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")
 

@@ -18,7 +18,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, header, say
+from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, header, put, say
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -86,7 +86,7 @@ def run_and_report(
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:
-        say(json.dumps(report_json(summary), indent=1, ensure_ascii=False))
+        put(json.dumps(report_json(summary), indent=1))
     else:
         _show_outcome(summary, report if keep_report else None)
     for message in filter(None, (broken, unwritten)):

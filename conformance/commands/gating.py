@@ -1,35 +1,43 @@
 """The commands that decide by a run's report, which takes no torch."""
 
 import argparse
-from pathlib import Path
 
-from mla_conformance.commands.options import SHIPPED
+from mla_conformance.cases.capabilities import CapabilityError, Tier, find_tier
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.update import plan_update
+from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.gate import Gate
 from mla_conformance.gating.gate_table import gate_lines
-from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import say
+from mla_conformance.gating.mustpass import SHIPPED, MustPass
+from mla_conformance.report.loading import load_report, report_file
+from mla_conformance.report.terminal import put, say
 
 
 def gate(options: argparse.Namespace) -> int:
     """Print what the gate finds; the exit status."""
-    must_pass = None
-    if options.must_pass:
-        must_pass = MustPass.of_suite() if options.must_pass == SHIPPED else MustPass.read(Path(options.must_pass))
+    present = [path for path in options.reports if report_file(path).exists()]
     found = Gate(
-        reports=[load_report(path) for path in options.reports],
+        reports=[load_report(path) for path in present],
         expectations=Expectations.load([shipped(), *options.expectations]),
+        absent=[str(path) for path in options.reports if path not in present],
+        required=[text.rpartition(":")[2] for text in options.require],
+        tier=_tier(options.require_tier),
         baseline=[load_report(path) for path in options.baseline],
-        must_pass=must_pass,
+        must_pass=None if options.must_pass is None else MustPass.asked(options.must_pass or [SHIPPED]),
         max_drift=options.max_drift,
     )
     rows = found.rows()
     blocked = any(map(found.blocks, rows))
-    for line in gate_lines(rows, blocked, sum(len(report.records) for report in found.reports)):
+    for line in gate_lines(found, rows, blocked):
         say(line)
     return 1 if blocked else 0
+
+
+def _tier(name: str) -> Tier | None:
+    try:
+        return None if name == "none" else find_tier(name)
+    except CapabilityError as error:
+        raise InputError(f"--require-tier: {error}, or none") from error
 
 
 def update_expectations(options: argparse.Namespace) -> int:
@@ -49,5 +57,5 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 def tell_must_pass() -> int:
     """Print the must-pass list; the exit status."""
-    say(MustPass.of_vocabulary().to_text().rstrip("\n"))
+    put(MustPass.of_vocabulary().to_text().rstrip("\n"))
     return 0

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.commands.options import DEVICE, REFERENCE, SHIPPED
+from mla_conformance.commands.options import DEVICE, REFERENCE, TIERS
 from mla_conformance.report.commands import drift
 
 
@@ -40,7 +40,18 @@ def _add_gate(commands: Any) -> None:
     gate.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
     gate.add_argument("--baseline", type=Path, action="append", default=[], metavar="REPORT", help="of an earlier run")
     gate.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
-    gate.add_argument("--must-pass", nargs="?", const=SHIPPED, metavar="FILE", help="by default the suite's own list")
+    gate.add_argument(
+        "--require", nargs="+", action="extend", default=[], metavar=REFERENCE, help="backends that have to be judged"
+    )
+    gate.add_argument(
+        "--require-tier", default="full", metavar=f"{TIERS}|none", help="of which every case needs a verdict, full"
+    )
+    gate.add_argument(
+        "--must-pass",
+        nargs="*",
+        metavar="FILE|NAME[@VERSION]",
+        help="what has to be passed: by default shipped, the suite's own list; or profiles of it, which then bind",
+    )
     gate.add_argument("--max-drift", type=drift, metavar="SHARE", help="close on a larger growth in error-budget use")
     gate.set_defaults(run=_gate)
 

@@ -6,8 +6,6 @@ import re
 REFERENCE = "NAME|module:Class|file.py:Class"
 DEVICE = "cpu|cuda"
 TIERS = "smoke|full|nightly"
-SHIPPED = "shipped"
-"""What ``--must-pass`` means without a file: the suite's own list."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 

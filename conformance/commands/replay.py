@@ -10,24 +10,50 @@ from pathlib import Path
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
+from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import say
 
 
+@dataclass(frozen=True)
+class _Replayed:
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
+
+    case: str
+    reference: str
+    after: Sequence[str]
+    salt: str
+
+
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
     asked = _replayed(options)
+    if options.dump is not None:
+        require_empty(options.dump)
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after
-        return run_and_report(run, keep_report=False)
+        status = run_and_report(run, keep_report=False)
+    if options.dump is not None:
+        _dump(asked, options)
+    return status
+
+
+def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
+    """Write what the case is judged by in this process, where nothing else ran before it."""
+    device = find_device(options.device or "")
+    assert device is not None, "the run was on it"
+    dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
+    say(f"operands, results, golden results and errors: {options.dump}")
 
 
 @contextmanager
@@ -41,16 +67,6 @@ def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str = 
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
-
-    case: str
-    reference: str
-    after: Sequence[str]
-    salt: str
-
-
 def _replayed(options: argparse.Namespace) -> _Replayed:
     if (options.case is None) == (options.report is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
@@ -60,8 +76,8 @@ def _replayed(options: argparse.Namespace) -> _Replayed:
         return _Replayed(failure.case, options.backend or failure.reference, options.after or failure.after, salt)
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")
-    after = [_case_id(case) for case in options.after]
-    return _Replayed(_case_id(options.case), options.backend, after, options.salt or "")
+    after = [case_id(case) for case in options.after]
+    return _Replayed(case_id(options.case), options.backend, after, options.salt or "")
 
 
 def _failure(path: Path, number: int) -> Record:
@@ -72,7 +88,7 @@ def _failure(path: Path, number: int) -> Record:
     return failures[number - 1]
 
 
-def _case_id(text: str) -> str:
+def case_id(text: str) -> str:
     """The id of a case that is given as its id or as a file."""
     try:
         return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
@@ -82,7 +98,7 @@ def _case_id(text: str) -> str:
 
 def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
-    with _one_case(_case_id(options.case), options.backend, options) as run, run:
+    with _one_case(case_id(options.case), options.backend, options) as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases

@@ -20,6 +20,7 @@ def add_commands(commands: Any) -> None:
     replay.add_argument("--backend", metavar=REFERENCE)
     replay.add_argument("--device", metavar=DEVICE)
     replay.add_argument("--timeout", type=seconds, metavar="TIME")
+    replay.add_argument("--dump", type=Path, metavar="DIR", help="also write operands, result, golden result and error")
     replay.set_defaults(run=_replay)
     minimize = commands.add_parser("minimize", help="find the simplest case that fails in the same way")
     minimize.add_argument("case", metavar="CASE_ID|FILE.json")

@@ -9,10 +9,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mla_conformance.engine.messages import Question, question_of
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import Traced
 
 JOURNAL_NAME = "journal.jsonl"
+
+
+class _Event(msgspec.Struct, tag_field="event"):
+    pass
+
+
+class _Plan(_Event, tag="plan"):
+    plan: dict[str, Any]
+
+
+class _Resume(_Event, tag="resume"):
+    pass
+
+
+class _Started(_Event, tag="started"):
+    case: str
+    backend: str
+
+
+class _Verdict(_Event, tag="verdict"):
+    record: dict[str, Any]
+
+
+class _Traced(_Event, tag="traced"):
+    backend: str
+    traced: Traced
+
+
+class _GaveUp(_Event, tag="gave_up"):
+    backend: str
+    reason: str
+
+
+class _End(_Event, tag="end"):
+    pass
 
 
 class JournalError(ValueError):
@@ -49,7 +87,7 @@ class Journal:
         """All whole events so far; a last line that was cut off is left out."""
         for line in self._whole().splitlines() if self.path.exists() else ():
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                yield _read(line)
 
     def records(self) -> dict[Question, Record]:
         """The last verdict on each question."""
@@ -78,10 +116,29 @@ class Journal:
         return content[: content.rfind(b"\n") + 1]
 
 
+def _read(line: bytes) -> dict[str, Any]:
+    """The event of a line.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        plain = json.loads(line, parse_constant=_refuse)  # unlike msgspec it reads the half of a pair, as of a message
+        event = msgspec.convert(plain, _Plan | _Resume | _Started | _Verdict | _Traced | _GaveUp | _End)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    found: dict[str, Any] = msgspec.to_builtins(event)
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"expected a number, got {constant}")
+
+
 def _require_event(line: bytes, where: str) -> None:
     try:
-        event = json.loads(line)
+        event = _read(line)
         if event["event"] == "verdict":
             Record.from_json(event["record"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise JournalError(f"{where}: expected an event of a run as JSON, got {line[:80]!r} ({error!r})") from None
+    except ValueError as error:
+        raise JournalError(f"{where}: expected an event of a run as JSON, got {line[:80]!r}: {error}") from None

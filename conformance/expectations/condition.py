@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
@@ -81,8 +81,8 @@ class Condition:
         """
         if not text.strip():
             return Condition(((),))
-        alternatives = re.split(r"\s+or\s+", text)
-        return Condition(tuple(tuple(map(Comparison.parse, re.split(r"\s+and\s+", part))) for part in alternatives))
+        alternatives = " ".join(text.split()).split(" or ")
+        return Condition(tuple(tuple(map(Comparison.parse, part.split(" and "))) for part in alternatives))
 
     def holds(self, facts: Mapping[str, str]) -> bool:
         """Whether it holds for these facts."""
@@ -91,7 +91,6 @@ class Condition:
 
 def _version(text: str) -> Version | None:
     try:
-        parsed = Version(text)
-    except InvalidVersion:
+        return Version(Version(text).public)  # 2.13.0+cpu is 2.13.0
+    except ValueError:  # none, or one of thousands of digits
         return None
-    return Version(parsed.public)  # 2.13.0+cpu is 2.13.0

@@ -29,7 +29,8 @@ _NOT_EXPECTABLE = {
     Status.EXPECTED_FAILURE,
     Status.UNEXPECTED_PASS,
 }
-_SUITE = re.compile(r"\d{4}\.\d+(\.\d+)*")
+_SUITE = re.compile(r"\d{4}(\.\d{1,9}){1,4}")
+_MOST_BYTES, _LONGEST_LINE = 2**20, 2048
 
 
 class Category(StrEnum):
@@ -168,12 +169,23 @@ def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expect
     Raises:
         InputError: not TOML, an unknown key or value, or an entry without a reason; names file and entry.
     """
+    text = read_text(path)
+    _require_small(text, path)
     try:
-        table = convert(tomllib.loads(read_text(path)), _File, str(path))
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from error
-    entries = enumerate(table.expectation, start=1)
+    entries = enumerate(convert(table, _File, str(path)).expectation, start=1)
     return tuple(_entry(entry, path, number, reasons_required) for number, entry in entries)
+
+
+def _require_small(text: str, path: Path) -> None:
+    """Reading TOML takes the square of the length of a key."""
+    if len(text) > _MOST_BYTES:
+        raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"{path}: line {number}: expected at most {_LONGEST_LINE:,} characters, got {len(line):,}")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

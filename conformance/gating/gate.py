@@ -2,31 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
+from mla_conformance.cases.capabilities import Tier
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
+from mla_conformance.gating.completeness import incomplete, missing
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.gating.row import Finding, Row
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-
-
-class Finding(StrEnum):
-    """What a gate finds, in the order in which it is shown."""
-
-    INCOMPLETE = "not run"
-    FAILING = "failing"
-    NEWLY_FAILING = "newly failing"
-    LOST = "no longer judged"
-    UNEXPECTED_PASS = "unexpected pass"
-    MUST_PASS = "must pass"
-    EXPECTATION = "expectation"
-    NEWLY_PASSING = "newly passing"
-    DRIFTED = "drifted"
-
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.version import SUITE_VERSION
 
 _CHANGES = {
     Kind.BACKEND_REMOVED: Finding.LOST,
@@ -41,22 +29,15 @@ _INFORMATION = (Finding.NEWLY_PASSING, Finding.DRIFTED)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the gate's table."""
-
-    finding: Finding
-    backend: str
-    what: str
-    detail: str
-
-
-@dataclass(frozen=True)
 class Gate:
     """Everything that a gate decides by.
 
     Attributes:
         reports: the run; several reports are shards or backends of one run.
         expectations: known failures.
+        absent: reports that were named, but are not there.
+        required: names of the backends that have to be judged.
+        tier: the tier of whose cases each backend needs a verdict; None takes whatever was selected.
         baseline: the reports of an earlier run to compare with.
         must_pass: what has to be passed.
         max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
@@ -64,6 +45,9 @@ class Gate:
 
     reports: Sequence[RunSummary]
     expectations: Expectations
+    absent: Sequence[str] = ()
+    required: Sequence[str] = ()
+    tier: Tier | None = None
     baseline: Sequence[RunSummary] = ()
     must_pass: MustPass | None = None
     max_drift: float | None = None
@@ -75,9 +59,11 @@ class Gate:
             InputError: reports that do not belong together.
         """
         _require_alike([*self.reports, *self.baseline])
+        self._require_installed()
         now = _joined(self.reports, self.expectations)
         changes = self._changes(now)
-        found = [*_incomplete(self.reports), *self._failures(now, changes), *self._outdated()]
+        found = [*missing(self.reports, self.absent, self.required), *incomplete(self.reports, self.tier)]
+        found += [*self._failures(now, changes), *self._outdated()]
         found += [Row(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
             assert self.must_pass
@@ -85,9 +71,28 @@ class Gate:
             found += [Row(Finding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)]
         return sorted(found, key=lambda row: list(Finding).index(row.finding))
 
+    @property
+    def terms(self) -> list[str]:
+        """What is decided by, in words."""
+        suites = {f"suite {report.environment['suite']}": "" for report in self.reports}
+        tier = f"{self.tier} tier required" if self.tier else "any selection taken"
+        return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
+
     def blocks(self, row: Row) -> bool:
         """Whether this row closes the gate."""
         return row.finding not in _INFORMATION or (row.finding is Finding.DRIFTED and self.max_drift is not None)
+
+    def _require_installed(self) -> None:
+        """The lists of tiers and of what must pass are those of the suite that is installed here."""
+        wanted = {f"the {self.tier} tier": SUITE_VERSION} if self.tier else {}
+        wanted |= {f"--must-pass {self.must_pass.name}": self.must_pass.suite} if self.must_pass else {}
+        for report in self.reports:
+            for what, suite in wanted.items():
+                if suite not in ("", report.environment["suite"]):
+                    raise InputError(
+                        f"{report.source}: {what} is of suite {suite} here, but the report is of suite "
+                        f"{report.environment['suite']}"
+                    )
 
     def _changes(self, now: RunSummary) -> list[Change]:
         if not self.baseline:
@@ -111,12 +116,11 @@ class Gate:
 
 def _require_alike(reports: Sequence[RunSummary]) -> None:
     """Verdicts of different suites or tiers say nothing about each other."""
-    first = reports[0]
-    for report in reports:
+    for report in reports[1:]:
         for name in ("suite", "tier"):
-            expected, got = (r.environment.get(name) for r in (first, report))
+            expected, got = (r.environment.get(name) for r in (reports[0], report))
             if got != expected:
-                raise InputError(f"{report.source}: expected {name} {expected} as in {first.source}, got {got}")
+                raise InputError(f"{report.source}: expected {name} {expected} as in {reports[0].source}, got {got}")
 
 
 def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSummary:
@@ -134,25 +138,4 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
                 found[record.key] = expectations.apply(record, here)
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
     backends = (BackendSummary(known[name], summarise(found.values(), {})) for name, found in joined.items())
-    return RunSummary(reports[0].environment, tuple(backends), cases)
-
-
-def _incomplete(reports: Sequence[RunSummary]) -> Iterator[Row]:
-    """Backends of whose list something was not run; and a run that judged nothing."""
-    for name, keys in _not_run(reports).items():
-        for capability, count in count_by_capability(keys).items():
-            yield Row(Finding.INCOMPLETE, name, capability, f"{count} cases of the list have no verdict")
-    if not any(report.records for report in reports):
-        yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
-
-
-def _not_run(reports: Sequence[RunSummary]) -> dict[str, list[str]]:
-    """Keys without a record by backend; each report may be of one shard of the list."""
-    run = [(report, backend) for report in reports for backend in report.backends if not backend.reasons]
-    judged = {(backend.name, record.key) for _, backend in run for record in backend.records}
-    wanted = dict.fromkeys((backend.name, key) for report, backend in run for key in report.keys_of(backend))
-    missing: dict[str, list[str]] = {}
-    for name, key in wanted:
-        if (name, key) not in judged:
-            missing.setdefault(name, []).append(key)
-    return missing
+    return RunSummary(reports[0].environment if reports else {}, tuple(backends), cases)

@@ -3,19 +3,22 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from mla_conformance.gating.gate import Row
+from mla_conformance.gating.gate import Gate
+from mla_conformance.gating.row import Row
+from mla_conformance.report.shown import cut
 
 _SHOWN = 20
 
 
-def gate_lines(rows: Sequence[Row], blocked: bool, judged: int) -> Iterator[str]:
-    """One line per finding, the first of each kind, and the decision."""
+def gate_lines(gate: Gate, rows: Sequence[Row], blocked: bool) -> Iterator[str]:
+    """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
     width = max((len(row.backend) for row in rows), default=0)
     for finding, group in groupby(rows, key=lambda row: row.finding):
         of_kind = list(group)
         for row in of_kind[:_SHOWN]:
-            yield f"{finding:<16} {row.backend:<{width}} {row.what} · {row.detail}"
-        if len(of_kind) > _SHOWN:
-            yield f"{finding:<16} … and {len(of_kind) - _SHOWN} more"
+            yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
+        if hidden := of_kind[_SHOWN:]:
+            yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
     counts = [f"{len(list(group))} {finding}" for finding, group in groupby(rows, key=lambda row: row.finding)]
-    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([f"{judged} verdicts", *counts])
+    judged = sum(len(report.records) for report in gate.reports)
+    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, f"{judged} verdicts", *counts])

@@ -8,8 +8,8 @@ unsupported.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 
 CORE = "core"
+SHIPPED = "shipped"
+"""The suite's own list, by name."""
 _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")
 """The profiles of which at least one binds a backend."""
 
@@ -46,9 +48,15 @@ class MustPass:
 
     Attributes:
         profiles: case ids of each profile.
+        name: as it was asked for.
+        suite: version of the suite that its cases are of; a file's is not known.
+        demanded: profiles that bind a backend whatever it declares.
     """
 
     profiles: Mapping[str, tuple[str, ...]]
+    name: str = field(default="", compare=False)
+    suite: str = field(default="", compare=False)
+    demanded: tuple[str, ...] = ()
 
     @staticmethod
     def of_vocabulary() -> "MustPass":
@@ -72,6 +80,34 @@ class MustPass:
                 f"{SUITE_VERSION}, got {found.digest} from the vocabulary; another list is another version"
             )
         return found
+
+    @staticmethod
+    def asked(texts: Sequence[str]) -> "MustPass":
+        """The list that options name.
+
+        Args:
+            texts: ``shipped``, a profile's name, or either with ``@VERSION`` of the suite that it has to be of; or one
+                file. Profiles that are named bind whatever a backend declares, and no other profile does then.
+
+        Raises:
+            InputError: no such profile, another version than the one that is installed, or a bad file.
+        """
+        names = [text.partition("@")[0] for text in texts]
+        if len(texts) == 1 and Path(texts[0]).is_file():
+            return replace(MustPass.read(Path(texts[0])), name=texts[0])
+        shipped = MustPass.of_suite()
+        for text, name in zip(texts, names, strict=True):
+            if name not in (SHIPPED, *shipped.profiles):
+                raise InputError(
+                    f"--must-pass {text}: expected a file, {SHIPPED}, or profiles that `mla-conformance mustpass` "
+                    f"lists, such as {', '.join(_CORES)}; each with or without @{SUITE_VERSION}"
+                )
+            if "@" in text and text != f"{name}@{SUITE_VERSION}":
+                raise InputError(f"--must-pass {text}: the list that is installed here is {name}@{SUITE_VERSION}")
+        found = replace(shipped, name=" ".join(f"{name}@{SUITE_VERSION}" for name in names), suite=SUITE_VERSION)
+        if SHIPPED in names:
+            return replace(found, demanded=tuple(name for name in names if name != SHIPPED))
+        return replace(found, profiles={name: shipped.profiles[name] for name in names}, demanded=tuple(names))
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
@@ -121,8 +157,8 @@ class MustPass:
 
     def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
         """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
-        binding = [profile for profile in self.profiles if not self._unsupported(profile, records)]
-        if not set(_CORES) & set(binding):
+        binding = [p for p in self.profiles if p in self.demanded or not self._unsupported(p, records)]
+        if not set(_CORES) & set(binding) and not self.demanded:
             yield CORE
         yield from binding
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.shown import MESSAGE
 
 WRONG: dict[str, str] = {
     Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
@@ -31,7 +32,7 @@ WRONG: dict[str, str] = {
 }
 """What failing a check means, of failures of which nothing more is known."""
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
-_PATH, _NUMBER = re.compile(r"(?<!\w)[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
+_PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _key(record: Record) -> tuple[str, str]:
     if told := record.finding or (record.explanation if record.is_explained else ""):
         return "", told
     if _is_exception(record):
-        return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)))
+        return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE]))
     return record.check or record.status, ""
 
 

@@ -1,6 +1,7 @@
 """The commands on reports. Exit status: 0 in order, 1 regressions, 2 bad input, 3 an incomplete run."""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,15 +14,16 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, say
+from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, put, say
 
 _INCOMPLETE = 3
 
 
 def _text(run: RunSummary) -> str:
     lines = [*cause_lines(run, columns()), *(line for backend in run.backends for line in backend_lines(backend))]
-    return "".join(f"{line}\n" for line in [*lines, closing_line(run)])
+    return "".join(f"{shown_line(line)}\n" for line in [*lines, closing_line(run)])
 
 
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
@@ -73,7 +75,7 @@ def _render(options: argparse.Namespace) -> int:
     if options.out:
         write_output(options.out, text)
     else:
-        say(text.rstrip("\n"))
+        put(text.rstrip("\n"))
     return 0
 
 
@@ -83,7 +85,7 @@ def _diff(options: argparse.Namespace) -> int:
         say(said)
     changes = compare(before, after, options.drift)
     for change in changes:
-        say(f"{'✘' if change.regression else '·'} {change.kind}: {change.subject} · {change.detail}")
+        say(change.line)
     regressions = sum(change.regression for change in changes)
     say(f"{regressions} regressions, {len(changes) - regressions} other changes")
     return 1 if regressions else 0
@@ -97,5 +99,5 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    say(to_text(schema()).rstrip("\n"))
+    put(json.dumps(schema(), indent=1))
     return 0

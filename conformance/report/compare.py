@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 DRIFT = 0.1
@@ -59,6 +60,11 @@ class Change:
     def regression(self) -> bool:
         """Whether it makes the second run worse."""
         return self.kind in _REGRESSIONS
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {cut(self.detail)}"
 
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:

@@ -4,6 +4,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
 from mla_conformance.report.terminal import SIGN, closing_line, counted
@@ -76,7 +77,7 @@ def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
 
 
 def _anchor(backend: str, capability: str) -> str:
-    return f"{backend}-{capability}"
+    return shown(f"{backend}-{capability}")
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:

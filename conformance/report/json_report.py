@@ -43,6 +43,7 @@ def report_form(run: RunSummary) -> ReportForm:
 
 def _backend(backend: BackendSummary) -> BackendForm:
     facts, evidence = backend.facts, backend.evidence
+    places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
     return BackendForm(
         status=backend.outcome,
         reference=facts.reference,
@@ -57,7 +58,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
         fingerprint=facts.fingerprint,
         causes=tuple(map(_cause, backend.causes)),
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
-        records=tuple(_record(record, evidence) for record in backend.records),
+        records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
     )
 
 
@@ -85,13 +86,13 @@ def _capability(capability: CapabilitySummary) -> CapabilityForm:
     )
 
 
-def _record(record: Record, evidence: list[dict[str, str]]) -> RecordForm:
+def _record(record: Record, evidence: int | None) -> RecordForm:
     said = {} if record.failed else _said(record)
     return RecordForm(
         case=record.case,
         status=record.status,
         seconds=record.seconds,
-        evidence=evidence.index(record.evidence) if record.evidence else None,
+        evidence=evidence,
         capability=EXPLORED if record.key != record.case else "",
         cases=record.cases,
         sampled=SampledForm(**record.sampled) if record.sampled else None,

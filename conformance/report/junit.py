@@ -1,13 +1,12 @@
 """The outcome of a run as JUnit XML, which CI systems show as tests: one suite per backend, one test per record."""
 
-import re
 from xml.etree import ElementTree
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.shown import LINE, cut, shown, shown_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
-_NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
 
 
@@ -17,7 +16,8 @@ def junit(run: RunSummary) -> str:
     for backend in run.backends:
         root.append(_suite(backend))
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    # ASCII, whose declaration is true wherever the text goes: what else there is becomes character references.
+    return ElementTree.tostring(root, encoding="us-ascii", xml_declaration=True).decode("ascii") + "\n"
 
 
 def _suite(backend: BackendSummary) -> ElementTree.Element:
@@ -27,7 +27,7 @@ def _suite(backend: BackendSummary) -> ElementTree.Element:
     counts = {tag: sum(test.find(tag) is not None for test in tests) for tag in ("failure", "error", "skipped")}
     suite = ElementTree.Element(
         "testsuite",
-        name=_text(backend.name),
+        name=shown(backend.name),
         tests=str(len(tests)),
         failures=str(counts["failure"]),
         errors=str(counts["error"]),
@@ -39,26 +39,22 @@ def _suite(backend: BackendSummary) -> ElementTree.Element:
 
 
 def _test(record: Record) -> ElementTree.Element:
-    place = {"classname": _text(f"{record.backend}.{record.capability}"), "name": _text(record.case)}
+    place = {"classname": shown(f"{record.backend}.{record.capability}"), "name": shown(record.case, LINE)}
     test = ElementTree.Element("testcase", place, time=f"{record.seconds:.3f}")
-    message = _text(record.message)
+    message = shown(record.message)
     if record.failed:
         kind = "error" if record.status in _BROKEN else "failure"
-        told = ElementTree.SubElement(test, kind, message=message, type=_text(record.check or record.status))
-        told.text = _text("\n".join(filter(None, (*record.remarks, f"replay: {record.replay}", record.detail))))
+        told = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
+        said = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
+        told.text = shown_lines("\n".join(filter(None, said)))
     elif record.status is not Status.PASS:
         ElementTree.SubElement(
-            test, "skipped", message=_text(": ".join(filter(None, (record.status, record.expectation, record.message))))
+            test, "skipped", message=shown(": ".join(filter(None, (record.status, record.expectation, record.message))))
         )
     return test
 
 
 def _unavailable(backend: BackendSummary) -> ElementTree.Element:
-    test = ElementTree.Element("testcase", classname=_text(backend.name), name="available", time="0")
-    ElementTree.SubElement(test, "skipped", message=_text("; ".join(backend.reasons)))
+    test = ElementTree.Element("testcase", classname=shown(backend.name), name="available", time="0")
+    ElementTree.SubElement(test, "skipped", message=shown("; ".join(backend.reasons)))
     return test
-
-
-def _text(text: str) -> str:
-    """Text without the characters that XML cannot hold."""
-    return _NO_XML.sub("�", text)

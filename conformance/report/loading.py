@@ -1,6 +1,7 @@
 """Reading ``report.json`` back: only what a run wrote is accepted, with counts that follow from its records."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.grammar import require_id
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
@@ -23,7 +25,13 @@ from mla_conformance.report.form import (
     Said,
 )
 from mla_conformance.report.json_report import report_form
+from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+
+
+def report_file(path: Path) -> Path:
+    """The report that a path names: a file, or the one in a run's folder."""
+    return path / "report.json" if path.is_dir() else path
 
 
 def load_report(path: Path) -> RunSummary:
@@ -32,7 +40,7 @@ def load_report(path: Path) -> RunSummary:
     Raises:
         InputError: unreadable, truncated, of another schema, malformed, or with counts that do not add up.
     """
-    path = path / "report.json" if path.is_dir() else path
+    path = report_file(path)
     text = read_text(path)
     _require_schema(path, decode(text, _Head, str(path)).schema)
     report = decode(text, ReportForm, str(path))
@@ -45,6 +53,8 @@ def load_report(path: Path) -> RunSummary:
     return run
 
 
+_NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")
+"""A registered name, one with a variant, or the name of a class."""
 _EXPECTED = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
 
 
@@ -68,6 +78,8 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     own = shard.cases if shard else cases
     if len(set(cases)) < len(cases) or not set(own) <= set(cases):
         raise ValueError("the list of cases holds a case twice, or lacks one of its shard")
+    for case in cases:
+        require_id(case)
     missing = [name for name in ENVIRONMENT if name not in report.environment]
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
@@ -77,6 +89,8 @@ def _run(report: ReportForm, source: str) -> RunSummary:
 
 
 def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
     records = list(_records(name, part, salt))
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
@@ -138,5 +152,4 @@ def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tu
 
 
 def _brief(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shown(json.dumps(value, ensure_ascii=False), 80)

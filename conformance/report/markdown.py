@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import closing_line, counted
 
@@ -18,10 +19,10 @@ _MOST_CAUSES = 7
 
 def markdown(run: RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
-    lines = ["## MLA conformance", "", _inline(closing_line(run)), "", *_backends(run), ""]
+    lines = ["## MLA conformance", "", inline(closing_line(run)), "", *_backends(run), ""]
     lines += [line for backend in run.backends for line in _causes(backend)]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items())
-    return "\n".join([*lines, f"<sub>{_inline(facts)}</sub>", ""])
+    return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
 
 
 def _backends(run: RunSummary) -> Iterator[str]:
@@ -34,7 +35,7 @@ def _backends(run: RunSummary) -> Iterator[str]:
 def _row(backend: BackendSummary) -> list[str]:
     sign = f"{SIGN[backend.outcome]} {backend.outcome.value.replace('_', ' ')}"
     if backend.reasons:
-        return [_inline(backend.name), sign, "", "", "", "", "", _inline("; ".join(backend.reasons))]
+        return [inline(backend.name), sign, "", "", "", "", "", inline("; ".join(backend.reasons))]
     failing = ", ".join(c.name for c in backend.capabilities if c.outcome is Outcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
     counts = backend.counts
@@ -43,7 +44,7 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    return [_inline(backend.name), sign, *numbers, _worst(backend), _inline("; ".join(notes))]
+    return [inline(backend.name), sign, *numbers, _worst(backend), inline("; ".join(notes))]
 
 
 def _worst(backend: BackendSummary) -> str:
@@ -52,12 +53,12 @@ def _worst(backend: BackendSummary) -> str:
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{_inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {_inline(_said(cause))}"
-        yield from (f"<br>{_inline(text)}" for text in _example(cause))
-        yield from ("", "```sh", cause.example.replay, "```", "")
+        yield f"**{inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {inline(_said(cause))}"
+        yield from (f"<br>{inline(text)}" for text in _example(cause))
+        yield from ("", "```sh", shown_line(cause.example.replay), "```", "")
     hidden = len(backend.causes) - _MOST_CAUSES
     if hidden > 0:
-        yield from (f"… and {counted(hidden, 'more cause')} of {_inline(backend.name)} in the report", "")
+        yield from (f"… and {counted(hidden, 'more cause')} of {inline(backend.name)} in the report", "")
 
 
 def _said(cause: Cause) -> str:
@@ -72,11 +73,12 @@ def _example(cause: Cause) -> Iterator[str]:
         yield example.confirmed
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """Text in which nothing is markup, on one line."""
+    text = shown(" ".join(cut(text).split()), LINE)
     for character in "\\`*_[]<>|#~":
         text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
+    return text
 
 
 def annotations(run: RunSummary) -> str:
@@ -91,13 +93,13 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((_said(cause), *_example(cause), f"replay: {cause.example.replay}"))
+    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
     title = f"{backend.name}: {counted(len(cause.failures), 'case')} of {', '.join(cause.capabilities)}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return shown_lines(text).replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

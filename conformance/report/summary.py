@@ -121,11 +121,7 @@ class BackendSummary:
     @property
     def evidence(self) -> list[dict[str, str]]:
         """Every distinct evidence of a kernel that its records carry."""
-        distinct: list[dict[str, str]] = []
-        for record in self.records:
-            if record.evidence and record.evidence not in distinct:
-                distinct.append(record.evidence)
-        return distinct
+        return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
     @property
     def outcome(self) -> Outcome:

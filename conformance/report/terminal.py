@@ -10,6 +10,7 @@ from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.shown import cut, shown_line
 from mla_conformance.report.summary import (
     BackendSummary,
     CapabilitySummary,
@@ -22,8 +23,13 @@ from mla_conformance.report.summary import (
 
 
 def say(line: str, error: bool = False) -> None:
-    """Print one line at once."""
-    print(line, file=sys.stderr if error else sys.stdout, flush=True)
+    """Print one line at once, whatever is in it."""
+    put(shown_line(line), error)
+
+
+def put(text: str, error: bool = False) -> None:
+    """Print what is fit to be shown, or made for machines, as it stands."""
+    print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
@@ -62,7 +68,7 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
     """A backend's capabilities, wrapped; or why it is unavailable."""
     name = f"{backend.name:<{_NAME_WIDTH}} "
     if backend.reasons:
-        yield f"{name}unavailable: {'; '.join(backend.reasons)}"
+        yield f"{name}unavailable: {cut('; '.join(backend.reasons))}"
         return
     line = name
     for text in map(capability_text, backend.capabilities):
@@ -76,7 +82,7 @@ def backend_lines(backend: BackendSummary) -> Iterator[str]:
 
 def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.stopped and backend.not_run:
-        yield backend.not_run
+        yield cut(backend.not_run)
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled(backend)
@@ -145,7 +151,7 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             if len(backend.causes) > 1:
                 yield from [head] if number == 1 else []
                 head = f"    {number}. {counted(len(cause.failures), 'case')}"
-            yield from _cause(f"{head}: {cause.sentence}{cause.extent}", cause, width)
+            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
         if hidden := len(backend.causes) - len(told):
             yield f"    … and {counted(hidden, 'more cause')} in the report"
 
@@ -159,7 +165,7 @@ def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
     yield from whole.wrap(head)
     whole.initial_indent = _INDENT
     for detail in details:
-        yield from whole.wrap(detail)
+        yield from whole.wrap(cut(detail))
     yield f"{_INDENT}replay: {example.replay}"
 
 

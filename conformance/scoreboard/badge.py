@@ -2,15 +2,19 @@
 
 from html import escape
 
+from mla_conformance.report.shown import shown
 from mla_conformance.scoreboard.entry import Entry
 
 _BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
 _LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20
+"""Pixels; the width of a letter is that of a common sans serif on average."""
+_LONGEST = 200
 
 
 def badge(entry: Entry) -> str:
     """An SVG that says the verdict in words, whatever its colour."""
-    left, right = entry.record.backend, f"{entry.verdict} · {entry.record.device} · {entry.state}"
+    record = entry.record
+    left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
     colour = _BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
     title = escape(f"{left}: {right}")

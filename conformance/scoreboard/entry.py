@@ -10,7 +10,7 @@ from pathlib import Path
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Finding, Outdated, read_certificate
-from mla_conformance.certificate.shown import Shown, read_shown
+from mla_conformance.certificate.readable import Shown, read_shown
 from mla_conformance.certificate.submission import records_below
 from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
@@ -19,7 +19,7 @@ from mla_conformance.report.counts import Counts
 from mla_conformance.report.summary import CapabilitySummary, count_by_capability, summarise
 
 _NUMBERS = re.compile(r"\d{1,9}")
-_LINK = re.compile(r"https://[^\s()<>\"']+")
+_LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -379,7 +379,7 @@ def test_a_run_is_certified_verified_and_run_again(
     file = submissions / SUITE_VERSION / "TORCH_SDPA" / "record.json"
     all_but_two(tmp_path)
     assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(submissions)]) == 0
-    assert main(["gate", str(tmp_path), "--must-pass"]) == 0
+    assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
     assert main(["verify", str(submissions), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0

@@ -16,6 +16,8 @@ from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md")]
+READ = [ROOT / "docs" / name for name in ("bump.md", "runners.md", "release.md")]
+"""Pages whose commands want a GPU, a cluster or an index of packages."""
 TEMPLATES = [ROOT / "ci" / name for name in ("github-actions.yml", "buildkite.yml")]
 SCRIPTS = [ROOT / "ci" / "gate.sh", ROOT / ".ci" / "run"]
 
@@ -36,17 +38,19 @@ def commands(text: str) -> Iterator[list[str]]:
         bare = bare.removeprefix('run "').rstrip('"') if bare.startswith('run "') else bare
         for call in re.findall(r"(?:^|[\s!&])mla-conformance ([^|&>]*)", bare):
             if not line.lstrip().startswith("#") and "`" not in call:
-                yield [word for word in shlex.split(call) if word != "${expectations[@]}"]
+                yield [word for word in shlex.split(call) if word not in ("${expectations[@]}", "$@")]
 
 
-@pytest.mark.parametrize("path", [*TEMPLATES, *SCRIPTS, *PAGES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*TEMPLATES, *SCRIPTS, *PAGES, *READ], ids=lambda path: path.name)
 def test_every_command_is_one_that_exists(path: Path) -> None:
     shell = "\n".join(blocks(path, "bash") + blocks(path, "sh")) if path.suffix == ".md" else path.read_text()
     found = list(commands(shell))
     assert found
     for arguments in found:
         options, extra = _parser().parse_known_args(arguments)
-        assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["$@"])), arguments
+        assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["${certify[@]}"])), (
+            arguments
+        )
 
 
 def test_github_judges_a_matrix_and_gates_what_it_found() -> None:
@@ -56,13 +60,16 @@ def test_github_judges_a_matrix_and_gates_what_it_found() -> None:
     assert gate["needs"] == "judge" and gate["if"] == "always()"
     used = [step.get("uses", "").partition("@")[0] for job in (judge, gate) for step in job["steps"]]
     assert used.index("actions/upload-artifact") < used.index("actions/download-artifact")
-    assert gate["steps"][-1]["shell"] == "bash" and " | tee" in gate["steps"][-1]["run"]
+    last = gate["steps"][-1]
+    assert last["shell"] == "bash" and " | tee" in last["run"] and "--require $REQUIRED" in last["run"]
+    assert last["env"]["REQUIRED"].split() == judge["strategy"]["matrix"]["backend"]
 
 
 def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
     judge, gate = template("buildkite.yml")["steps"]
     assert judge["matrix"] and judge["artifact_paths"] == ["reports/**/*"]
     assert gate["depends_on"] == judge["key"] and gate["allow_dependency_failure"] is True
+    assert f"--require {' '.join(judge['matrix'])} --" in gate["commands"][-1]
 
 
 def test_templates_and_script_judge_and_decide_with_the_same_commands() -> None:
@@ -86,6 +93,7 @@ def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
+SMOKE = ("--tier", "smoke", "--", "--require-tier", "smoke")
 NOTES = """#!/usr/bin/env bash
 # Stands for the command: notes its arguments, and ends with the status that a file names.
 echo "$*" >> calls
@@ -108,8 +116,9 @@ def test_the_gate_script_leaves_failures_to_the_gate_and_stops_at_a_mistake(
     for name, number in statuses.items():
         (tmp_path / f"status-{name}").write_text(str(number))
     (tmp_path / "ci" / "expectations").mkdir(parents=True)
-    done = shell(ROOT / "ci" / "gate.sh", tmp_path, command.parent, "out", "EAGER TORCH_SDPA", "--tier", "smoke")
+    done = shell(ROOT / "ci" / "gate.sh", tmp_path, command.parent, "out", "EAGER TORCH_SDPA", *SMOKE)
     certified = [f"certify --backend {name} --out out/{name} --fresh --tier smoke" for name in ("EAGER", "TORCH_SDPA")]
-    gate = "gate out/EAGER/report.json out/TORCH_SDPA/report.json --expectations ci/expectations"
+    gate = "gate out/EAGER/report.json out/TORCH_SDPA/report.json --require EAGER TORCH_SDPA"
+    gate += " --expectations ci/expectations --require-tier smoke"
     assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().splitlines() == ([*certified, gate] if gated else certified[:1])

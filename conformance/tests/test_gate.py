@@ -17,6 +17,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.version import SUITE_VERSION
 
 Write = Callable[..., Path]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
@@ -24,14 +25,15 @@ PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) fo
 FAILED = replace(PASSED[1], status=Status.FAIL, check="lse")
 
 
-def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, str]:
-    status = main(["gate", *map(str, arguments)])
+def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
+    status = main(["gate", *map(str, arguments), "--require-tier", tier])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
 def test_a_clean_run_passes(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate(capsys, write_report("a.json", PASSED)) == (0, "gate open · 4 verdicts\n", "")
+    said = f"gate open · suite {SUITE_VERSION} · any selection taken · 4 verdicts\n"
+    assert gate(capsys, write_report("a.json", PASSED)) == (0, said, "")
 
 
 def test_a_failure_closes_the_gate_unless_it_is_expected(
@@ -67,7 +69,7 @@ def test_the_baseline_tells_what_is_new(write_report: Write, capsys: pytest.Capt
     status, out, _ = gate(capsys, now, "--baseline", before)
     found = [line.partition("  ")[0] for line in out.splitlines()]
     assert status == 1 and found[:3] == ["newly failing", "newly passing", "drifted"]
-    assert "lse: 0.30 → 0.55 of the error budget" in out and "gate CLOSED · 4 verdicts · 1 newly failing" in out
+    assert "lse: 0.30 → 0.55 of the error budget" in out and " · 4 verdicts · 1 newly failing" in out
 
 
 @pytest.mark.parametrize(("limit", "expected"), [((), 0), (("--max-drift", "0.2"), 1), (("--max-drift", "0.5"), 0)])

@@ -1,22 +1,29 @@
-"""The wheel holds what the checkout holds, and works without it."""
+"""The wheel holds what the checkout holds, and works without it; what is told of the project is told alike."""
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Callable, Iterator
+from email.parser import Parser
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 from mla_conformance.cases.capabilities import Tier, find_capability
+from mla_conformance.version import __version__
 
 ROOT = Path(__file__).parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
-BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
+BUILD = "from setuptools.build_meta import build_{0}; print(build_{0}('.'))"
+APACHE = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+"""SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt."""
 
 
 def shipped_files() -> Iterator[tuple[str, Path]]:
@@ -37,16 +44,20 @@ def run(command: list[str | Path], folder: Path, environment: dict[str, str] | N
 
 @pytest.fixture(scope="module")
 def wheel(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """A wheel built from a copy, since setuptools would ship what an earlier build left in the checkout."""
+    """A wheel built from an sdist, and that from a copy: setuptools would ship what an earlier build left here."""
 
     def build(folder: Path) -> None:
-        for name in ("pyproject.toml", "README.md"):
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, folder / name)
         for name in FOLDERS.values():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        run([sys.executable, "-c", BUILD], folder)
+        run([sys.executable, "-c", BUILD.format("sdist")], folder)
+        (sdist,) = folder.glob("*.tar.gz")
+        with tarfile.open(sdist) as packed:
+            packed.extractall(folder, filter="data")
+        run([sys.executable, "-c", BUILD.format("wheel")], folder / sdist.name.removesuffix(".tar.gz"))
 
-    (built,) = once("wheel", build).glob("*.whl")
+    (built,) = once("wheel", build).glob("*/*.whl")
     return built
 
 
@@ -60,6 +71,21 @@ def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
     expected = {f"{package.replace('.', '/')}/{path.as_posix()}" for package, path in shipped_files()}
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert sorted(packed) == sorted(expected)
+
+
+def test_the_wheel_tells_its_licence_and_its_description(wheel: Path) -> None:
+    with ZipFile(wheel) as packed:
+        about = f"mla_conformance-{__version__}.dist-info"
+        told = Parser().parsestr(packed.read(f"{about}/METADATA").decode())
+        assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+        assert hashlib.sha256(packed.read(f"{about}/licenses/LICENSE")).hexdigest() == APACHE
+    assert told["Description-Content-Type"] == "text/markdown"
+    assert told.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_citation_names_the_version_and_the_licence_of_the_wheel() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"], cited["cff-version"]) == (__version__, "Apache-2.0", "1.2.0")
 
 
 def test_the_suite_runs_from_the_wheel_in_another_folder(wheel: Path, tmp_path: Path) -> None:

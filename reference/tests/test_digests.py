@@ -18,12 +18,15 @@ from torch import Tensor
 
 from mla_conformance.fixtures import load
 from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
+from mla_conformance.reference.layer import mla_layer
+from mla_conformance.reference.layer_spec import LayerSpec
 from mla_conformance.reference.mla import Path as Route
-from mla_conformance.reference.mla import chunked_prefill, mla_layer
+from mla_conformance.reference.mla import chunked_prefill
 from mla_conformance.reference.projections import MLAWeights
 from mla_conformance.reference.quantization import quantize_e4m3
-from mla_conformance.reference.rope import rope
+from mla_conformance.reference.rope import Rotation, rope
 
 FILE = Path(__file__).parents[2] / "fixtures" / "golden" / "reference_digests.json"
 
@@ -68,17 +71,19 @@ def layer(path: Route) -> str:
     shapes = (64, 24), (24, 4, 16), (24, 4, 8), (64, 32), (32, 4, 16), (64, 8), (32, 4, 16), (64, 64)
     weights = MLAWeights(*(integers(10 + i, *shape) / 8 for i, shape in enumerate(shapes)))
     positions = torch.tensor([10, 11, 12, 3, 4, 5, 6])
+    spec = LayerSpec(model="small", dims=PRESETS["small"], scale=0.125, rotation=turn(interleaved=True))
+    starts = (0, 3, 7)
     return digest(
-        mla_layer(
-            integers(20, 7, 64),
-            positions,
-            weights,
-            query_start_loc=(0, 3, 7),
-            context=context(),
-            scale=0.125,
-            path=path,
-        )
+        mla_layer(integers(20, 7, 64), positions, weights, spec, query_start_loc=starts, context=context(), path=path)
     )
+
+
+def turn(interleaved: bool) -> Rotation:
+    return Rotation.plain(8, interleaved=interleaved)
+
+
+def rotated(interleaved: bool) -> str:
+    return digest(rope(integers(21, 9, 2, 8), torch.arange(9) * 101, turn(interleaved)))
 
 
 CASES: dict[str, Callable[[], str]] = {
@@ -88,8 +93,8 @@ CASES: dict[str, Callable[[], str]] = {
     "layer_compute_friendly": lambda: layer("compute_friendly"),
     "layer_data_movement_friendly": lambda: layer("data_movement_friendly"),
     "layer_chunked_prefill": lambda: layer("chunked_prefill"),
-    "rope_interleaved": lambda: digest(rope(integers(21, 9, 2, 8), torch.arange(9) * 101, interleaved=True)),
-    "rope_halves": lambda: digest(rope(integers(21, 9, 2, 8), torch.arange(9) * 101, interleaved=False)),
+    "rope_interleaved": lambda: rotated(interleaved=True),
+    "rope_halves": lambda: rotated(interleaved=False),
     "quantize_e4m3": lambda: digest(quantize_e4m3(integers(22, 512), 0.01).view(torch.uint8)),
 }
 

@@ -1,21 +1,12 @@
-"""The three routes are one function, from latents and from hidden states."""
+"""The three routes are one function."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.dimensions import PRESETS
-from mla_conformance.reference.mla import (
-    chunked_prefill,
-    compute_friendly,
-    data_movement_friendly,
-    mla_layer,
-    prepend_context,
-)
-from mla_conformance.reference.projections import random_weights
+from mla_conformance.reference.mla import chunked_prefill, compute_friendly, data_movement_friendly, prepend_context
 
 
 def assert_same(a: Tensor, b: Tensor) -> None:
@@ -64,30 +55,3 @@ def test_unmasked_routes_agree(prefill: Any) -> None:
 
 def test_the_batch_has_more_than_one_chunk(prefill: Any) -> None:
     assert len(plan_context_chunks(prefill.context.context_lens, workspace_tokens=8, page_size=4)) == 3
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_layer_by_all_paths(prefill: Any, normal: Any, interleaved: bool) -> None:
-    model = PRESETS["small"]
-    weights = random_weights(model, torch.Generator().manual_seed(3))
-    hidden = normal(20, 9, model.hidden_size)
-    positions = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])
-
-    def layer(path: Any) -> Tensor:
-        return mla_layer(
-            hidden,
-            positions,
-            weights,
-            query_start_loc=prefill.query_start_loc,
-            context=prefill.context,
-            scale=0.2,
-            path=path,
-            interleaved=interleaved,
-        )
-
-    expanded = layer("compute_friendly")
-    assert expanded.shape == hidden.shape and 0.1 < expanded.std() < 2
-    assert_same(layer("data_movement_friendly"), expanded)
-    assert_same(layer("chunked_prefill"), expanded)
-    with pytest.raises(ValueError, match="compute_friendly, data_movement_friendly, chunked_prefill"):
-        layer("fast")

@@ -46,12 +46,12 @@ def test_products_widen_and_copies_keep() -> None:
 def test_random_weights_have_the_shapes_and_keep_the_scale() -> None:
     model = PRESETS["small"]
     weights = random_weights(model, torch.Generator().manual_seed(0))
-    shapes = {name: tuple(weight.shape) for name, weight in vars(weights).items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.present().items()}
     assert shapes == {
         "W_DQ": (64, 24), "W_UQ": (24, 4, 16), "W_QR": (24, 4, 8), "W_DKV": (64, 32),
         "W_UK": (32, 4, 16), "W_KR": (64, 8), "W_UV": (32, 4, 16), "W_O": (64, 64),
     }  # fmt: skip
-    for name, weight in vars(weights).items():
+    for name, weight in weights.present().items():
         assert weight.std().item() * weight.shape[0] ** 0.5 == pytest.approx(1.0, abs=0.15), name
     again = random_weights(model, torch.Generator().manual_seed(0), torch.bfloat16)
     assert torch.equal(again.W_O, weights.W_O.to(torch.bfloat16))

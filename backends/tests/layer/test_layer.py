@@ -16,9 +16,10 @@ from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.mla import mla_layer
+from mla_conformance.reference.layer import mla_layer
+from mla_conformance.reference.layer_spec import LayerSpec
 from mla_conformance.reference.projections import kv_b_proj, random_weights
-from mla_conformance.reference.rope import rope
+from mla_conformance.reference.rope import Rotation, rope
 
 
 def validate(backend: type[MLACommonBackend], **changes: Any) -> list[str]:
@@ -189,7 +190,7 @@ def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> No
 def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     """Projections, rope, cache, prefill and decode in one mixed batch; the golden layer by each of its routes."""
     model, generator = PRESETS["small"], torch.Generator().manual_seed(3)
-    weights = random_weights(model, generator)
+    weights, turn = random_weights(model, generator), Rotation.plain(model.head.qk_rope_head_dim, interleaved=True)
     queries, contexts = (4, 3, 1, 2), (9, 0, 14, 5)
     starts, context_starts = [0, *accumulate(queries)], [0, *accumulate(contexts)]
     history = torch.randn(sum(contexts), model.hidden_size, generator=generator, dtype=torch.float64)
@@ -201,20 +202,22 @@ def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     dims = type(world().dims)(heads=4, nope=16, rope=8, value=16, latent=32)
     w = world(dims=dims)
     w.weight = kv_b_proj(weights.W_UK, weights.W_UV).float()
-    latents = torch.cat((history @ weights.W_DKV, rope(history @ weights.W_KR, past, interleaved=True)), dim=-1)
+    latents = torch.cat((history @ weights.W_DKV, rope(history @ weights.W_KR, past, turn)), dim=-1)
     for row, (start, stop) in enumerate(pairwise(context_starts)):
         token = torch.arange(stop - start)
         w.cache[blocks[row][token // 4], token % 4] = latents[start:stop].float()
     cached = PagedContext(w.cache.clone(), blocks, contexts, workspace_tokens=16)
 
+    assert weights.W_DQ is not None
     q_c = hidden @ weights.W_DQ
-    q_pe = rope(torch.einsum("tl,lnr->tnr", q_c, weights.W_QR), new, interleaved=True)
+    q_pe = rope(torch.einsum("tl,lnr->tnr", q_c, weights.W_QR), new, turn)
     q = torch.cat((torch.einsum("tl,lnp->tnp", q_c, weights.W_UQ), q_pe), dim=-1).float()
-    kv_c, k_pe = (hidden @ weights.W_DKV).float(), rope(hidden @ weights.W_KR, new, interleaved=True).float()
+    kv_c, k_pe = (hidden @ weights.W_DKV).float(), rope(hidden @ weights.W_KR, new, turn).float()
     requests = [LayerRequest(queries[i], contexts[i], blocks[i].tolist(), i < 2) for i in range(4)]
     metadata = w.builder().build_from_requests(requests)
     metadata.bind_workspace(w.builder().workspace)
     result = w.impl().forward(w.layer, q.flatten(1), kv_c, k_pe.unsqueeze(1), w.cache, metadata)
 
-    want = mla_layer(hidden, new, weights, query_start_loc=starts, context=cached, scale=w.scale, path=path)
+    spec = LayerSpec(model="small", dims=model, scale=w.scale, rotation=turn)
+    want = mla_layer(hidden, new, weights, spec, query_start_loc=starts, context=cached, path=path)
     torch.testing.assert_close(result.double() @ weights.W_O, want, atol=2e-5, rtol=2e-5)

@@ -1,0 +1,128 @@
+"""An environment for one version of a library, on top of the one that the harness itself runs in."""
+
+import os
+import site
+import subprocess
+import sysconfig
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from mla_conformance.bump.found import Found
+from mla_conformance.bump.pin import Pin
+from mla_conformance.files.inputs import InputError, decode
+from mla_conformance.report.terminal import say
+
+_LAYER = "mla-conformance-layer.pth"
+_SHOWN = 8
+"""Lines that are shown of what a process says that fails."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment whose packages come first, and behind them those that this process sees.
+
+    What a version needs is therefore taken from here if it fits, torch above all, and is installed beside it otherwise.
+
+    Attributes:
+        folder: of the environment.
+        pin: the library and its version.
+    """
+
+    folder: Path
+    pin: Pin
+
+    @staticmethod
+    def make(folder: Path, pin: Pin, wheels: Path | None) -> "Environment":
+        """A new environment with this version in it.
+
+        Args:
+            folder: does not exist yet.
+            pin: what is installed.
+            wheels: the only place where pip looks; None for its package index.
+
+        Raises:
+            InputError: the folder cannot be written, or pip fails; its last lines are shown.
+        """
+        made = Environment(folder, pin)
+        try:
+            venv.EnvBuilder(symlinks=True, with_pip=find_spec("pip") is None).create(folder)
+            made._lay_on_this_one()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise InputError(f"{folder}: no virtual environment can be made: {error}") from error
+        made._install(["--no-index", "--find-links", str(wheels)] if wheels else [])
+        return made
+
+    def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a module by the environment's Python, which finds programs as if the environment were activated.
+
+        What it prints is kept or shown.
+        """
+        command = [str(self.python), "-P", "-m", module, *arguments]
+        programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
+        active = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
+        return subprocess.run(command, capture_output=capture, text=True, stdin=subprocess.DEVNULL, env=active)
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The distributions that were installed into it, in alphabetical order."""
+        return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
+
+    def find(self, names: Sequence[str]) -> dict[str, Found]:
+        """What its Python finds of these distributions.
+
+        Raises:
+            InputError: it does not run.
+        """
+        asked = self.run("mla_conformance.bump.found", *names, capture=True)
+        _require_success(asked, f"{self.python} was asked what it finds and failed")
+        return decode(asked.stdout, dict[str, Found], str(self.python))
+
+    def require_installed(self) -> None:
+        """Make sure that an import takes the version that was asked for.
+
+        Raises:
+            InputError: another version is installed, or a module comes from elsewhere.
+        """
+        found = self.find([self.pin.name])[self.pin.name]
+        if not self.pin.admits(found.version):
+            raise InputError(f"expected {self.pin} in {self.folder}, got {found.version or 'none'}")
+        for module, place in found.elsewhere.items():
+            raise InputError(
+                f"expected import {module} to take {self.pin} of {self.folder}, got {place or 'nothing'}; "
+                "PYTHONPATH comes before what is installed"
+            )
+
+    @property
+    def _packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.folder)}))
+
+    def _lay_on_this_one(self) -> None:
+        """Have its Python look, behind its own packages, where this one looks, ``.pth`` files included."""
+        own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+        places = [place for place in (*own, *site.getsitepackages()) if Path(place).is_dir()]
+        lines = [f"import site; site.addsitedir({place!r})\n" for place in places]
+        (self._packages / _LAYER).write_text("".join(lines), encoding="utf-8")
+
+    def _install(self, options: Sequence[str]) -> None:
+        quiet = ["--disable-pip-version-check", "--no-input"]
+        pip = self.run("pip", "install", *quiet, *options, self.pin.requirement, capture=True)
+        _require_success(pip, f"{self.pin} is not installed, pip failed")
+
+
+def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
+    """Show the end of what a process that failed has to say, and raise what it means."""
+    if finished.returncode:
+        for line in finished.stderr.strip().splitlines()[-_SHOWN:]:
+            say(line, error=True)
+        raise InputError(f"{otherwise} with status {finished.returncode}")

@@ -1,0 +1,64 @@
+"""A library in one exact version, as a person names it: ``flashinfer-python==0.6.13``."""
+
+from dataclasses import dataclass
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from mla_conformance.files.inputs import InputError
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A distribution in one version.
+
+    Attributes:
+        requirement: what pip installs.
+        name: of the distribution, in its canonical form.
+        version: as it was asked for.
+    """
+
+    requirement: str
+    name: NormalizedName
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    @staticmethod
+    def parse(text: str) -> "Pin":
+        """The pin that ``text`` writes.
+
+        Raises:
+            InputError: it names no single version.
+        """
+        try:
+            found = Requirement(text)
+        except InvalidRequirement:
+            found = Requirement("nothing")
+        versions = [each.version for each in found.specifier if each.operator == "==" and "*" not in each.version]
+        if len(versions) != 1 or len(found.specifier) != 1 or found.url or found.marker:
+            raise InputError(f"expected NAME==VERSION such as flashinfer-python==0.6.13, got {text!r}")
+        return Pin(text, canonicalize_name(found.name), versions[0])
+
+    def admits(self, version: str) -> bool:
+        """Whether an installed version is the one asked for; a local label such as ``+cu130`` may be left out."""
+        try:
+            return Requirement(self.requirement).specifier.contains(Version(version), prereleases=True)
+        except InvalidVersion:  # what stands in a report for a distribution that is not installed
+            return False
+
+
+def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
+    """The old and the new version of one library.
+
+    Raises:
+        InputError: one names no single version, or they are not two versions of the same library.
+    """
+    old, new = Pin.parse(before), Pin.parse(after)
+    if old.name != new.name:
+        raise InputError(f"expected two versions of one library, got {old.name} and {new.name}")
+    if old.admits(new.version) or new.admits(old.version):
+        raise InputError(f"expected two different versions of {old.name}, got {old.version} and {new.version}")
+    return old, new

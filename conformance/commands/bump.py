@@ -1,0 +1,82 @@
+"""``bump``: two environments, a run of ``certify`` in each, and one answer."""
+
+import argparse
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mla_conformance.bump.environment import Environment
+from mla_conformance.bump.outcome import Bump, Judged
+from mla_conformance.bump.pin import Pin, two_versions
+from mla_conformance.bump.views import bump_lines, bump_markdown
+from mla_conformance.engine.folder import RUNS
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_output
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.terminal import say
+
+_SIDES = "before", "after"
+_ENVIRONMENT = "environment"
+_JUDGED = (0, 1, 3)
+"""The statuses with which ``certify`` leaves a report."""
+
+
+def bump(options: argparse.Namespace) -> int:
+    """Carry out the command; the exit status.
+
+    Raises:
+        InputError: an option is not right, a version cannot be installed, or is not the one that was judged.
+    """
+    pins = two_versions(options.before, options.after)
+    if not options.backend:
+        raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
+    out = _new_folder(options.out)
+    # Both before anything is judged: a version that cannot be installed is known at once.
+    environments = [_installed(out / side, pin, options.find_links) for side, pin in zip(_SIDES, pins, strict=True)]
+    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
+    found = Bump(*(_judged(environment, names, _selection(options)) for environment in environments))
+    for line in bump_lines(found):
+        say(line)
+    say(f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
+    if options.markdown:
+        write_output(options.markdown, bump_markdown(found))
+    return found.exit_status
+
+
+def _new_folder(named: Path | None) -> Path:
+    out = named or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InputError(f"--out {out}: expected a new or an empty folder")
+    except OSError as error:
+        raise InputError(f"--out {out}: expected a writable folder: {error.strerror}") from error
+    return out
+
+
+def _installed(folder: Path, pin: Pin, wheels: Path | None) -> Environment:
+    say(f"installing {pin}")
+    made = Environment.make(folder.resolve() / _ENVIRONMENT, pin, wheels)
+    made.require_installed()
+    return made
+
+
+def _judged(environment: Environment, names: Sequence[str], selection: Sequence[str]) -> Judged:
+    """One version, judged by ``certify`` in the folder that holds its environment."""
+    pin, folder = environment.pin, environment.folder.parent
+    say(f"judging with {pin}")
+    status = environment.run("mla_conformance", "certify", *selection, "--out", str(folder)).returncode
+    if status not in _JUDGED:
+        raise InputError(f"certify with {pin} ended with status {status}")
+    versions = {name: found.version for name, found in environment.find(names).items()}
+    judged = Judged(pin, load_report(folder), versions)
+    judged.require_loaded()
+    return judged
+
+
+def _selection(options: argparse.Namespace) -> list[str]:
+    """What is judged, as ``certify`` is told it."""
+    told = {"backend": options.backend, "capability": options.capability}
+    told |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
+    return [f"--{name}={value}" for name, values in told.items() for value in values]

@@ -1,0 +1,108 @@
+"""What a case was judged by, as files: operands, results, golden results, errors and budgets, and where errors are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import Observation
+from mla_conformance.driving.plain import parts_of, why_not_plain
+from mla_conformance.driving.subject import Subject
+from mla_conformance.export.failing import watched
+from mla_conformance.export.heat import heat, svg
+from mla_conformance.export.literals import NotWritable
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_output
+from mla_conformance.judging.judge import measure
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.verdict import Verdict
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.trials.trial import Observed
+
+_TENSORS, _README = "tensors.pt", "README.md"
+_TOLD = """# {case}
+
+{backend}: {verdict}
+
+    import torch
+    data = torch.load("tensors.pt", weights_only=True)
+
+`data["operands"]` is what the backend was handed, in its memory layout; `data["returned"]` what it returned. By part:
+`data["golden"]` the right result, `data["error"]` how far the returned one is from it, `data["budget"]` how far it may
+be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Pictures of where they are over their budget:
+{pictures}.
+"""
+
+
+def require_empty(folder: Path) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        InputError: it does, or it is a file.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--dump {folder}: expected a new or an empty folder")
+
+
+def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
+    """Judge a case in this process, on inputs of this salt, and write what that was by.
+
+    Raises:
+        InputError: there is nothing to write, or no room for it.
+    """
+    try:
+        trial, verdict = watched(subject, case, salt)
+    except NotWritable as error:
+        raise InputError(f"--dump: {error}") from error
+    if trial.last is None or trial.ran is None:
+        raise InputError(f"--dump: nothing was run, the verdict is {verdict.status}: {verdict.message}")
+    parts = _parts(trial.last, trial.declaration)
+    pictures = {f"{name.replace(' ', '-')}.svg": svg(name, heat(part)) for name, part in parts.items()}
+    for name, text in ({_README: _told(subject, case, verdict, list(pictures))} | pictures).items():
+        write_output(folder / name, text)
+    data = {"case": case.id, "operands": trial.ran.caller_owned, **_tensors(trial.last.observation, parts)}
+    try:
+        torch.save(data, folder / _TENSORS)
+    except OSError as error:
+        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
+
+
+def _parts(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
+    """What was compared, by name: output and LSE of each call, then of all calls merged."""
+    calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
+    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.judges_lse]]
+    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
+    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
+
+
+def _tensors(observation: Observation, parts: Mapping[str, Measured]) -> dict[str, dict[str, torch.Tensor]]:
+    """Results, golden results, errors and budgets."""
+    return {
+        "returned": _returned(observation),
+        "golden": {name: part.golden for name, part in parts.items()},
+        "error": {name: _error(part) for name, part in parts.items()},
+        "budget": {name: part.allowed for name, part in parts.items()},
+    }
+
+
+def _error(measured: Measured) -> torch.Tensor:
+    """How far a result is off; 0 where both are -inf."""
+    return torch.where(measured.got == measured.golden, 0.0, (measured.got - measured.golden).abs())
+
+
+def _returned(observation: Observation) -> dict[str, torch.Tensor]:
+    """The tensors that the calls returned."""
+    return {
+        f"{name} of {returned.call.name}": part
+        for returned in observation.returned
+        for name, part in zip(("output", "LSE"), parts_of(returned.value), strict=False)
+        if not why_not_plain(part)
+    }
+
+
+def _told(subject: Subject, case: Case, verdict: Verdict, pictures: list[str]) -> str:
+    said = f"{verdict.status}: {verdict.message}" if verdict.message else verdict.status
+    listed = ", ".join(pictures) or "none was compared"
+    return _TOLD.format(case=case.id, backend=subject.name, verdict=said, pictures=listed)

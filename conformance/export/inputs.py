@@ -1,0 +1,196 @@
+"""The inputs of a call as source text: drawn again by their seed, or as they are where that does not give them."""
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.export.failing import cached_entries, changed_rows, equal_elements, same
+from mla_conformance.export.literals import WIDTH, NotWritable, folded, literal
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.problems.operands import Draw
+from mla_conformance.problems.prefill_call import PrefillCall
+
+LAID_OUT = """
+def laid_out(x, size, stride, offset):  # the same values in a memory layout
+    storage = torch.full((size,), float("nan"), dtype=x.dtype, device=DEVICE)
+    return storage.as_strided(x.shape, stride, offset).copy_(x)
+"""
+UNPACKED = """
+def unpacked(text, dtype, *shape):  # the bytes of a tensor
+    data = zlib.decompress(base64.b85decode("".join(text.split())))
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+"""
+MOST_ELEMENTS = 2**27
+"""Elements of a tensor that a script draws at most."""
+_MOST_BYTES = 6000
+"""Packed bytes that fit into a script at most."""
+_MOST_CHANGES = 4
+
+
+def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
+    """What a backend is handed in a call, by the names that a script gives it."""
+    own = ("ql_nope", "q_pe", "kv_cache", "k_scale") if isinstance(call, DecodeCall) else ("q", "k", "v")
+    assert isinstance(call, DecodeCall | PrefillCall)
+    return {**{name: getattr(call, name) for name in own}, **_fields(call.metadata)}
+
+
+def _fields(value: Any) -> dict[str, torch.Tensor]:
+    """The tensors of metadata, nested ones included."""
+    found: dict[str, torch.Tensor] = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, torch.Tensor):
+            found[field.name] = part
+        elif hasattr(part, "__dataclass_fields__"):
+            found |= _fields(part)
+    return found
+
+
+def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> list[str]:
+    """Statements that make the named tensors that are used, and what the reference is computed from.
+
+    Raises:
+        NotWritable: they are too many bytes to be written down.
+    """
+    if max(tensor.numel() for tensor in tensors.values()) > MOST_ELEMENTS:
+        raise NotWritable("its inputs are too large for a script")
+    lines = _decode_operands(case, call) if isinstance(call, DecodeCall) else _prefill_operands(case, call)
+    made = {"q", "k", "v"} if isinstance(call, PrefillCall) else {"ql_nope", "q_pe", "kv_cache", "block_table"}
+    lines += [line for name in tensors if name in used and name not in made for line in _plain(name, tensors[name])]
+    return lines + [line for name in tensors if name in made for line in _placed(name, tensors[name])]
+
+
+def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
+    shapes = {"k": (call.key_start_loc[-1], *call.k.shape[1:]), "v": (call.key_start_loc[-1], *call.v.shape[1:])}
+    shapes["q"] = (call.query_start_loc[-1], *call.q.shape[1:])
+    lines = [_generator(case)]
+    lines += [_randn(name, shape, f".to({call.q.dtype})") for name, shape in shapes.items()]
+    drawn = _carried_out(lines)
+    return lines + [line for name in shapes for line in _amended(name, drawn[name], getattr(call, name))]
+
+
+def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
+    latent, page = call.ql_nope.shape[-1], call.kv_cache.shape[1]
+    entries, queries = cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
+    lines = [_generator(case), _randn("latents", entries.shape, f".to({queries.dtype})")]
+    if call.holds_codes:
+        scale = float(call.k_scale)
+        lines += [f"latents = (latents.double() / {scale!r}).clamp(-448, 448).to({entries.dtype})  # codes"]
+    lines += [_randn("queries", (call.query_start_loc[-1], *queries.shape[1:]), f".to({queries.dtype})")]
+    drawn = _carried_out(lines)
+    lines += _amended("latents", drawn["latents"], entries) + _amended("queries", drawn["queries"], queries)
+    lines += _plain("block_table", call.metadata.block_table.cpu())
+    fill = _filling(call, entries)
+    lines += folded(f"kv_cache = torch.full({tuple(call.kv_cache.shape)}, {fill}, dtype={entries.dtype})")
+    lines += [
+        "for request, (start, stop) in enumerate(pairwise(KEYS)):",
+        "    token = torch.arange(stop - start)",
+        f"    block = block_table[request, token // {page}].long()",
+        f"    kv_cache.view(torch.uint8)[block, token % {page}] = latents[start:stop].view(torch.uint8)",
+        "block_table = block_table.to(DEVICE)",
+        f"ql_nope, q_pe = queries[..., :{latent}], queries[..., {latent}:]",
+    ]
+    return lines
+
+
+def _filling(call: DecodeCall, entries: torch.Tensor) -> str:
+    """What stands in the slots that no request owns; block 0 is none's."""
+    return literal(float(call.kv_cache[0].flatten()[0].double()))
+
+
+def _generator(case: Case) -> str:
+    return f"generator = torch.Generator().manual_seed({Draw(case, torch.device('cpu')).generator.initial_seed()})"
+
+
+def _randn(name: str, shape: Iterable[int], cast: str) -> str:
+    return f"{name} = torch.randn({', '.join(map(str, shape))}, generator=generator){cast}"
+
+
+def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:
+    """The names that statements of a script leave behind."""
+    space: dict[str, Any] = {"torch": torch, "base64": base64, "zlib": zlib, "pairwise": pairwise, **names}
+    exec("\n".join([LAID_OUT, UNPACKED, *lines]), space)
+    return space
+
+
+def _amended(name: str, drawn: torch.Tensor, wanted: torch.Tensor) -> list[str]:
+    """Statements that make of a drawn tensor the one that is wanted: rows of padding, spoiled rows, or all of it."""
+    wanted, rows = wanted.cpu(), len(drawn)
+    runs = changed_rows(drawn, wanted[:rows])
+    parts = [wanted[rows:], *(wanted[start:stop] for start, stop in runs)]
+    if len(runs) > _MOST_CHANGES or not all(map(_is_uniform, parts)):
+        return _packed(name, wanted)
+    lines = [f"{name}[{start}:{stop}] = {_first(wanted[start:stop])}" for start, stop in runs]
+    if len(wanted) > rows:
+        shape = (len(wanted) - rows, *wanted.shape[1:])
+        fill = f"torch.full({shape}, {_first(wanted[rows:])}, dtype={wanted.dtype})"
+        lines += folded(f"{name} = torch.cat([{name}, {fill}])")
+    return lines
+
+
+def _is_uniform(x: torch.Tensor) -> bool:
+    return not x.numel() or bool(equal_elements(x, x.flatten()[:1].expand(x.numel()).view(x.shape)).all())
+
+
+def _first(x: torch.Tensor) -> str:
+    return literal(x.flatten()[:1].double().item())
+
+
+def _packed(name: str, tensor: torch.Tensor) -> list[str]:
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    text = base64.b85encode(zlib.compress(data, 9)).decode()
+    if len(text) > _MOST_BYTES:
+        raise NotWritable(
+            f"{name} is not made by its seed alone and takes {len(text)} characters, a script has room for "
+            f"{_MOST_BYTES}; export a smaller case (mla-conformance minimize makes one)"
+        )
+    rows = [text[at : at + WIDTH] for at in range(0, len(text), WIDTH)]
+    return [f'{name} = unpacked("""', *rows, f'""", {", ".join([str(tensor.dtype), *map(str, tensor.shape)])})']
+
+
+def _plain(name: str, tensor: torch.Tensor) -> list[str]:
+    """A tensor of the metadata: as a list, as one value throughout, or its bytes."""
+    where = "" if tensor.device.type == "cpu" else ", device=DEVICE"
+    if tensor.numel() > 1 and _is_uniform(tensor):
+        return folded(f"{name} = torch.full({tuple(tensor.shape)}, {_value(tensor)}, dtype={tensor.dtype}{where})")
+    if (tensor.numel() <= _MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
+        return folded(f"{name} = torch.tensor({tensor.tolist()}, dtype={tensor.dtype}{where})")
+    return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
+
+
+def _value(tensor: torch.Tensor) -> str:
+    return literal(tensor.flatten()[0].item())
+
+
+def _placed(name: str, tensor: torch.Tensor) -> list[str]:
+    """An operand on its device, in its memory layout."""
+    if name == "block_table":
+        return []
+    if tensor.is_contiguous():
+        return [f"{name} = {name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}.to(DEVICE)"]
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return folded(f"{name} = laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})")
+
+
+def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], used: Iterable[str], **names: Any) -> None:
+    """Carry statements out, and compare what they make with the inputs that the call was judged with.
+
+    Raises:
+        NotWritable: they make something else.
+    """
+    made = _carried_out(lines, **names)
+    for name in used:
+        if not same(made[name], tensors[name]) or _strides(made[name]) != _strides(tensors[name]):
+            raise NotWritable(f"{name} cannot be made again from what the script would hold")
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Those that count: a dimension of one element has any."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]

@@ -1,0 +1,204 @@
+"""A recording as source text: the steps that a result needs, in order, each written as a person would write it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.export.literals import NotWritable, folded, literal
+from mla_conformance.export.needed import METHOD, aliases, is_alias, needed, owner_of, writes
+from mla_conformance.export.recording import Handle, Step, handles_in, tensors_in
+
+_INLINED = 72
+"""Characters of an expression that stands within another one at most."""
+_OPERATORS = {
+    "__eq__": "==", "eq": "==", "__ne__": "!=", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "__floordiv__": "//", "remainder": "%", "__and__": "&",
+    "__or__": "|", "__matmul__": "@", "matmul": "@",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source lines of a call.
+
+    Attributes:
+        lines: statements, none wider than WIDTH; a device is called DEVICE.
+        modules: what they call, by the name that they give it.
+        results: expressions for what the call returned.
+        used: names of the inputs that they mention.
+    """
+
+    lines: tuple[str, ...]
+    modules: Mapping[str, str]
+    results: tuple[str, ...]
+    used: frozenset[str]
+
+
+def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]) -> Program:
+    """The program of what was recorded.
+
+    Args:
+        steps: all that was recorded.
+        inputs: tensors by the names that the script gives them.
+        results: what the adapter returned.
+
+    Raises:
+        NotWritable: it depends on something that was neither given nor made while it was recorded.
+    """
+    kept = needed(steps, results)
+    writer = _Writer(kept, {id(tensor): name for name, tensor in inputs.items()}, results)
+    for index, step in enumerate(kept):
+        writer.write(index, step)
+    expressions = tuple(writer.text(result) for result in results)
+    return Program(tuple(writer.lines), writer.modules, expressions, frozenset(writer.used & inputs.keys()))
+
+
+@dataclass
+class _Writer:
+    """Writes steps one after the other.
+
+    Attributes:
+        steps: the steps that are kept.
+        names: expressions for tensors and objects by their ids.
+        results: what the adapter returned.
+    """
+
+    steps: Sequence[Step]
+    names: dict[int, str]
+    results: Sequence[torch.Tensor]
+    lines: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    _named_so_far: int = 0
+
+    def __post_init__(self) -> None:
+        self._same = aliases(self.steps)
+        mentioned = [(index, step) for index, step in enumerate(self.steps) if not is_alias(step)]
+        uses = [(index, self._key(t)) for index, step in mentioned for t in tensors_in([step.arguments, step.keywords])]
+        self._uses = Counter(key for _, key in uses)
+        self._uses.update(map(self._key, self.results))
+        self._returned = dict(zip(map(self._key, self.results), ("output", "lse"), strict=False))
+        self._last = {key: index for index, key in uses}
+        self._effects = [index for index, step in mentioned if step.source is not None or writes(step)]
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        return self._same.get(id(tensor), id(tensor))
+
+    def write(self, index: int, step: Step) -> None:
+        """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
+        if is_alias(step):
+            return
+        expression = self._expression(step)
+        made = [*tensors_in(step.result), *handles_in(step.result)]
+        if writes(step) or not made:
+            self._statement(expression)
+        elif self._is_passing(index, step) and len(expression) <= _INLINED:
+            self.names[self._key(step.result)] = expression
+        else:
+            target = self._named(step.result)
+            self._statement(expression if target in ("_", "*_") else f"{target} = {expression}")
+
+    def _is_passing(self, index: int, step: Step) -> bool:
+        """Whether a result may be written where it is used: there alone, and nothing is written in between."""
+        key = self._key(step.result) if isinstance(step.result, torch.Tensor) else 0
+        if step.source is not None or self._uses[key] != 1 or key not in self._last:
+            return False
+        return not any(index < effect < self._last[key] for effect in self._effects)
+
+    def _named(self, result: Any) -> str:
+        """Names for what came back: none for what nobody mentions again, or had one before."""
+        if isinstance(result, tuple | list):
+            names = [self._named(part) for part in result]
+            while names[-2:] == ["_", "_"]:
+                names.pop()
+            return ", ".join([*names[:-1], "*_"] if names[-1] == "_" else names)
+        key = owner_of(result) if isinstance(result, Handle) else self._key(result)
+        if key in self.names or not (isinstance(result, Handle) or self._uses[key]):
+            return "_"
+        if key in self._returned:
+            self.names[key] = self._returned[key]
+        else:
+            self._named_so_far += 1
+            self.names[key] = f"x{self._named_so_far}"
+        return self.names[key]
+
+    def _statement(self, text: str) -> None:
+        self.lines += folded(text)
+
+    def _expression(self, step: Step) -> str:
+        arguments, name = step.arguments, step.name.removeprefix(METHOD)
+        if step.source is not None:
+            return f"{self._place(step.source, step.name)}({self._arguments(arguments, step.keywords)})"
+        if not step.name.startswith(METHOD):
+            return f"{self._function(step.name)}({self._arguments(arguments, step.keywords)})"
+        tensor = self.text(arguments[0])
+        if name.endswith(".__get__"):
+            return f"{tensor}.{name.removesuffix('.__get__')}"
+        if name == "__getitem__":
+            return f"{tensor}[{self._index(arguments[1])}]"
+        if name == "__setitem__":
+            return f"{tensor}[{self._index(arguments[1])}] = {self.text(arguments[2])}"
+        if name == "__invert__":
+            return f"~{tensor}"
+        return self._infix(name, step) or f"{tensor}.{name}({self._arguments(arguments[1:], step.keywords)})"
+
+    def _infix(self, name: str, step: Step) -> str:
+        if len(step.arguments) != 2 or step.keywords:
+            return ""
+        left, right = map(self.text, step.arguments)
+        if name in ("__rsub__", "rsub"):
+            left, right, name = right, left, "sub"
+        return f"({left} {_OPERATORS[name]} {right})" if name in _OPERATORS else ""
+
+    def _function(self, name: str) -> str:
+        return name.replace("torch.functional.", "torch.").replace("torch._C._nn.", "torch.nn.functional.")
+
+    def _place(self, source: Any, name: str) -> str:
+        if not isinstance(source, str):
+            return f"{self._known(id(source), source)}{name}"
+        short = source.rpartition(".")[2]
+        if self.modules.setdefault(short, source) != source:
+            raise NotWritable(f"two modules are called {short}")
+        return f"{short}{name}"
+
+    def _known(self, key: int, value: Any) -> str:
+        if key not in self.names:
+            kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise NotWritable(f"the call depends on a {kind} that was neither given to it nor made by it")
+        self.used |= {self.names[key]}
+        return self.names[key]
+
+    def _arguments(self, positional: Iterable[Any], keywords: Mapping[str, Any]) -> str:
+        return ", ".join([*map(self.text, positional), *(f"{name}={self.text(x)}" for name, x in keywords.items())])
+
+    def _index(self, key: Any) -> str:
+        return ", ".join(map(self._index_part, key)) if isinstance(key, tuple) and key else self._index_part(key)
+
+    def _index_part(self, key: Any) -> str:
+        if isinstance(key, slice):
+            ends = ("" if end is None else self.text(end) for end in (key.start, key.stop))
+            return ":".join([*ends, *([] if key.step is None else [self.text(key.step)])])
+        return "..." if key is Ellipsis else self.text(key)
+
+    def text(self, value: Any) -> str:
+        """The expression of a value.
+
+        Raises:
+            NotWritable: there is none.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._known(self._key(value), value)
+        if isinstance(value, Handle):
+            return self._place(*value.place)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self.text(key)}: {self.text(x)}" for key, x in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self.text, value))}{',' if len(value) == 1 else ''})"
+        if is_dataclass(value):
+            return f"SimpleNamespace({self._arguments((), vars(value))})"
+        return literal(value)

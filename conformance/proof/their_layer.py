@@ -1,0 +1,165 @@
+"""A layer of transformers, called as a model calls it: a prefill, a decode step, an extension of what is cached.
+
+Whatever the dtype, that code asks for float32 in places. ``Widened`` has it compute in float64 there, but for places
+that it is told to keep.
+"""
+
+import importlib
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mla_conformance.proof.families import Family
+from mla_conformance.reference.selected import NO_KEY
+
+CALLS = (0, 14), (14, 15), (15, 21)
+"""First token and end of each call of a layer that caches."""
+TOKENS = CALLS[-1][1]
+PLACES = {
+    "RMSNorm": "norms",
+    "RotaryEmbedding": "angles",
+    "apply_rotary": "angles",
+    "eager_attention": "softmax",
+    "Indexer": "index scores",
+    "Attention.forward": "gate",
+    "attn_scale": "query growth",
+}
+"""The places in which their code asks for float32, by what the function's name has in it."""
+_QUOTIENTS = Tensor.div, torch.div
+_MODELS = "transformers.models."
+
+
+class Widened(TorchFunctionMode):
+    """Computes in float64 whatever asks for float32, and sees the scores that a top-k is taken of.
+
+    Attributes:
+        kept: places that stay in float32.
+        places: those that asked.
+        scores: of the last top-k, None before.
+    """
+
+    def __init__(self, kept: Collection[str] = ()) -> None:
+        super().__init__()
+        self.kept, self.places = kept, set[str]()
+        self.scores: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.topk:
+            self.scores = args[0]
+        if _asks_for_float32(function, args, kwargs):
+            place = _place(sys._getframe(1))
+            self.places.add(place)
+            if place not in self.kept:
+                return _widened(function, args, kwargs)
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class TheirCall:
+    """Of one call: output [T, H]; selected [T, K] tokens, -1 for none, and scores [T, S] of an indexer, else None."""
+
+    output: Tensor
+    selected: Tensor | None
+    scores: Tensor | None
+
+
+@dataclass(frozen=True)
+class TheirRun:
+    """Weights of a layer by name, what its calls gave, and the places in which its code asked for float32."""
+
+    weights: dict[str, Tensor]
+    calls: list[TheirCall]
+    places: set[str]
+
+
+def run_layer(family: Family, hidden: Tensor, *, first: int = 0, kept: Collection[str] = ()) -> TheirRun:
+    """Random weights, and what they make of hidden [TOKENS, H] float64 at positions ``first`` and up, call by call.
+
+    Raises ImportError without transformers, or with one that has no such model.
+    """
+    modules = importlib.import_module(f"{_MODELS}{family.module}.modeling_{family.module}")
+    mode = Widened(kept)
+    with mode, torch.no_grad():
+        layer, config = _layer(family, modules)
+        calls = list(_calls(family, modules, layer, config, hidden, first, mode))
+    return TheirRun({name: weight.detach() for name, weight in layer.named_parameters()}, calls, mode.places)
+
+
+def _layer(family: Family, modules: ModuleType) -> tuple[Any, Any]:
+    """The module with normal weights, matrices of variance 1/fan-in, and its configuration."""
+    config = getattr(modules, f"{family.prefix}Config")(**family.configuration, attn_implementation="eager")
+    layer = getattr(modules, family.prefix + family.attention)(config, layer_idx=0).to(torch.float64).eval()
+    generator = torch.Generator().manual_seed(3)
+    for weight in layer.parameters():
+        weight.normal_(std=weight.shape[1] ** -0.5 if weight.dim() == 2 else 1.0, generator=generator)
+    return layer, config
+
+
+def _calls(
+    family: Family, modules: ModuleType, layer: Any, config: Any, hidden: Tensor, first: int, mode: Widened
+) -> Iterator[TheirCall]:
+    chosen: list[Tensor] = []
+    if family.spec.selects:
+        layer.indexer.register_forward_hook(lambda module, args, found: chosen.append(found[0]))
+    rotary = getattr(modules, f"{family.prefix}RotaryEmbedding", None)
+    turn = rotary and rotary(config)
+    cache = importlib.import_module("transformers").DynamicCache(config=config)
+    for start, end in CALLS:
+        x, own = hidden[None, start:end], torch.arange(start, end)
+        positions = first + own[None]
+        found = layer(
+            hidden_states=x,
+            position_embeddings=turn and turn(x, positions),
+            attention_mask=_mask(family, own, end),
+            past_key_values=cache,
+            position_ids=positions,
+        )
+        selected = chosen[-1].long() if chosen else None
+        if selected is not None:
+            selected = selected.masked_fill(selected > own[:, None], NO_KEY)
+        yield TheirCall(found[0][0], selected, mode.scores if mode.scores is None else mode.scores[0].double())
+
+
+def _mask(family: Family, own: Tensor, end: int) -> Tensor:
+    """[1, 1, T, S] added to scores, 0 or -inf; for a mask of padding [1, T], all true."""
+    if family.padding_mask:
+        return torch.ones(1, len(own), dtype=torch.bool)
+    masks = importlib.import_module("transformers.masking_utils")
+    window = family.spec.window
+    seen = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
+    visible = seen(0, 0, own[:, None], torch.arange(end)[None])
+    return torch.zeros(1, 1, len(own), end, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where in the models' code a call comes from, in the words of PLACES."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_MODELS):
+        frame = frame.f_back
+    name = frame.f_code.co_qualname if frame else "none of the models"
+    return next((place for part, place in PLACES.items() if part in name), name)
+
+
+def _asks_for_float32(function: Any, args: Any, kwargs: Any) -> bool:
+    """By name, or by a quotient of integers."""
+    if function in _QUOTIENTS:
+        return not any(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+    return function is Tensor.float or any(x is torch.float32 for x in (*args, *kwargs.values()))
+
+
+def _widened(function: Any, args: Any, kwargs: Any) -> Any:
+    """The call in float64."""
+    if function in _QUOTIENTS:
+        return function(*(x.double() if isinstance(x, Tensor) else x for x in args), **kwargs)
+    args, kwargs = [_wide(value) for value in args], {name: _wide(value) for name, value in kwargs.items()}
+    return (Tensor.double if function is Tensor.float else function)(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -1,0 +1,216 @@
+"""Two versions of a library: installed beside each other, judged by the same list, and told apart honestly."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from mla_conformance.bump.environment import Environment
+from mla_conformance.bump.found import Found, find
+from mla_conformance.bump.outcome import Bump, Judged
+from mla_conformance.bump.pin import Pin, two_versions
+from mla_conformance.bump.views import bump_lines, bump_markdown
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cli import main
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+
+PLUGIN = """
+from dataclasses import replace
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Doubling(EagerPrefillBackend):
+    declaration = replace(EagerPrefillBackend.declaration, distributions=("torch", "fake-attention"))
+
+    def _finish(self, state):
+        import fake_attention
+        output, lse = super()._finish(state)
+        return fake_attention.halved(2 * output), lse
+
+class Silent(EagerPrefillBackend): ...
+"""
+RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): return x / 2.1\n"
+TELLS = "if __name__ == '__main__': import shutil; print(shutil.which('python'))"
+"""Which Python a library would start."""
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a library; in the newer one its kernel is wrong."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for version, source in (("1.0", RIGHT), ("2.0", WRONG)):
+        with ZipFile(folder / f"fake_attention-{version}-py3-none-any.whl", "w") as wheel:
+            about = f"fake_attention-{version}.dist-info"
+            wheel.writestr("fake_attention.py", source + TELLS)
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: fake-attention\nVersion: {version}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bumped(wheels: Path, once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of a bump to the wrong version, as the command line makes it."""
+
+    def fill(folder: Path) -> None:
+        (folder / "plugin.py").write_text(PLUGIN)
+        write_case(folder / "cases" / "one.json", Case.parse("new_tokens:q=[3]"))
+        options = [f"--backend={folder / 'plugin.py'}:Doubling", "--device=cpu", f"--cases={folder / 'cases'}"]
+        options += [f"--find-links={wheels}", f"--markdown={folder / 'pull.md'}", f"--out={folder / 'out'}"]
+        assert main(["bump", "fake-attention==1.0", "fake-attention==2.0", *options]) == 1
+
+    return once("bump", fill)
+
+
+def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
+    told = (bumped / "pull.md").read_text(encoding="utf-8")
+    assert "NOT INNOCENT · 1 newly failing · pass with both: 0 cases" in told
+    assert "| fake-attention | 1.0 | 2.0 |" in told
+    assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in told
+    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in told
+
+
+def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_caller(bumped: Path) -> None:
+    before, after = (load_report(bumped / "out" / side) for side in ("before", "after"))
+    versions = [run.backends[0].facts.versions for run in (before, after)]
+    assert [each["fake-attention"] for each in versions] == ["1.0", "2.0"]
+    assert before.environment == after.environment and versions[0]["torch"] == before.environment["torch"]
+
+
+def test_the_way_back_is_innocent(bumped: Path) -> None:
+    runs = [load_report(bumped / "out" / side) for side in ("after", "before")]
+    pins = [Pin.parse(f"fake-attention=={version}") for version in ("2.0", "1.0")]
+    back = Bump(*(Judged(pin, run, {}) for pin, run in zip(pins, runs, strict=True)))
+    assert back.exit_status == 0
+    *_, changed, last = bump_lines(back)
+    assert changed == "· newly passing: Doubling new_tokens:q=[3] · was fail"
+    assert last.startswith("innocent · pass with both: 0 cases · none newly fails")
+
+
+def test_an_environment_sees_what_this_one_has_and_its_own_library_first(bumped: Path) -> None:
+    environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
+    assert environment.added == ("fake-attention",)
+    here = find(["torch", "fake-attention"])
+    there = environment.find(["torch", "fake-attention"])
+    assert there["torch"] == here["torch"] != Found()
+    assert (here["fake-attention"], there["fake-attention"]) == (Found(), Found("1.0"))
+    assert environment.run("fake_attention", capture=True).stdout.strip() == str(environment.python)
+
+
+def test_a_module_that_comes_from_elsewhere_is_an_error(
+    bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
+    environment.require_installed()
+    with pytest.raises(InputError, match=r"expected fake-attention 2\.0 in .*, got 1\.0"):
+        replace(environment, pin=Pin.parse("fake-attention==2.0")).require_installed()
+    (tmp_path / "fake_attention.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(InputError, match=rf"expected import fake_attention to take .* got {tmp_path}/fake_attention"):
+        environment.require_installed()
+
+
+def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bump", "fake-attention==3.0", "fake-attention==2.0", "--backend=EAGER", f"--find-links={wheels}"]
+    assert main([*command, f"--out={tmp_path / 'out'}"]) == 2
+    said = capsys.readouterr().err
+    assert "fake-attention 3.0 is not installed, pip failed with status 1" in said
+    assert "No matching distribution found for fake-attention==3.0" in said
+    assert main([*command, f"--out={tmp_path}"]) == 2
+    assert "expected a new or an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("x==1", "y==2", "expected two versions of one library, got x and y"),
+        ("x==1", "x==1.0", "expected two different versions of x, got 1 and 1.0"),
+        ("x==1", "x==1+cu130", "expected two different versions"),
+        ("x>=1", "x==2", "expected NAME==VERSION"),
+        ("x==1.*", "x==2", "expected NAME==VERSION"),
+        ("x", "x==2", "expected NAME==VERSION"),
+        ("x==1", "./x-2.whl", "expected NAME==VERSION"),
+        ("x==1", "x @ file:///x.whl", "expected NAME==VERSION"),
+    ],
+)
+def test_what_is_no_bump(before: str, after: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        two_versions(before, after)
+
+
+def test_a_version_may_have_a_label_and_a_name_another_spelling() -> None:
+    old, new = two_versions("Flash_Attn[all]==2.8", "flash-attn==2.9.post1")
+    assert old.name == new.name == "flash-attn"
+    assert old.admits("2.8.0+cu130") and not old.admits("2.8.1") and new.admits("2.9.post1") and not new.admits("")
+
+
+A, B = "lse:q=[1]", "lse:q=[2]"
+PASS, FAIL, UNSUPPORTED = Status.PASS, Status.FAIL, Status.UNSUPPORTED
+OLD, NEW = Pin.parse("x==1"), Pin.parse("x==2")
+
+
+def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tuple[str, ...] = ()) -> Judged:
+    """A run of two cases; those without a status were not run."""
+    records = [Record("K", "K", "lse", case, status, used={"row": used}) for case, status in statuses.items()]
+    facts = BackendFacts("K", "K", reasons, versions={} if reasons else {"X": pin.version})
+    backend = BackendSummary(facts, () if reasons else summarise(records, {"lse": 2}))
+    return Judged(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
+
+
+GOOD = {A: PASS, B: PASS}
+GONE = ("package x not installed",)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status", "said"),
+    [
+        (judged(OLD, GOOD), judged(NEW, GOOD), 0, "innocent · pass with both: 2 cases"),
+        (
+            judged(OLD, {A: FAIL, B: PASS}),
+            judged(NEW, {A: FAIL, B: PASS}),
+            0,
+            "pass with both: 1 case, fail with both: 1",
+        ),
+        (judged(OLD, {A: FAIL, B: PASS}), judged(NEW, GOOD), 0, "innocent"),
+        (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "NOT INNOCENT · 1 newly failing"),
+        (judged(OLD, GOOD), judged(NEW, {A: PASS, B: UNSUPPORTED}), 1, "1 no longer judged"),
+        (judged(OLD, GOOD), judged(NEW, GOOD, used=0.31), 1, "2 error grew"),
+        (judged(OLD, GOOD), judged(NEW, GOOD, used=0.29), 0, "innocent"),
+        (judged(OLD, GOOD), judged(NEW, {A: PASS}), 1, "1 no longer judged"),
+        (judged(OLD, GOOD), judged(NEW, {}, reasons=GONE), 1, "1 no longer available"),
+        (judged(OLD, {}, reasons=GONE), judged(NEW, GOOD), 3, "NOT JUDGED · pass with both: 0 cases · K could"),
+        (judged(OLD, {}, reasons=GONE), judged(NEW, {A: FAIL, B: PASS}), 3, "NOT JUDGED"),
+        (judged(OLD, {}, reasons=GONE), judged(NEW, {}, reasons=GONE), 3, "NOT JUDGED"),
+        (judged(OLD, {A: PASS}), judged(NEW, GOOD), 3, "NOT JUDGED · 1 newly passing · pass with both: 1 case"),
+        (judged(OLD, {A: FAIL, B: FAIL}), judged(NEW, {A: FAIL, B: FAIL}), 3, "NOT JUDGED"),
+        (judged(OLD, {A: UNSUPPORTED, B: UNSUPPORTED}), judged(NEW, {A: UNSUPPORTED, B: UNSUPPORTED}), 3, "NOT JUDGED"),
+    ],
+)
+def test_verdicts(before: Judged, after: Judged, status: int, said: str) -> None:
+    found = Bump(before, after)
+    before.require_loaded()
+    after.require_loaded()
+    assert found.exit_status == status
+    assert said in list(bump_lines(found))[-1]
+    assert ("NOT " in bump_markdown(found)) == bool(status)
+
+
+def test_why_a_backend_was_not_compared_is_told() -> None:
+    lines = list(bump_lines(Bump(judged(OLD, {}, reasons=GONE), judged(NEW, {A: PASS}))))
+    assert lines[0] == "x 1 → 2" and lines[1] == "K unavailable → 1/2 passed, 1 NOT RUN"
+    assert "? K: unavailable with 1: package x not installed; with 2 1 NOT RUN" in lines
+
+
+@pytest.mark.parametrize("versions", [{}, {"torch": "2.13.0"}, {"x": "1"}, {"x": "not installed as a distribution"}])
+def test_a_backend_that_does_not_stand_on_the_version_asked_for_is_an_error(versions: dict[str, str]) -> None:
+    (backend,) = (right := judged(NEW, GOOD)).run.backends
+    stray = replace(backend, facts=replace(backend.facts, versions=versions))
+    with pytest.raises(InputError, match="report: expected K to stand on x 2, got "):
+        replace(right, run=replace(right.run, backends=(stray,))).require_loaded()

@@ -1,0 +1,341 @@
+"""Every file that a command reads, with something wrong in it: a clear error or the right answer, and no traceback."""
+
+import copy
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.certificate.issue import issue
+from mla_conformance.certificate.pins import Pins
+from mla_conformance.cli import main
+from mla_conformance.commands import certify, gating, replay
+from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Run
+from mla_conformance.expectations.entry import Expectation
+from mla_conformance.expectations.update import to_toml
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.shown import LINE
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.version import SUITE_VERSION
+
+EACH = 20
+CASES = [case.id for case in CAPABILITIES["lse"].cases[:3]]
+TOLD = {"suite": SUITE_VERSION, "version": "1", "tier": "full", "device": "cpu", "torch": "2.13.0"}
+"""Of a run that failed, so that no gate may open on it whatever else is wrong with its report."""
+
+
+def run_of_a_shard() -> RunSummary:
+    """A failure with all that is said of one, an expected one, a pass, and a backend that could not be judged."""
+    passed = Record(
+        "MINE", "MINE", "lse", CASES[0], Status.PASS, used={"lse": 0.3}, evidence={"kernel": "k"}, seconds=1
+    )
+    failed = Record(
+        "MINE", "MINE", "lse", CASES[1], Status.FAIL, "the call raised E: no /tmp/x 7", "call", "4.2", {"head": 1},
+        {"lse": 7.0}, detail="Traceback\n  line", sampled={"rows": 1, "of": 2, "drawn": 1}, confirmation="after",
+        after=(CASES[0],),
+    )  # fmt: skip
+    known = Record("MINE", "MINE", "lse", CASES[2], Status.EXPECTED_FAILURE, judged=Status.FAIL, expectation="known")
+    facts = BackendFacts("MINE", "MINE", (), {"lib": "1.2"}, False, (("l", "a"),), {"p": "m"}, "f")
+    traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
+    mine = BackendSummary(facts, summarise([passed, failed, known], {}), "gave up", traced)
+    absent = BackendSummary(BackendFacts("GONE", "GONE", ("why",)))
+    return RunSummary(TOLD, (mine, absent), tuple(CASES), Shard(1, 1, tuple(CASES)))
+
+
+def certificate() -> str:
+    cases = [case.id for entry in CAPABILITIES.values() for case in entry.cases]
+    name = "TORCH_SDPA"  # which is here, so that everything in the file is compared with something
+    records = [Record(name, name, case.partition(":")[0], case, Status.PASS, used={"lse": 0.5}) for case in cases]
+    listed = {name: len(entry.cases) for name, entry in CAPABILITIES.items()}
+    traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
+    backend = BackendSummary(BackendFacts(name, name), summarise(records, listed), traced=traced)
+    pins = Pins.of(parse_reference(name), {"msgspec": version("msgspec")})
+    return to_text(issue(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins).to_json())
+
+
+def journal(folder: Path) -> str:
+    """Of a run that was interrupted behind its first verdict."""
+    written = Journal.inside(folder)
+    request = Request.of(["EAGER"], [], "full", "cpu", CASES)
+    environment = {"torch": "2.13.0", "device": "cpu"}
+    plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
+    written.append("plan", plan=plan.to_json())
+    written.append("started", case=CASES[0], backend="EAGER")
+    written.append("verdict", record=run_of_a_shard().records[1].to_json())
+    written.append("traced", backend="EAGER", traced={"kernels": {"lse": ["k"]}, "libraries": {}})
+    written.append("gave_up", backend="EAGER", reason="5 equal failures")
+    return written.path.read_text(encoding="ascii")
+
+
+def case_file(folder: Path) -> str:
+    write_case(folder / "valid.json", Case.parse("chunked_context:q=[5,3];kv=[40,3];workspace=64"))
+    return (folder / "valid.json").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A command and the file that is mutated.
+
+    Attributes:
+        name: of the file.
+        text: a valid one.
+        command: with ``@`` for the file, ``@@`` for its folder and ``VALID`` for the report as a run wrote it.
+        right: exit statuses that a mutated file may have; that of the valid one is the first.
+    """
+
+    name: str
+    text: Callable[[Path], str]
+    command: str
+    right: tuple[int, ...]
+
+
+def _report(folder: Path) -> str:
+    return to_text(report_json(run_of_a_shard()))
+
+
+def _expectations(folder: Path) -> str:
+    conditional = {"when": "torch >= 2.9 and not lib < 1.0", "until": "2099-01-01", "category": "design"}
+    entries = Expectation(backend="MINE", case=CASES[1], check="call", reason="known", link="here", **conditional)
+    others = Expectation(backend="*", case=(CASES[2], "merge*"), reason="known as well", until="2999.1")
+    return to_toml(entries) + to_toml(others)
+
+
+def _must_pass(folder: Path) -> str:
+    return "# mine\n" + "".join(f"core {case}\n" for case in CASES)
+
+
+GATE = "gate {} --require-tier none"
+RENDER = "report render @ --format {}"
+SUBJECTS = {
+    "gate": Subject("r.json", _report, GATE.format("@"), (1, 2)),
+    "gate whole": Subject("r.json", _report, "gate @ --require MINE --must-pass", (1, 2)),
+    "gate baseline": Subject("r.json", _report, GATE.format("VALID --baseline @"), (1, 2)),
+    "gate expectations": Subject("e.toml", _expectations, GATE.format("VALID --expectations @@"), (0, 1, 2)),
+    "gate must-pass": Subject("m.txt", _must_pass, GATE.format("VALID --must-pass @"), (1, 2)),
+    "verify": Subject("c.json", lambda folder: certificate(), "verify @", (0, 1, 2)),
+    "replay report": Subject("r.json", _report, "replay --report @ --backend EAGER", (0, 2)),
+    "replay case": Subject("c.json", case_file, "replay @ --backend EAGER", (0, 2)),
+    **{f"render {kind}": Subject("r.json", _report, RENDER.format(kind), (0, 2)) for kind in
+       ("text", "html", "markdown", "annotations", "junit")},
+    "diff before": Subject("r.json", _report, "report diff @ VALID", (0, 1, 2)),
+    "diff after": Subject("r.json", _report, "report diff VALID @", (0, 1, 2)),
+    "merge": Subject("r.json", _report, "report merge @ --out VALID.merged", (0, 2, 3)),
+    "certify cases": Subject("c.json", case_file, "certify --backend EAGER --cases @@", (0, 2)),
+    "certify expectations": Subject("e.toml", _expectations, "certify --backend EAGER --expectations @@", (0, 2)),
+    "certify resume": Subject("journal.jsonl", journal, "certify --resume @@", (0, 2)),
+    "certify durations": Subject("r.json", _report, "certify --backend EAGER --shard 1/2 --durations @", (0, 2)),
+}  # fmt: skip
+
+
+Choices = Iterator[int]
+"""Numbers that were drawn; each decision takes the next."""
+
+_RAW = "written as it stands"
+_LITERALS = ["NaN", "Infinity", "-1e999", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "01"]
+"""What no JSON value of Python's writes."""
+_TEXTS = [
+    "", "x" * 40, "::error::forged", "a\n::set-output name=x::y", "%0A::error::z", "\u2028::error::u",
+    "##[error]forged", "\x1b[2J\x07", "\u202egnp.exe\u2066", "\x00", "\x7f\x85", "\ufeff", "y" * 200_000,
+    " " * 100_000 + "z", "." * 100_000, "lse:q=[1x3000000000]", "lse:q=[(1,2)x3000000000]",
+    "lse:q=[1];heads=" + "9" * 5000, "lse:q=[2147483647,2147483647]", "lse:q=[1]\n",
+    "chunked_context:q=[1];kv=[2000000000];workspace=1;page=1", "lse:q=[1];dims=" + "9" * 5000 + "-1-1-1",
+    "../../etc/passwd", "2026." + "9" * 5000, "9" * 5000, "9999-99-99", "<script>", "|`*_[](x)",
+    "mla-conformance-report/4",
+]  # fmt: skip
+_VALUES: list[Any] = [None, True, 7, -1, 0, 10**30, 2**63, 1e308, -0.5, [], {}, [[]], {"odd": {}}, ["lse:q=[1]"] * 3]
+_BYTES = [b"\x00", b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b"\r\n", b"\xef\xbb\xbf", b"\\ud800", b'"', b"}"]
+
+
+def mutated(text: str, seed: int) -> bytes:
+    """A text with one thing wrong: one of its values if it is JSON, or lines of JSON, or else some of its bytes."""
+    generator = Random(seed)
+    choices = iter(lambda: generator.randrange(2**16), -1)
+    kinds: list[Callable[[str, Choices], bytes]] = [_value_replaced, _text_replaced, _bytes_changed]
+    return kinds[next(choices) % 3](text, choices)
+
+
+def _value_replaced(text: str, choices: Choices) -> bytes:
+    """A value, or an element, is removed, replaced, repeated under its own name, or wrapped in many others."""
+    return _edited(text, choices, [_remove, _replace, _literal, _twice, _rename])
+
+
+def _text_replaced(text: str, choices: Choices) -> bytes:
+    return _edited(text, choices, [_hostile])
+
+
+Edit = Callable[[Any, Any, Choices], str]
+"""Changes what a container holds in a place; what stands for :data:`_RAW` in the text is returned."""
+
+
+def _edited(text: str, choices: Choices, edits: list[Edit]) -> bytes:
+    lines = text.splitlines() if text.startswith('{"event"') else [text]
+    number = next(choices) % len(lines)
+    try:
+        value = json.loads(lines[number])
+    except ValueError:
+        return _word_replaced(text, choices)
+    value = copy.deepcopy(value)
+    container, key = _place(value, choices)
+    raw = edits[next(choices) % len(edits)](container, key, choices)
+    lines[number] = json.dumps(value).replace(json.dumps(_RAW), raw)
+    return "\n".join([*lines, ""]).encode("utf-8", "surrogatepass")
+
+
+def _place(value: Any, choices: Choices) -> tuple[Any, Any]:
+    """A container in a JSON value, and one of its keys or indices; one way in four ends at each level."""
+    while True:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = keys[next(choices) % len(keys)]
+        below = value[key]
+        if not isinstance(below, dict | list) or not below or next(choices) % 4 == 0:
+            return value, key
+        value = below
+
+
+def _remove(container: Any, key: Any, choices: Choices) -> str:
+    del container[key]
+    return ""
+
+
+def _replace(container: Any, key: Any, choices: Choices) -> str:
+    container[key] = _VALUES[next(choices) % len(_VALUES)]
+    return ""
+
+
+def _literal(container: Any, key: Any, choices: Choices) -> str:
+    container[key] = _RAW
+    return _LITERALS[next(choices) % len(_LITERALS)]
+
+
+def _twice(container: Any, key: Any, choices: Choices) -> str:
+    again = container[key]
+    container[key] = _RAW
+    name = f"{json.dumps(key)}: " if isinstance(container, dict) else ""
+    return f"{json.dumps(again)}, {name}{json.dumps(again)}"
+
+
+def _rename(container: Any, key: Any, choices: Choices) -> str:
+    text = _TEXTS[next(choices) % len(_TEXTS)]
+    if isinstance(container, dict):
+        container[text] = container.pop(key)
+    else:
+        container[key] = text
+    return ""
+
+
+def _hostile(container: Any, key: Any, choices: Choices) -> str:
+    container[key] = _TEXTS[next(choices) % len(_TEXTS)]
+    return ""
+
+
+def _word_replaced(text: str, choices: Choices) -> bytes:
+    """A word of a text that is no JSON, by a hostile one, quoted or not."""
+    words = text.split(" ")
+    index = next(choices) % len(words)
+    odd = _TEXTS[next(choices) % len(_TEXTS)]
+    words[index] = [odd, json.dumps(odd), _LITERALS[next(choices) % len(_LITERALS)]][next(choices) % 3]
+    return " ".join(words).encode("utf-8", "surrogatepass")
+
+
+def _bytes_changed(text: str, choices: Choices) -> bytes:
+    """Cut off, cut out, repeated, encoded otherwise, or with something put between."""
+    whole = text.encode()
+    place = next(choices) % len(whole)
+    further = place + 1 + next(choices) % 40
+    ways = [
+        lambda: whole[:place],
+        lambda: whole[:place] + whole[further:],
+        lambda: whole[:further] + whole[place:],
+        lambda: whole[:place] + _BYTES[next(choices) % len(_BYTES)] + whole[place:],
+        lambda: _BYTES[next(choices) % len(_BYTES)] + whole,
+        lambda: whole + whole,
+        lambda: text.encode(["utf-16", "utf-16-le", "utf-32", "utf-7"][place % 4]),
+        lambda: whole[:place] + bytes([whole[place] ^ 1 << further % 8]) + whole[place + 1 :],
+    ]
+    return ways[next(choices) % len(ways)]()
+
+
+def stopped(run: Run, **_: object) -> int:
+    """Stands for the run, behind everything that is read before it."""
+    run.folder.journal.records()
+    run._traced()
+    run.folder.discard()
+    return 0
+
+
+@pytest.fixture
+def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No command judges anything, and none reads the expectations that are shipped, which others test."""
+    (tmp_path / "none").mkdir()
+    for module in (certify, replay):
+        monkeypatch.setattr(module, "run_and_report", stopped)
+    for module in (certify, gating):
+        monkeypatch.setattr(module, "shipped", lambda: tmp_path / "none")
+    monkeypatch.chdir(tmp_path)
+
+
+def require_shown(text: str, machine: bool) -> None:
+    """Nothing that a terminal or a CI system would act upon, and no endless line."""
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    for line in text.splitlines():
+        assert machine or not (line.lstrip().startswith("::") or "##[" in line), line
+        assert len(line) < 11 * LINE
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_mutated_file_is_answered_or_refused(
+    name: str, unrun: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = SUBJECTS[name]
+    folder = tmp_path / "read"
+    folder.mkdir()
+    (tmp_path / "VALID").write_text(_report(tmp_path), encoding="utf-8")
+    file, valid = folder / subject.name, subject.text(tmp_path)
+    command = [{"@": str(file), "@@": str(folder)}.get(word, word) for word in subject.command.split()]
+    seen: set[bytes] = set()
+
+    def answer(content: bytes) -> tuple[int, str, str]:
+        file.write_bytes(content)
+        began = time.process_time()  # of this process: others may keep it waiting
+        status = main(command)
+        captured = capsys.readouterr()
+        assert time.process_time() - began < 5 and status in subject.right, (status, captured)
+        return status, captured.out, captured.err
+
+    @settings(max_examples=EACH, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 2**64))
+    def hold(seed: int) -> None:
+        content = mutated(valid, seed)
+        seen.add(content)
+        status, out, err = answer(content)
+        require_shown(out, machine="annotations" in name or "html" in name)
+        require_shown(err, machine=False)
+        if status == 2:
+            assert err.startswith("mla-conformance: ") and err.count("\n") == 1 and "Error(" not in err
+        if status == 0 and name == "verify":
+            assert json.loads(content.decode("utf-8-sig")) == json.loads(valid)
+
+    assert answer(valid.encode())[0] == subject.right[0]
+    hold()
+    assert len(seen) > EACH * 0.8

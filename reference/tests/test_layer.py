@@ -1,0 +1,178 @@
+"""A layer is one function by all routes, whatever its model adds to it; and a window is a mask."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_conformance.reference.dimensions import PRESETS, MLADimensions, ModelDimensions
+from mla_conformance.reference.kv_cache import PagedContext
+from mla_conformance.reference.layer import latents, mla_layer
+from mla_conformance.reference.layer_spec import LayerSpec, QueryGrowth
+from mla_conformance.reference.projections import MLAWeights, random_weights, rms_norm
+from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.yarn import Yarn
+
+SMALL = PRESETS["small"]
+PLAIN = LayerSpec(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
+POSITIONS = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])
+"""Of the new tokens behind the three contexts of the batch."""
+EXTENSION = Yarn(factor=4.0, original_positions=64, mscale=0.7, mscale_all_dim=1.0)
+HALVES = Rotation.extended(EXTENSION, 8, interleaved=False)
+EVERYTHING = replace(
+    PLAIN, rotation=HALVES, q_norm=1e-6, kv_norm=1e-5, k_pe_norm=0.0, doubled_query_latent=True, q_factor=1.5,
+    kv_factor=0.7, growth=QueryGrowth(beta=0.1, period=4), gate="query_latent", window=4, sink=True,
+)  # fmt: skip
+SPECS = {
+    "plain": PLAIN,
+    "halves": replace(PLAIN, rotation=Rotation.plain(8, interleaved=False)),
+    "unrotated": replace(PLAIN, rotation=None, window=1),
+    "no-latent-query": replace(PLAIN, dims=replace(SMALL, q_lora_rank=None), gate="hidden"),
+    "everything": EVERYTHING,
+}
+
+
+def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
+    """Random weights of every kind that a spec asks for; gates of each value from the hidden state, else of heads."""
+    drawn = random_weights(spec.dims, torch.Generator().manual_seed(3))
+    for seed, (name, shapes) in enumerate(spec.weight_shapes.items(), 70):
+        shape, present = shapes[0 if spec.gate == "hidden" else -1], getattr(drawn, name)
+        if shape is not None and (present is None or present.shape != shape):
+            weight = normal(seed, *shape) / (shape[0] ** 0.5 if len(shape) > 1 else 1.0)
+            drawn = replace(drawn, **{name: weight})
+    return drawn
+
+
+def run(spec: LayerSpec, weights: MLAWeights, prefill: Any, normal: Any, path: Any, **options: Any) -> Tensor:
+    batch = {"query_start_loc": prefill.query_start_loc, "context": prefill.context}
+    return mla_layer(normal(20, 9, 64), POSITIONS, weights, spec, path=path, **batch, **options)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_layer_by_all_paths(name: str, prefill: Any, normal: Any) -> None:
+    spec = SPECS[name]
+    weights = weights_of(spec, normal)
+    expanded = run(spec, weights, prefill, normal, "compute_friendly")
+    assert expanded.shape == (9, 64) and 0.05 < expanded.std() < 3
+    for path in ("data_movement_friendly", "chunked_prefill"):
+        torch.testing.assert_close(run(spec, weights, prefill, normal, path), expanded, rtol=1e-12, atol=1e-12)
+
+
+def test_every_part_of_a_spec_changes_the_result(prefill: Any, normal: Any) -> None:
+    weights = weights_of(EVERYTHING, normal)
+    whole = run(EVERYTHING, weights, prefill, normal, "compute_friendly")
+    changed: dict[str, Any] = {
+        "scale": 0.3, "rotation": None, "q_norm": 0.5, "kv_norm": 0.5, "k_pe_norm": 0.5, "q_factor": 1.0,
+        "kv_factor": 1.0, "growth": None, "window": 5,
+    }  # fmt: skip
+    for name, value in changed.items():
+        other = run(replace(EVERYTHING, **{name: value}), weights, prefill, normal, "compute_friendly")
+        assert (other - whole).abs().max() > 1e-4, name
+    for name in ("q_norm", "kv_norm", "k_pe_norm", "W_G", "sink"):
+        shifted = replace(weights, **{name: getattr(weights, name) + 1})
+        assert (run(EVERYTHING, shifted, prefill, normal, "compute_friendly") - whole).abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("path", ["compute_friendly", "data_movement_friendly", "chunked_prefill"])
+def test_a_window_shows_a_row_itself_and_those_right_before(path: Any, normal: Any) -> None:
+    """Each row is what it would be with its window alone; what stands before has no influence, NaN included."""
+    spec, window = replace(PLAIN, window=3), 3
+    weights, hidden, positions = weights_of(spec, normal), normal(20, 12, 64), torch.arange(12)
+    cache = torch.cat(latents(hidden, positions, weights, spec), dim=-1)
+    context = PagedContext(cache[:8].clone().unflatten(0, (2, 4)), torch.tensor([[0, 1]]), (8,), workspace_tokens=4)
+    starts = {"query_start_loc": (0, 4), "path": path}
+    rows = mla_layer(hidden[8:], positions[8:], weights, spec, context=context, **starts)
+    for row in range(4):
+        seen = slice(8 + row - window + 1, 8 + row)
+        alone = PagedContext(cache[None, seen], torch.tensor([[0]]), (window - 1,), workspace_tokens=4)
+        one = hidden[8 + row][None], positions[8 + row][None]
+        want = mla_layer(*one, weights, PLAIN, context=alone, query_start_loc=(0, 1), path=path)
+        torch.testing.assert_close(rows[row], want[0], rtol=1e-12, atol=1e-12)
+    context.cache[0] = torch.nan
+    again = mla_layer(hidden[8:], positions[8:], weights, spec, context=context, **starts)
+    torch.testing.assert_close(again, rows, rtol=0, atol=0)
+
+
+def test_all_tokens_selected_is_no_selection(prefill: Any, normal: Any) -> None:
+    """Any order, -1 between them; a selection within a window is what both leave."""
+    weights, lens = weights_of(PLAIN, normal), prefill.context.context_lens
+    own = torch.tensor([lens[0] + i for i in range(4)] + [0, 1] + [lens[2] + i for i in range(3)])[:, None]
+    every = torch.arange(16).flip(0).expand(9, -1)
+    every = every.masked_fill(every > own, -1)
+    for window in (None, 4):
+        seen, listed = replace(PLAIN, window=window), replace(PLAIN, window=window, selects=True)
+        for path in ("compute_friendly", "data_movement_friendly", "chunked_prefill"):
+            got = run(listed, weights, prefill, normal, path, selected=every)
+            torch.testing.assert_close(got, run(seen, weights, prefill, normal, path), rtol=1e-12, atol=1e-12)
+
+
+def test_rms_norm_divides_by_the_root_mean_square(normal: Any) -> None:
+    x, weight = normal(5, 7, 30) * 9, normal(6, 30)
+    want = torch.stack([weight * row / (sum(v * v for v in row.tolist()) / 30 + 4.0) ** 0.5 for row in x])
+    torch.testing.assert_close(rms_norm(x, weight, 4.0), want, rtol=1e-14, atol=1e-14)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "scale": (0.0, "a finite number above 0, got 0.0"),
+    "kv_factor": ("1.0", "a finite number above 0, got '1.0'"),
+    "q_factor": (-1.0, "a finite number above 0"),
+    "kv_norm": (2.0, "an epsilon, or None"),
+    "gate": ("heads", "one of .*hidden.*query_latent.* or None, got 'heads'"),
+    "window": (0, "a positive int, or None, got 0"),
+    "rotation": (Rotation.plain(6, interleaved=True), "frequencies for 4 pairs, half of qk_rope_head_dim"),
+    "doubled_query_latent": (True, "False where the latent is not normalised"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_of_a_spec_name_the_model_and_the_field(name: str) -> None:
+    value, expected = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^M-1: expected {name} to be {expected}"):
+        replace(PLAIN, **{name: value})
+
+
+def test_what_needs_a_latent_query_is_refused_without() -> None:
+    without = replace(PLAIN, dims=replace(SMALL, q_lora_rank=None))
+    needing: dict[str, Any] = {"q_norm": 0.0, "doubled_query_latent": True, "gate": "query_latent"}
+    for name, value in needing.items():
+        with pytest.raises(ValueError, match=f"^M-1: expected {name} to be .* its q_lora_rank being None"):
+            replace(without, **{name: value})
+    head = MLADimensions(qk_nope_head_dim=16, qk_rope_head_dim=0, v_head_dim=16)
+    nope = ModelDimensions(hidden_size=64, num_heads=4, q_lora_rank=None, kv_lora_rank=32, head=head)
+    with pytest.raises(ValueError, match="k_pe_norm to be None where qk_rope_head_dim is 0"):
+        LayerSpec(model="M-1", dims=nope, scale=0.2, rotation=None, k_pe_norm=1e-6)
+
+
+def test_weights_of_another_layer_and_lists_are_refused(prefill: Any, normal: Any) -> None:
+    weights = weights_of(PLAIN, normal)
+    listed = replace(PLAIN, selects=True)
+    for spec, expected in (
+        (replace(PLAIN, kv_norm=1e-6), r"M-1: expected kv_norm of shape \(32,\), got None"),
+        (replace(PLAIN, gate="hidden"), r"M-1: expected W_G of shape \(64, 4, 16\) or \(64, 4, 1\), got None"),
+        (replace(PLAIN, dims=replace(SMALL, q_lora_rank=None)), r"M-1: expected W_DQ of shape None, got \(64, 24\)"),
+        (listed, "M-1: expected lists of selected tokens"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            run(spec, weights, prefill, normal, "compute_friendly")
+    lists = torch.full((9, 2), -1)
+    with pytest.raises(ValueError, match="M-1: expected no lists of selected tokens"):
+        run(PLAIN, weights, prefill, normal, "compute_friendly", selected=lists)
+    with pytest.raises(ValueError, match=r"a list of integers for each of 9 rows, got torch.int64 \(8, 2\)"):
+        run(listed, weights, prefill, normal, "compute_friendly", selected=lists[1:])
+    lists[4, 1] = 1
+    with pytest.raises(ValueError, match=r"row 4 sees 0 to 0 and lists \[1\]"):
+        run(listed, weights, prefill, normal, "compute_friendly", selected=lists)
+    with pytest.raises(ValueError, match="compute_friendly, data_movement_friendly, chunked_prefill, got 'fast'"):
+        run(PLAIN, weights, prefill, normal, "fast")
+
+
+def test_growth_of_queries() -> None:
+    factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
+    steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
+    assert factors.tolist() == pytest.approx(steps)
+    for beta, period in ((0.0, 8), (0.1, 0), (0.1, 2.5)):
+        with pytest.raises(ValueError, match="a beta and a period in tokens above 0"):
+            QueryGrowth(beta=beta, period=period)  # type: ignore[arg-type]
