@@ -46,7 +46,9 @@ def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
         "level": "note" if entry.old else "error",
         "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
         "locations": [{"logicalLocations": [_location(record.backend, finding.case)]}],
-        "partialFingerprints": {"kernelAndCase/v1": _digest(f"{record.backend}\n{record.device}\n{finding.case}")},
+        "partialFingerprints": {
+            "kernelAndCase/v1": _digest(record.backend, entry.versions, record.device, finding.case)
+        },
     }
 
 
@@ -54,5 +56,5 @@ def _location(kernel: str, case: str) -> dict[str, str]:
     return {"name": case, "fullyQualifiedName": f"{kernel}/{case}", "kind": "member"}
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", errors="replace")).hexdigest()
