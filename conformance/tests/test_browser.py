@@ -119,7 +119,11 @@ def _record(backend: str, case: str, status: Status) -> Record:
 def scoreboard() -> str:
     """A page with a wrong kernel, a right one, an old one and a file that is no record."""
     cases = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
-    entries = [_entry("wanted", cases, cases[::100]), _entry("TRITON_MLA", cases, []), _entry(LONG, cases, cases[::200])]
+    entries = [
+        _entry("wanted", cases, cases[::100]),
+        _entry("TRITON_MLA", cases, []),
+        _entry(LONG, cases, cases[::200]),
+    ]
     old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
     return page(Board((*entries, old), (Refused(Path(LONG), LONG),), profiles()))
 
