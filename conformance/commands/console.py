@@ -17,8 +17,9 @@ from mla_conformance.judging.record import Record
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, header, put, say
+from mla_conformance.report.terminal import closing_line, columns, header, put, say
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -80,7 +81,8 @@ def run_and_report(
             return refused[1]
         if not as_json:
             shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
-            say(header(run.environment, len(run.request.judged_ids), run.request.explore) + shard)
+            what = str(run.request.deployment or "")
+            say(header(run.environment, len(run.request.judged_ids), run.request.explore, what) + shard)
         progress = Progress(run)
         broken, status = _judge(run, _ignore if as_json else progress, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
@@ -154,11 +156,8 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
 
 
 def _show_outcome(summary: RunSummary, report: Path | None) -> None:
-    for line in cause_lines(summary, columns()):
+    for line in outcome_lines(summary, columns()):
         say(line)
-    for backend in summary.backends:
-        for line in backend_lines(backend):
-            say(line)
     say(closing_line(summary) + (f" · report {_short(report)}" if report else ""))
 
 

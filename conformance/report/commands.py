@@ -14,16 +14,16 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line, columns, put, say
+from mla_conformance.report.terminal import closing_line, columns, put, say
 
 _INCOMPLETE = 3
 
 
 def _text(run: RunSummary) -> str:
-    lines = [*cause_lines(run, columns()), *(line for backend in run.backends for line in backend_lines(backend))]
-    return "".join(f"{shown_line(line)}\n" for line in [*lines, closing_line(run)])
+    return "".join(f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
 
 
 FORMATS: dict[str, Callable[[RunSummary], str]] = {

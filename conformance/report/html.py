@@ -2,6 +2,7 @@
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.cells import Cell, cell, definition
 from mla_conformance.report.shown import shown
@@ -27,6 +28,8 @@ def html(run: RunSummary) -> str:
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         seconds=f"{sum(run.seconds.values()):.0f} s",
         refusals=[(backend, refusals) for backend in run_backends if (refusals := _refusals(backend))],
+        deployment=str(run.deployment or ""),
+        answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, definition(name), [_placed(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],

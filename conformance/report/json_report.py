@@ -37,6 +37,7 @@ def report_form(run: RunSummary) -> ReportForm:
         cases=run.cases,
         shard=run.shard,
         date=run.date,
+        deployment=run.deployment,
         backends={backend.name: _backend(backend) for backend in run.backends},
     )
 
