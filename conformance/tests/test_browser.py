@@ -108,7 +108,7 @@ def report() -> str:
 
 
 def _record(backend: str, case: str, status: Status) -> Record:
-    said = {"message": f"LSE is off by {LONG}", "check": "lse", "detail": f"Traceback {LONG}"}
+    said: dict[str, Any] = {"message": f"LSE is off by {LONG}", "check": "lse", "detail": f"Traceback {LONG}"}
     return Record(
         backend, backend, case.partition(":")[0], case, status, used={"lse": 0.5},
         judged=Status.FAIL if status is Status.EXPECTED_FAILURE else None,

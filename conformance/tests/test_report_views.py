@@ -86,6 +86,9 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
     assert "FLASH_ATTN" in words and "package flash-attn not installed" in words and "<b>tile & co</b>" in words
     assert "emulated" in words and "torch 2" in words
     assert "Expected failures" in words and ": bug: base 2" in words
+    assert run.date and f"{run.date} · judging took " in words
+    assert "4 cases wrong, most likely because: The LSE is in base 2" in words
+    assert "Why unsupported" in words and "TORCH_SDPA: 5 cases, 1 reason" in words
 
 
 def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
