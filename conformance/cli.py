@@ -11,7 +11,15 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands import bump_cli, certify_cli, export_cli, gating_cli, replay_cli, tell_cli
+from mla_conformance.commands import (
+    bump_cli,
+    certify_cli,
+    export_cli,
+    gating_cli,
+    replay_cli,
+    scoreboard_cli,
+    tell_cli,
+)
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
@@ -60,6 +68,7 @@ def _print_anywhere() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for room in (certify_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands):
+    rooms = (certify_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands, scoreboard_cli)
+    for room in rooms:
         room.add_commands(commands)
     return parser
