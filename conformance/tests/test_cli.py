@@ -14,8 +14,7 @@ from mla_conformance.cli import main
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.summary import summarise
-from mla_conformance.report.terminal import capability_text
+from mla_conformance.report.backend_lines import capability_lines
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 
@@ -159,8 +158,7 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
     records = [judge_one(subject, case, Context()) for case in find_capability("determinism").select(Tier.SMOKE)]
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
-    (determinism,) = summarise(records, {"determinism": len(records)})
-    assert capability_text(determinism) == "determinism – unsupported"
+    assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
 
 
 def test_a_reader_that_has_enough_is_no_traceback() -> None:
