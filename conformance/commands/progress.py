@@ -10,8 +10,6 @@ from mla_conformance.judging.record import Record
 from mla_conformance.report.shown import shown
 from mla_conformance.report.terminal import say
 
-_PARTS = 10
-"""Lines of a whole run where no line is live."""
 _PER_SECOND = 4
 
 
@@ -22,10 +20,11 @@ class Progress:
         total: records that are expected, each case with each backend.
         done: records so far.
         failed: how many of them failed.
+        parts: lines of a whole run where no line is live.
     """
 
-    def __init__(self, total: int, done: int = 0, failed: int = 0) -> None:
-        self.total, self.done, self.failed = total, done, failed
+    def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
+        self.total, self.done, self.failed, self.parts = total, done, failed, parts
         self._before, self._began, self._now = done, time.monotonic(), ""
 
     def __call__(self, record: Record) -> None:
@@ -40,7 +39,12 @@ class Progress:
             say(f"… {self.line}")
 
     def _part(self, done: int) -> int:
-        return done * _PARTS // max(1, self.total)
+        return done * self.parts // max(1, self.total)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
 
     @property
     def line(self) -> str:
@@ -50,7 +54,7 @@ class Progress:
         )
 
     def _times(self) -> Iterator[str]:
-        elapsed, judged = time.monotonic() - self._began, self.done - self._before
+        elapsed, judged = self.elapsed, self.done - self._before
         yield clock(elapsed)
         if judged and self.done < self.total:
             yield f"about {clock(elapsed * (self.total - self.done) / judged)} left"

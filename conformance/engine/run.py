@@ -149,6 +149,17 @@ class Run:
             found[reference] = outcome.facts or gone
         return [found[reference] for reference in names]
 
+    def renew(self) -> None:
+        """Have the backends imported anew, as they are by now, by processes that have judged nothing.
+
+        Raises:
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
+        for place in self.supervisor.places:
+            place.renew()
+        self.facts = self._describe()
+
     @property
     def plan(self) -> Plan:
         """The plan of this run."""
