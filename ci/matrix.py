@@ -1,4 +1,4 @@
-"""What README and FINDINGS show of the submissions of the newest suite: ``python ci/matrix.py``.
+"""What README and pages show of the submissions of the newest suite: ``python ci/matrix.py``.
 
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
@@ -22,6 +22,7 @@ _KERNELS = (
     "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget | LSE class |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
+_OVERVIEW = "| kernel | library | passed | known to fail |\n|---|---|---|---|"
 _FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
 
 
@@ -50,6 +51,17 @@ def newest(submissions: Path) -> list[Shown]:
     suites = [path for path in submissions.iterdir() if path.is_dir()]
     latest = max(suites, key=lambda path: tuple(map(int, path.name.split("."))))
     return [decode(read_text(path), Shown, str(path)) for path in sorted(latest.glob(f"*/{RECORD_NAME}"))]
+
+
+def overview(records: list[Shown]) -> str:
+    """A short row for each record: of the cases that were judged, how many passed."""
+    return "\n".join([_OVERVIEW, *map(_brief, records)])
+
+
+def _brief(record: Shown) -> str:
+    counts, told = record.counts, record.versions or record.pins.versions
+    library = " ".join(next(iter(told.items()), ()))
+    return _row([record.backend, library, f"{counts.passed} of {counts.judged}", counts.waived or ""])
 
 
 def kernels(records: list[Shown]) -> str:
@@ -96,15 +108,16 @@ def _row(cells: list[object]) -> str:
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:
-    """The sections of README and FINDINGS under ``root``, each with what it should hold.
+    """The sections of README and pages under ``root``, each with what it should hold.
 
     Raises:
         InputError: a record is none, or a section's markers are missing.
     """
     records = newest(SUBMISSIONS)
     return [
-        (Section.of(root / "README.md", "h200"), kernels(records)),
-        (Section.of(root / "ci" / "FINDINGS.md", "h200"), failures(records)),
+        (Section.of(root / "README.md", "h200"), overview(records)),
+        (Section.of(root / "docs" / "kernels.md", "h200"), kernels(records)),
+        (Section.of(root / "docs" / "findings.md", "h200"), failures(records)),
     ]
 
 

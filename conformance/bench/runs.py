@@ -52,12 +52,12 @@ class Measured:
 
 
 def compare_runs(request: Request, device: torch.device) -> Iterator[str]:
-    """Lines on runs of each backend, of all, and of all on one GPU or worker; then their ratios.
+    """Lines on runs of each backend, of all, of all on one GPU or worker, and judged apart if asked for; their ratios.
 
     Raises:
         RunError: a run broke down.
     """
-    selection = replace(request, device=device.type)
+    selection = replace(request, device=device.type, apart=False)
     workers, alone = len(visible_gpus()) if device.type == "cuda" else max(1, min(4, os.cpu_count() or 1)), []
     yield "a run lasts from the start of its processes to their end; the report, written after it, is left out"
     for backend in selection.backends:
@@ -70,7 +70,11 @@ def compare_runs(request: Request, device: torch.device) -> Iterator[str]:
         yield f"{_places(selection, 1)} only: there are no more to compare it with"
     else:
         yield f"{_places(selection, 1)} took, beside {_places(selection, workers)}, {single.ratio(every)}"
-        yield from _agreement(single.verdicts, every.verdicts)
+        yield from _agreement("one", single.verdicts, every.verdicts)
+    if request.apart:
+        apart = yield from _measured(replace(selection, apart=True), workers)
+        yield f"judged apart, it took {apart.ratio(every)}"
+        yield from _agreement("all, judged apart,", apart.verdicts, every.verdicts)
 
 
 def _beside(ratios: Sequence[float]) -> str:
@@ -80,7 +84,7 @@ def _beside(ratios: Sequence[float]) -> str:
 
 def _measured(selection: Request, workers: int) -> Generator[str, None, Measured]:
     """Make a run, after one like it on a GPU, and say what it took."""
-    what = f"{_names(selection)} on {_places(selection, workers)}"
+    what = f"{_names(selection)} on {_places(selection, workers)}{', judged apart' * selection.apart}"
     if selection.device == "cuda":
         yield f"{what}: {_run(selection, workers)}: a warm-up, not counted"
     measured = _run(selection, workers)
@@ -108,13 +112,13 @@ def _run(selection: Request, workers: int) -> Measured:
     return Measured(verdicts, time.perf_counter() - started, judging)
 
 
-def _agreement(single: dict[Question, Status], every: dict[Question, Status]) -> Iterator[str]:
-    different = [key for key in single | every if single.get(key) != every.get(key)]
+def _agreement(name: str, other: dict[Question, Status], every: dict[Question, Status]) -> Iterator[str]:
+    different = [key for key in other | every if other.get(key) != every.get(key)]
     if not different:
-        yield f"the same {len(every)} verdicts on one as on all"
+        yield f"the same {len(every)} verdicts on {name} as on all"
     for reference, case in different:
-        one, all_ = (found.get((reference, case), "none") for found in (single, every))
-        yield f"DIFFERENT VERDICTS of {reference}, case {case}: on one {one}, on all {all_}"
+        one, all_ = (found.get((reference, case), "none") for found in (other, every))
+        yield f"DIFFERENT VERDICTS of {reference}, case {case}: on {name} {one}, on all {all_}"
 
 
 def _names(selection: Request) -> str:

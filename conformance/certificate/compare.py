@@ -82,9 +82,9 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
     new = sorted(here.libraries.keys() - traced.libraries.keys())
     if traced.libraries and new:
         yield Remark(Weight.TOLD, f"{len(new)} libraries loaded here are not in the certificate, such as {new[0]}")
-    common = traced.kernels.keys() & here.kernels.keys()
-    stated, seen = (Traced({name: each.kernels[name] for name in common}).distinct for each in (traced, here))
-    if stated and not set(stated) & set(seen):
+    expected = Traced({name: traced.kernels[name] for name in traced.kernels.keys() & here.kernels.keys()}).distinct
+    seen = here.distinct
+    if expected and not set(traced.distinct) & set(seen):  # of any capability: another case may run another kernel
         ran = f"{seen[0]} and {len(seen) - 1} more" if seen else "none but torch's own"
         yield Remark(Weight.AGAINST, f"kernels: none of those of the certificate ran here, but {ran}")
 
@@ -114,9 +114,8 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
         yield Remark(Weight.AGAINST, _changed(f"package {name}", pin.files, found.files))
     if found.commit != pin.commit:
         yield Remark(Weight.OTHER_BUILD, f"package {name} is of commit {found.commit} here, was of {pin.commit}")
-    if pin.clean is False or (pin.commit and found.clean is False):
-        where = "where it was judged" if pin.clean is False else "here"
-        yield Remark(Weight.AGAINST, f"package {name} is a checkout with changes {where}, which no commit names")
+    if pin.commit and found.clean is False:
+        yield Remark(Weight.AGAINST, f"package {name} is a checkout with changes here, which no commit names")
 
 
 def _harness(pin: Installed) -> Iterator[Remark]:

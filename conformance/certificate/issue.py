@@ -37,6 +37,17 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
         raise Refused(reason)
 
 
+def require_committed(pins: Pins) -> None:
+    """Check that everybody can have what is judged.
+
+    Raises:
+        Refused: a package of the backend is a checkout with changes.
+    """
+    for name, pin in pins.installed.items():
+        if pin.clean is False:
+            raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
+
+
 def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int) -> Iterator[str]:
     if len(backends) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"

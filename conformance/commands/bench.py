@@ -21,7 +21,9 @@ def run_bench(options: argparse.Namespace) -> int:
     """Measure what was asked for, and say it; the exit status."""
     backends = options.runs or ([options.suite] if options.suite else [])
     try:
-        request = Request.of(backends, options.capability, options.tier, options.device, options.case)
+        request = Request.of(
+            backends, options.capability, options.tier, options.device, options.case, apart=options.apart
+        )
         device = find_device(request.device)
     except RequestError as error:
         raise InputError(str(error)) from error

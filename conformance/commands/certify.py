@@ -16,7 +16,14 @@ from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
+from mla_conformance.models.caselist import cases_of
+from mla_conformance.models.config import read_config
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.library import find_model
 from mla_conformance.report.loading import load_report
+
+_OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
+"""Options that choose from the list of all cases, or are about all of it."""
 
 
 def certify(options: argparse.Namespace) -> int:
@@ -41,6 +48,11 @@ def certify(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> Request:
+    if options.model or options.config:
+        return _deployed(options)
+    for name in ("tp", "kv_cache"):
+        if getattr(options, name):
+            raise InputError(f"{_flag(name)}: expected together with --model or --config")
     cases = _case_files(options.cases, options.capability) if options.cases else ()
     request = Request.of(
         options.backend,
@@ -50,8 +62,32 @@ def _new(options: argparse.Namespace) -> Request:
         cases,
         options.explore or 0,
         options.salt or "",
+        _is_apart(options),
     )
     return request.sharded(_shard(options, request))
+
+
+def _deployed(options: argparse.Namespace) -> Request:
+    """The cases of a deployed model."""
+    for name in _OF_THE_LIST:
+        if getattr(options, name):
+            raise InputError(f"{_flag(name)}: leave it away with --model and --config, which say what is judged")
+    profile = read_config(options.config) if options.config else find_model(options.model)
+    deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
+    cases = [case.id for case in cases_of(profile, deployment)]
+    request = Request.of(
+        options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
+    )
+    return request.about(deployment)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_apart(options: argparse.Namespace) -> bool:
+    """What is issued is always judged apart."""
+    return bool(options.apart or Issuing.asked(options))
 
 
 def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
@@ -88,9 +124,9 @@ def _recorded(folder: Path) -> Plan:
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
     """The interrupted run; what was not given again is what the journal says."""
-    for name in ("cases", "shard", "durations", "fresh"):
+    for name in ("cases", "shard", "durations", "fresh", "model", "config", "tp", "kv_cache"):
         if getattr(options, name):
-            raise InputError(f"--resume: leave --{name} away, the journal says what the run was to judge")
+            raise InputError(f"--resume: leave {_flag(name)} away, the journal says what the run was to judge")
     request = Request.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),
@@ -99,7 +135,9 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         plan.cases,
         plan.explore if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
-    ).sharded(plan.shard)
+        plan.apart or _is_apart(options),
+    )
+    request = request.sharded(plan.shard).about(plan.deployment)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request

@@ -22,7 +22,11 @@ def add_commands(commands: Any) -> None:
         metavar="N",
         help="equal failures of a backend's process, 5",
     )
+    _add_model(certify)
     certify.add_argument("-n", "--workers", type=count, metavar="N", help="processes that run cases")
+    certify.add_argument(
+        "--apart", action="store_true", help="inputs, kernel and judge in processes of their own, as for a certificate"
+    )
     certify.add_argument("--json", action="store_true", help="print the report as JSON instead of text")
     certify.add_argument("--expectations", type=Path, action="append", default=[], metavar="DIR")
     issued = certify.add_mutually_exclusive_group()
@@ -51,6 +55,14 @@ def _add_part(certify: argparse.ArgumentParser) -> None:
     certify.add_argument("--salt", metavar="TEXT", help="draw all inputs anew, those that this text stands for")
     certify.add_argument("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts")
     certify.add_argument("--durations", type=Path, metavar="REPORT", help="balance the shards by an earlier run")
+
+
+def _add_model(certify: argparse.ArgumentParser) -> None:
+    which = certify.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="NAME", help="judge what a deployment of this model calls; see models")
+    which.add_argument("--config", type=Path, metavar="PATH", help="the same of the model of this config.json")
+    certify.add_argument("--tp", type=count, metavar="N", help="ranks that share the model's heads, 1")
+    certify.add_argument("--kv-cache", metavar="NAME", help="what the model's cache is called, auto")
 
 
 def _add_folder(certify: argparse.ArgumentParser) -> None:

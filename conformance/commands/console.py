@@ -15,12 +15,12 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
-from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import cause_lines, closing_line, columns, header, near, put, say, wrapped
+from mla_conformance.report.terminal import closing_line, columns, header, near, put, say, wrapped
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -52,7 +52,8 @@ def run_and_report(
             return refused[1]
         if not as_json:
             shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
-            _say_wrapped(header(run.environment, len(run.request.judged_ids), run.request.explore) + shard)
+            what = str(run.request.deployment or "")
+            _say_wrapped(header(run.environment, len(run.request.judged_ids), run.request.explore, what) + shard)
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
@@ -91,7 +92,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
-    earlier = run.folder.journal.records().values()
+    earlier = run.verdicts.values()
     total = sum(run.request.expected.values()) * len(run.available)
     progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:
@@ -134,11 +135,8 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
 
 
 def _show_outcome(summary: RunSummary, report: Path | None) -> None:
-    for line in cause_lines(summary, columns()):
+    for line in outcome_lines(summary, columns()):
         say(line)
-    for backend in summary.backends:
-        for line in backend_lines(backend, columns()):
-            say(line)
     _say_wrapped(closing_line(summary) + (f" · report {near(report)}" if report else ""))
 
 

@@ -23,13 +23,13 @@ def run_defects(options: argparse.Namespace) -> int:
         raise InputError(str(error)) from error
     if options.diagnosis:
         return _calibrate(options)
-    readme = Section.of(options.readme, "defects") if options.readme else None  # known before anything is run
+    page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier), tier.value, digest)
     if options.out:
         write_json(options.out, report.to_json())
-    if readme:
-        readme.write(markdown(report))
+    if page:
+        page.write(markdown(report))
     for line in terminal_lines(report):
         say(line)
     return 0 if report.holds else 1
@@ -37,8 +37,8 @@ def run_defects(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     """Diagnose every known defect, say and write how that went; the exit status is 1 for a confident error."""
-    if options.readme:
-        raise InputError("--readme: leave it away beside --diagnosis; the section holds the stored calibration")
+    if options.page:
+        raise InputError("--page: leave it away beside --diagnosis; the section holds the stored calibration")
     deciding = digest()
     report = DiagnosisReport.of(calibrate(), deciding)
     if options.out:

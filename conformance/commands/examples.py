@@ -4,10 +4,8 @@ import argparse
 from collections.abc import Iterator
 from textwrap import fill
 
-_JUDGED = (
-    "0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing could be judged, or the run is incomplete"
-)
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
+_JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
 _TOLD = "0 told · 2 usage"
 _WIDTH = 80
 
@@ -35,6 +33,8 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "backends": (("", "--device cpu"), _TOLD),
     "capabilities": (("", "--backend TORCH_SDPA"), _TOLD),
+    "models": (("", "deepseek-r1"), _TOLD),
+    "cheats": (("", "--out cheats.json"), "0 all fare as expected · 1 one does not · 2 usage"),
     "defects": (
         ("--tier smoke", "--out defects.json"),
         "0 every wrong kernel is found and no honest one · 1 not so · 2 usage",

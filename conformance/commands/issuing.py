@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable
+from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
@@ -55,9 +55,11 @@ class Issuing:
         """Why a run that is prepared cannot be certified; empty if it can."""
         try:
             require_certifiable(run.facts, run.request.judged_ids, run.request.explore)
+            self.pins = _pins(run.facts[0])
+            require_committed(self.pins)
         except Refused as reason:
+            self.pins = None
             return f"no {self.kind}: {reason}"
-        self.pins = _pins(run.facts[0])
         return ""
 
     def write(self, run: RunSummary, status: int) -> int:

@@ -1,4 +1,4 @@
-"""The kill matrix, as data, as text for a terminal, and as the sentence of the README."""
+"""The kill matrix, as data, as text for a terminal, and as the sentence of a page."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -119,7 +119,7 @@ def closing_line(report: DefectReport) -> str:
 
 
 def markdown(report: DefectReport) -> str:
-    """The section of the README."""
+    """The section of docs/known-defects.md."""
     rest = f"{len(NOT_EMULATED)} further reports are not emulated; `mla-conformance defects` says why."
     return f"{closing_line(report)}. {rest}\n\n{sentence(stored_diagnosis())} (`mla-conformance defects --diagnosis`)."
 

@@ -17,6 +17,7 @@ class Attempt:
 
     Attributes:
         value: what it returned; None if it raised.
+        kept: the same where the step was carried out, for later steps.
         error: one line for an exception, and the traceback behind it.
         out_of_memory: the exception says that memory ran out.
         disturbed: settings of the process that it changed; they are restored as far as they can be.
@@ -27,6 +28,7 @@ class Attempt:
     traceback: str = ""
     out_of_memory: bool = False
     disturbed: tuple[str, ...] = ()
+    kept: Any = None
 
 
 def attempt(step: Callable[[], Any]) -> Attempt:

@@ -1,16 +1,18 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.attempt import attempt
+from mla_conformance.driving.attempt import Attempt, attempt
+from mla_conformance.driving.hand import HERE, Hand, itself
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
+from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.merge import merge
 
@@ -24,7 +26,8 @@ class Returned:
 
     Attributes:
         call: the call that was made.
-        value: the returned object as it is; None if the call raised.
+        value: the returned object as it was after the call; None if the call raised.
+        kept: the same for :func:`as_it_is_now`.
         error: one line for an exception, and the traceback behind it.
         out: the output tensor that was handed in.
         out_of_memory: the exception says that memory ran out.
@@ -40,6 +43,7 @@ class Returned:
     out_of_memory: bool = False
     miswritten: str = ""
     disturbed: tuple[str, ...] = ()
+    kept: Any = None
 
 
 @dataclass(frozen=True)
@@ -68,69 +72,85 @@ class Observation:
         return next((returned for returned in self.returned if returned.error), None)
 
 
-def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True) -> Observation:
+def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True, hand: Hand = HERE) -> Observation:
     """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
-    returned = _make_calls(backend, problem, prepare)
+    returned = _make_calls(hand, backend, problem, prepare)
     disturbed = tuple(change for part in returned for change in part.disturbed)
-    if returned and returned[-1].error and device_lost(problem.device):
+    if returned and returned[-1].error and hand.lost(problem.device):
         return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
-    merging = attempt(partial(_merge, backend, problem, returned))
+    merging = _merge(hand, backend, problem, returned)
     disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
     return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
 
 
-def _make_calls(backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
+def _make_calls(hand: Hand, backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
     """Every call up to the first that raises."""
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(backend, problem, call, prepare))
+        returned.append(_guarded_call(hand, backend, problem, call, prepare))
         if returned[-1].error:
             break
     return returned
 
 
-def _guarded_call(backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool) -> Returned:
-    out = call.output_buffer()
-    poison_allocator(call.result_shape, problem.output_dtype, problem.device, problem.case.poison)
+def as_it_is_now(observation: Observation, hand: Hand) -> Observation:
+    """The observation with what its calls returned as later ones have left it."""
+    again = [hand.attempt(partial(itself, returned.kept)).value for returned in observation.returned]
+    returned = (replace(one, value=value) for one, value in zip(observation.returned, again, strict=True))
+    return replace(observation, returned=tuple(returned))
 
-    def step() -> Any:
-        if prepare:
-            call.prepare(backend)
-        value = call.invoke(backend, out)
-        if problem.device.type == "cuda":
-            torch.cuda.synchronize(problem.device)
-        return value
 
-    done = attempt(step)
+def _guarded_call(hand: Hand, backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool) -> Returned:
+    out, case, device = call.output_buffer(), problem.case, problem.device
+    first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, case.poison)
+    reached = [*call.reached, *([] if out is None else [out.storage])]
+    done = hand.attempt(partial(_call, first, backend, call, out, prepare, device), reached)
     miswritten = "" if done.error else call.wrong_writes()
     return Returned(
-        call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, disturbed=done.disturbed
+        call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, done.disturbed, done.kept
     )
 
 
-def _merge(backend: KernelBackend, problem: Problem, returned: list[Returned]) -> State | None:
+def _call(
+    first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
+) -> Any:
+    first()
+    if prepare:
+        call.prepare(backend)
+    value = call.invoke(backend, out)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return value
+
+
+def _merge(hand: Hand, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> Attempt:
     """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
     if not problem.case.is_merged or len(returned) != len(problem.calls):
-        return None
+        return Attempt()
     states = [parts_of(part.value) for part in returned]
-    if not all(_is_state(state, part, problem) for state, part in zip(states, returned, strict=True)):
-        return None
+    if not all(_is_state(state, part.call, problem) for state, part in zip(states, returned, strict=True)):
+        return Attempt()
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
-    if problem.case.merges_in_place:
-        return _merged_in_place(backend, [*chunks, new])
-    combine = partial(_own_merge, backend) if problem.case.own_merge else merge
-    return reduce(lambda prefix, suffix: combine(*prefix, *suffix), [*chunks, new])
+    if not problem.case.own_merge and not problem.case.merges_in_place:
+        return attempt(partial(_merged, [*chunks, new]))
+    step = _merged_in_place if problem.case.merges_in_place else _merged_by_its_own
+    return hand.attempt(partial(step, backend, [*chunks, new]))
 
 
-def _own_merge(
-    backend: Any, prefix: torch.Tensor, prefix_lse: torch.Tensor, suffix: torch.Tensor, suffix_lse: torch.Tensor
-) -> State:
-    """The backend's merge into fresh, poisoned outputs."""
-    output = poison(suffix.shape, suffix.dtype, suffix.device)
-    lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
-    backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
+def _merged(states: list[State]) -> State:
+    return reduce(lambda prefix, suffix: merge(*prefix, *suffix), states)
+
+
+def _merged_by_its_own(backend: Any, states: list[State]) -> State:
+    """The backend's merges, each into fresh, poisoned outputs."""
+    output, lse = states[0]
+    for suffix, suffix_lse in states[1:]:
+        prefix, prefix_lse = output, lse
+        output = poison(suffix.shape, suffix.dtype, suffix.device)
+        lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
+        backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
     return output, lse
 
 
@@ -142,9 +162,9 @@ def _merged_in_place(backend: Any, states: list[State]) -> State:
     return output, lse
 
 
-def _is_state(parts: tuple[Any, ...], returned: Returned, problem: Problem) -> bool:
+def _is_state(parts: tuple[Any, ...], call: KernelCall, problem: Problem) -> bool:
     """Whether a call returned two tensors of the right shapes on the right device, so that they can be merged."""
-    tokens, heads, _ = shape = returned.call.result_shape
+    tokens, heads, _ = shape = call.result_shape
     if any(map(why_not_plain, parts)) or any(part.device != problem.device for part in parts):
         return False
     return [part.shape for part in parts] == [shape, (heads, tokens)]

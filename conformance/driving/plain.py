@@ -1,5 +1,6 @@
 """Whether an object that a call returned is a tensor that can be looked at."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,8 +8,35 @@ import torch
 from mla_conformance.backends.foreign import type_name
 
 
+@dataclass(frozen=True)
+class Instead:
+    """Stands for an object that a call returned in another process, where it has stayed: no tensor to be looked at.
+
+    Attributes:
+        kind: name of its type.
+        why: what it is.
+        is_tensor: whether it is a tensor of some kind.
+    """
+
+    kind: str
+    why: str
+    is_tensor: bool
+
+
+def kind_of(value: Any) -> str:
+    """The name of the type of what a call returned."""
+    return value.kind if type(value) is Instead else type_name(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a call returned a tensor of any kind."""
+    return value.is_tensor if type(value) is Instead else issubclass(type(value), torch.Tensor)
+
+
 def why_not_plain(value: Any) -> str:
     """What an object is instead of a strided, materialised ``torch.Tensor``; empty if it is one, on any device."""
+    if type(value) is Instead:
+        return value.why
     if type(value) is not torch.Tensor:
         return f"a {type_name(value)}"
     try:
@@ -24,7 +52,8 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     """
     kind = next((kind for kind in (tuple, list) if issubclass(type(value), kind)), None)
     parts = (value,) if kind is None else tuple(kind.__iter__(value))
-    return tuple(part if why_not_plain(part) else part.detach() for part in parts)
+    # The method of the class: the tensor's own may be anything.
+    return tuple(torch.Tensor.detach(part) if type(part) is torch.Tensor else part for part in parts)
 
 
 def _why_not_strided(tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.device_needs import device_reasons
+from mla_conformance.driving.hand import HERE, Hand
 from mla_conformance.driving.kernel_support import (
     decode_kernel,
     decode_reasons,
@@ -39,19 +40,26 @@ from mla_conformance.problems.operands import TORCH_DTYPES
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on a device."""
+    """A backend on a device.
+
+    Attributes:
+        backend: names it.
+        device: where it is judged.
+        hand: carries out whatever imports it, asks it or calls it.
+    """
 
     backend: BackendReference
     device: torch.device
+    hand: Hand = HERE
 
     @staticmethod
-    def of(reference: str, device: torch.device) -> "Subject":
+    def of(reference: str, device: torch.device, hand: Hand = HERE) -> "Subject":
         """The subject that ``reference`` names.
 
         Raises:
             BackendReferenceError: it names nothing that can be judged.
         """
-        return Subject(parse_reference(reference), device)
+        return Subject(parse_reference(reference), device, hand)
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
 """How a run is carried out: its folder and journal, the supervisor, and the workers that it watches from outside.
 
-Imports from: files, cases, problems, driving, judging, trials, defects, report, expectations.
+Imports from: files, cases, models, problems, driving, apart, judging, trials, defects, report, expectations.
 """

@@ -49,8 +49,13 @@ def describe(subject: Subject) -> BackendFacts:
     try:
         return _facts(subject)
     except BaseException as error:
-        reasons = (f"asked what it is, it raised {one_line(error)}",)
-        return BackendFacts(subject.name, subject.backend.reference, reasons, fingerprint="unavailable")
+        return undescribed(subject, one_line(error))
+
+
+def undescribed(subject: Subject, error: str) -> BackendFacts:
+    """Of a backend that raised this when it was asked."""
+    reasons = (f"asked what it is, it raised {error}",)
+    return BackendFacts(subject.name, subject.backend.reference, reasons, fingerprint="unavailable")
 
 
 def _facts(subject: Subject) -> BackendFacts:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,7 @@ class Journal:
 
     def records(self) -> dict[Question, Record]:
         """The last verdict on each question."""
-        found = (Record.from_json(event["record"]) for event in self.events() if event["event"] == "verdict")
-        return {question_of(record): record for record in found}
+        return verdicts(self.events())
 
     def is_finished(self) -> bool:
         """Whether the run came to its end."""
@@ -114,6 +113,12 @@ class Journal:
     def _whole(self) -> bytes:
         content = self.path.read_bytes()
         return content[: content.rfind(b"\n") + 1]
+
+
+def verdicts(events: Iterable[dict[str, Any]]) -> dict[Question, Record]:
+    """The last verdict on each question."""
+    found = (Record.from_json(event["record"]) for event in events if event["event"] == "verdict")
+    return {question_of(record): record for record in found}
 
 
 def _read(line: bytes) -> dict[str, Any]:

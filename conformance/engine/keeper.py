@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent
+from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory
 from mla_conformance.engine.messages import Ended, decode_setup, encode, read_line
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -32,6 +32,7 @@ def main(descriptor: int, supervisor: int) -> None:
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
     setup = decode_setup(read_line(connection))
+    hide_memory(setup.apart)
     while not _is_closed(connection):
         worker = os.fork()
         if not worker:

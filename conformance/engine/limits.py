@@ -5,11 +5,19 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_CAP_SYS_PTRACE = 19
+_CAPABILITIES_OF_64_BITS = 0x20080522
+_STANDARD = 2
+_PATIENCE = 2.0
+"""Seconds in which a process that closed its connection ends by itself."""
 _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -26,6 +34,24 @@ def adopt_orphans(adopts: bool = True) -> None:
     """Become the parent of descendants whose own parent ends, in whatever session they are."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def hide_memory(hidden: bool = True) -> None:
+    """Keep processes of the same user from reading or tracing this one; those that may trace any process still can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(not hidden))
+
+
+def renounce_tracing() -> None:
+    """Give up the right to reach into any process, which root has: what :func:`hide_memory` hides is hidden then."""
+    if sys.platform != "linux":
+        return
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    for place in range(3):  # effective, permitted, inheritable; the words behind hold the capabilities from 32 on
+        sets[place] &= ~(1 << _CAP_SYS_PTRACE)
+    libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
+    libc.capset(header, sets)
 
 
 def children() -> set[int]:
@@ -67,6 +93,34 @@ def machine_memory() -> int:
         return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
     except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
         return installed
+
+
+def close_descriptors(spared: set[int]) -> None:
+    """Close what this process has inherited, but for the standard streams and ``spared``."""
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > _STANDARD and number not in spared:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.close(number)
+
+
+def end_as(process: int) -> NoReturn:
+    """End this process as a child of it has ended, or is about to."""
+    end = time.monotonic() + _PATIENCE
+    while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+    status = os.waitstatus_to_exitcode(ended[1])
+    if status >= 0:
+        leave(status)
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # of SIGKILL it is what it is
+        signal.signal(-status, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
+    os.kill(os.getpid(), -status)
+    os._exit(1)
 
 
 def leave(status: int) -> NoReturn:

@@ -21,11 +21,13 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
         device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         memory: bytes that a worker may allocate; None without a limit.
         salt: what inputs are drawn with beside their case; empty for none.
+        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     device: str
     memory: int | None = None
     salt: str = ""
+    apart: bool = False
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):

@@ -10,6 +10,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.version import __version__
 
 PLAN_FORMAT = 2
@@ -30,7 +31,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cases: ids of cases that were asked for one by one.
         explore: further cases that are drawn for each backend.
         shard: the part of the list that is judged.
+        deployment: the model that the cases are of, if they are.
         salt: what inputs are drawn with beside their case.
+        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     format: int
@@ -44,7 +47,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[str, ...]
     explore: int
     shard: Shard | None = None
+    deployment: Deployment | None = None
     salt: str = ""
+    apart: bool = False
 
     @staticmethod
     def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -61,7 +66,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             cases=tuple(case.id for case in request.cases),
             explore=request.explore,
             shard=request.shard,
+            deployment=request.deployment,
             salt=request.salt,
+            apart=request.apart,
         )
 
     @staticmethod

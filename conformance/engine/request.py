@@ -19,6 +19,7 @@ from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.judging.record import EXPLORED
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.summary import count_by_capability
 
 DEVICES = ("cpu", "cuda")
@@ -47,6 +48,8 @@ class Request:
         explore: how many further cases are drawn for each backend.
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
+        deployment: the model that the cases are of, if they are.
+        apart: with inputs, kernel and judge in processes of their own.
     """
 
     backends: tuple[BackendReference, ...]
@@ -57,6 +60,8 @@ class Request:
     explore: int = 0
     salt: str = ""
     shard: Shard | None = None
+    deployment: Deployment | None = None
+    apart: bool = False
 
     @staticmethod
     def of(
@@ -67,6 +72,7 @@ class Request:
         cases: Sequence[str] = (),
         explore: int = 0,
         salt: str = "",
+        apart: bool = False,
     ) -> "Request":
         """Check a request.
 
@@ -81,13 +87,19 @@ class Request:
             _require_device(device)
             _require_exploration(explore, chosen)
             _require_salt(salt)
-            return Request(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt)
+            return Request(
+                _distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt, apart=apart
+            )
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
     def sharded(self, shard: Shard | None) -> "Request":
         """One part of it."""
         return replace(self, shard=shard)
+
+    def about(self, deployment: Deployment | None) -> "Request":
+        """The same, of a deployed model."""
+        return replace(self, deployment=deployment)
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability, in all shards."""

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.limits import machine_memory
+from mla_conformance.engine.journal import verdicts
+from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.log import LOG_NAME
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
 from mla_conformance.engine.plan import Plan
@@ -31,6 +33,8 @@ CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
+APART = "inputs, kernel and judge apart"
+"""What the environment says of a run whose judge is in no process of a backend."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 
 
@@ -74,6 +78,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
+    _events: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         on_cpu = self._surely_cpu
@@ -82,12 +87,14 @@ class Run:
         )
 
     def __enter__(self) -> "Run":
+        hide_memory(self.request.apart)
         self.supervisor.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
         self.folder.release()
+        hide_memory(False)
 
     @property
     def _surely_cpu(self) -> bool:
@@ -116,17 +123,18 @@ class Run:
             self._add_gpus(hello)
         self.device = hello.device
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        salt = {"salt": self.request.salt} if self.request.salt else {}
-        self.environment = {**told, **salt, **hello.facts}
+        asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
+        self.environment = {**told, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self._describe()
 
     def _add_place(self, workers: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         variables = {} if _THREADS in os.environ else {_THREADS: str(threads)}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
-        self.supervisor.add_place(
-            Setup(self.request.device, memory, self.request.salt), variables if self._surely_cpu else {}
-        )
+        self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
+
+    def _setup(self, device: str, memory: int | None = None) -> Setup:
+        return Setup(device, memory, self.request.salt, self.request.apart)
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -134,9 +142,7 @@ class Run:
         workers = self.limits.workers or (max(1, len(hello.gpus)) if hello.device == "cuda" else 1)
         for number in range(1, workers):
             gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
-            self.supervisor.add_place(
-                Setup(hello.device, salt=self.request.salt), place_environment(gpu, cache / str(number))
-            )
+            self.supervisor.add_place(self._setup(hello.device), place_environment(gpu, cache / str(number)))
 
     def _describe(self) -> list[BackendFacts]:
         """The facts of every backend; one whose process ends over it is unavailable."""
@@ -169,13 +175,14 @@ class Run:
         """Write what the run is before anything of it is launched."""
         self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self.folder.journal.append("plan", plan=self.plan.to_json())
+        self._write("plan", plan=self.plan.to_json())
 
     def resume(self) -> None:
         """Go on with the run that the folder's journal tells of."""
         self.folder.journal.repair()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self.folder.journal.append("resume")
+        self._events = list(self.folder.journal.events())
+        self._write("resume")
 
     def judge(self, on_record: Callable[[Record], None]) -> None:
         """Judge what has no verdict yet, then confirm what failed; each record is handed over once it is journalled.
@@ -185,7 +192,7 @@ class Run:
             RunError: no process can be started, or the journal cannot be written.
         """
         self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
-        records = self.folder.journal.records()
+        records = self.verdicts
         failures = self._judge(records, on_record)
         while pending := self._unconfirmed(records, failures):
             for record in self._confirmed(pending):
@@ -211,7 +218,7 @@ class Run:
 
     def _traced(self) -> dict[str, Traced]:
         """What each backend, by reference, was seen to run."""
-        told = (event for event in self.folder.journal.events() if event["event"] == "traced")
+        told = (event for event in self._events if event["event"] == "traced")
         return {event["backend"]: msgspec.convert(event["traced"], Traced) for event in told}
 
     def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
@@ -291,24 +298,34 @@ class Run:
 
     def _append(self, event: str, **fields: object) -> None:
         try:
-            self.folder.journal.append(event, **fields)
+            self._write(event, **fields)
         except OSError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
 
+    def _write(self, event: str, **fields: Any) -> None:
+        """Journal an event and keep it: a backend may write into the file."""
+        self.folder.journal.append(event, **fields)
+        self._events.append({"event": event, **fields})
+
     @property
     def resume_line(self) -> str:
         """The command that goes on with this run."""
         return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
 
+    @property
+    def verdicts(self) -> dict[Question, Record]:
+        """What it found so far."""
+        return verdicts(self._events)
+
     def summary(self) -> RunSummary:
-        """The outcome of everything that the journal holds."""
-        kept = sorted(self.folder.journal.records().values(), key=self._position)
+        """The outcome of everything that this process wrote into the journal, or found there to go on with."""
+        kept = sorted(self.verdicts.values(), key=self._position)
         groups = by_backend(list(map(self._expected, kept)))
         traced = self._traced()
-        given_up = {e["backend"]: e["reason"] for e in self.folder.journal.events() if e["event"] == "gave_up"}
+        given_up = {e["backend"]: e["reason"] for e in self._events if e["event"] == "gave_up"}
         backends = tuple(
             BackendSummary(
                 facts,
@@ -318,7 +335,9 @@ class Run:
             )
             for facts in self.facts
         )
-        return RunSummary(self.environment, backends, self.request.case_ids, self.request.shard)
+        return RunSummary(
+            self.environment, backends, self.request.case_ids, self.request.shard, self.request.deployment
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:

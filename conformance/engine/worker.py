@@ -1,6 +1,5 @@
 """A worker: judges what it is told, in a process that may die of it."""
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -14,10 +13,9 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.explain import explain
-from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.driving.hand import HERE
 from mla_conformance.driving.subject import Subject
-from mla_conformance.driving.trace import loaded_libraries
-from mla_conformance.engine.describe import describe, device_facts, find_device
+from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
@@ -35,14 +33,16 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
+from mla_conformance.engine.others import Others
+from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import NOTHING_TRACED
+from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import device_lost, is_free_again
+from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.trace import traced
+from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import Trial
 
 Send = Callable[[Event], None]
@@ -51,7 +51,8 @@ Send = Callable[[Event], None]
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end."""
     process = os.getpid()
-    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True)
+    others = Others.fork(setup.memory, connection) if setup.apart else None
+    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=bool(others))
     if setup.memory:
         limit_memory(setup.memory)
 
@@ -61,7 +62,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
     send(Hello(process, name, device_facts(device) if device else {}, gpus))
-    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt)
+    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt, others)
     while line := read_line(connection):
         task = addressed(line, process)
         if task is None:
@@ -78,22 +79,26 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 class Worker:
     """What one process judges with."""
 
-    def __init__(self, device: torch.device, memory: int | None, send: Send, salt: str = "") -> None:
+    def __init__(
+        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: Others | None = None
+    ) -> None:
         self._device, self._memory, self._send = device, memory, send
-        self._context = Context(salt)
+        self._others, self._hand, self._context = others, HERE, Context(salt)
+        if others:
+            others.use(device)
+            self._hand, self._context = others.hand, Context(salt, others.maker.build)
         self._subject = cache(self._loaded)
 
     def _loaded(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
-        subject = Subject.of(reference, self._device)
-        with ProcessState.watched(), contextlib.suppress(Exception):  # whoever asks again is told
-            _ = subject.unavailable
+        subject = Subject.of(reference, self._device, self._hand)
+        self._hand.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
     def answer(self, task: Task) -> Answer:
         """Carry out a task."""
         if isinstance(task, Describe):
-            return Answer(facts=describe(self._subject(task.reference)))
+            return Answer(facts=self._described(task.reference))
         if isinstance(task, Explore):
             return self._explored(task)
         if isinstance(task, Trace):
@@ -104,12 +109,18 @@ class Worker:
             if case:  # without one it is imported, which is all
                 self._judge(earlier, case)
         trial, record = self._judge(subject, task.case)
-        if task.explain and record.status is Status.FAIL and not device_lost(self._device):
+        if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
             self._send(Judged(record.to_json()))
             record = replace(record, explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed))
+
+    def _described(self, reference: str) -> BackendFacts:
+        subject = self._subject(reference)
+        done = self._hand.ask(partial(describe, subject), BackendFacts)
+        facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
+        return facts
 
     def _judge(self, subject: Subject, case: str) -> tuple[Trial, Record]:
         return judged_trial(subject, Case.parse(case), self._context, partial(self._starts, subject))
@@ -124,14 +135,10 @@ class Worker:
         return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> Answer:
-        """What is seen to run; a call that raises, as one that is passed by a refusal, costs its own kernels alone."""
-        before, subject, seen = loaded_libraries(), self._subject(task.reference), NOTHING_TRACED
-        for cases in ({capability: case} for capability, case in task.cases.items()):
-            with contextlib.suppress(Exception):
-                seen = seen.joined(traced(subject, cases, loaded_libraries()))
-        with contextlib.suppress(Exception):
-            seen = seen.joined(traced(subject, {}, before))
-        return Answer(traced=seen, leaves=True)
+        """What is seen to run, by a process that has not imported the backend before."""
+        subject = Subject.of(task.reference, self._device, self._hand)
+        seen = self._hand.ask(partial(trace_all, subject, task.cases), Traced)
+        return Answer(traced=seen.value or NOTHING_TRACED, leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
@@ -146,10 +153,17 @@ class Worker:
         It lost its GPU, or memory that it does not get back; what one case leaked must not be missing to the next. Or a
         backend left it other than it was.
         """
-        if disturbed or record.check == Check.PROCESS_STATE or device_lost(self._device):
+        if disturbed or record.check == Check.PROCESS_STATE or self._hand.lost(self._device):
             return True
-        crowded = self._memory is not None and 2 * allocated_memory() > self._memory
+        crowded = self._is_crowded()
         if record.status is Status.UNAVAILABLE:
             self._context.forget()
             return crowded or not is_free_again(self._device)
         return crowded
+
+    def _is_crowded(self) -> bool:
+        """Whether this process, or that of the backends, has taken half of what it may."""
+        if self._others and self._others.hand.spent:
+            return True
+        taken = [allocated_memory(), self._hand.ask(allocated_memory, int).value or 0]
+        return self._memory is not None and 2 * max(taken) > self._memory

@@ -109,11 +109,13 @@ def _is_of_the_package(path: str) -> bool:
 
 
 def _altered(found: Distribution, listed: list[list[str]]) -> Iterator[str]:
-    """Sizes of all files, and the bytes of modules; libraries that are loaded have digests of their own."""
+    """By the sizes of files that are there, and the bytes of modules; loaded libraries have digests of their own."""
     for name, told, size in listed:
         path = Path(str(found.locate_file(name)))
-        there = path.is_file() and (not size.isdigit() or path.stat().st_size == int(size))
-        if not there or (path.suffix == ".py" and _record_hash(path, told.partition("=")[0]) != told):
+        if not path.is_file():
+            continue  # nothing can have run it
+        same_size = not size.isdigit() or path.stat().st_size == int(size)
+        if not same_size or (path.suffix == ".py" and _record_hash(path, told.partition("=")[0]) != told):
             yield name
 
 

@@ -115,8 +115,13 @@ class Gate:
 
 
 def _require_alike(reports: Sequence[RunSummary]) -> None:
-    """Verdicts of different suites or tiers say nothing about each other."""
+    """Verdicts of different suites, tiers or deployed models say nothing about each other."""
     for report in reports[1:]:
+        models = [str(each.deployment or "no one model") for each in (reports[0], report)]
+        if models[0] != models[1]:
+            raise InputError(
+                f"{report.source}: expected a run of {models[0]} as in {reports[0].source}, got {models[1]}"
+            )
         for name in ("suite", "tier"):
             expected, got = (r.environment.get(name) for r in (reports[0], report))
             if got != expected:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.driving.plain import parts_of, type_name, why_not_plain
+from mla_conformance.driving.plain import is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
 from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.measured import Measured
@@ -64,8 +64,8 @@ class Steps(ABC):
         """Number of tensors, shapes, dtypes and device of what a call returned."""
         expected = self._expected_form(returned)
         values, name = parts_of(returned.value), returned.call.name
-        if len(values) != len(expected) or not all(issubclass(type(value), torch.Tensor) for value in values):
-            got = ", ".join(map(type_name, values))
+        if len(values) != len(expected) or not all(map(is_tensor, values)):
+            got = ", ".join(map(kind_of, values))
             return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")
         for (what, shape, dtype), value in zip(expected, values, strict=True):
             if instead := why_not_plain(value):

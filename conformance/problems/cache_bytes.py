@@ -39,6 +39,11 @@ class CacheImage:
         """The cache as it is before the call."""
         storage_bytes(self.cache).copy_(self.before)
 
+    def handed(self) -> "CacheImage":
+        """Without what must be there after the call."""
+        kv_c, k_pe = (x.to("meta") for x in self.latents)
+        return replace(self, after=self.after.to("meta"), latents=(kv_c, k_pe))
+
     def with_only(self, rows: torch.Tensor) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens."""
         after, slots = self._view(self.before.clone()), self.slots[rows.to(self.slots.device)]

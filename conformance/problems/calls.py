@@ -1,10 +1,10 @@
 """Calls of a backend's interface, most of them also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -67,6 +67,9 @@ class KernelCall(ABC):
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what the call returns first."""
 
+    means: ClassVar[tuple[str, ...]] = ()
+    """Names of the tensors that say what the operands stand for, and are handed to no backend."""
+
     @property
     def key_lens(self) -> tuple[int, ...]:
         """Keys that a query of each request may see."""
@@ -80,6 +83,16 @@ class KernelCall(ABC):
     @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors of this call that a backend may read and must not write, by name."""
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """Memory that is handed over, and looked at afterwards."""
+        return self.owned().values()
+
+    def handed(self) -> Self:
+        """The call as a backend may know it: of what its operands mean, the form alone."""
+        known = {name: getattr(self, name) for name in self.means}
+        return replace(self, **{name: x.to("meta") for name, x in known.items() if x is not None})
 
     def query_operands(self) -> tuple[torch.Tensor, ...]:
         """The queries as they are handed over, tokens first."""

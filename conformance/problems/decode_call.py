@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -35,6 +35,8 @@ class DecodeCall(AttentionCall):
     metadata: MLACommonDecodeMetadata
     holds_codes: bool
     lse: bool
+
+    means: ClassVar = ("q", "k", "v")
 
     @property
     def name(self) -> str:

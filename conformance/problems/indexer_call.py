@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -37,6 +37,8 @@ class IndexerCall(KernelCall):
     slots: torch.Tensor
     metadata: MLASparseMetadata
     case: IndexerCase
+
+    means: ClassVar = ("k", "slots")
 
     @property
     def name(self) -> str:

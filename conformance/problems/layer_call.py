@@ -1,8 +1,8 @@
 """A call of a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -62,6 +62,8 @@ class LayerCall(AttentionCall):
     rank: int = 0
     packed: bool = False
 
+    means: ClassVar = ("q", "k", "v", "latents")
+
     @property
     def name(self) -> str:
         """How messages call it."""
@@ -87,6 +89,15 @@ class LayerCall(AttentionCall):
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands; the cache is written, so its bytes are compared with what they must be."""
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """The operands, and the cache."""
+        return [*self.owned().values(), self.image.cache]
+
+    def handed(self) -> Self:
+        """Without what the cache must hold after the call."""
+        return replace(super().handed(), image=self.image.handed())
 
     def overwritten(self, other: Self) -> Self:
         """The other batch, at the addresses of this one."""

@@ -1,7 +1,7 @@
 """The problem: a case made concrete on one device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +57,10 @@ class Problem:
     def caller_owned(self) -> dict[str, torch.Tensor]:
         """Every tensor that a backend may read and must not write, by name."""
         return {name: tensor for call in self.calls for name, tensor in call.owned().items()}
+
+    def handed(self) -> "Problem":
+        """The problem as a backend may know it."""
+        return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
 
     @property
     def memory(self) -> int:

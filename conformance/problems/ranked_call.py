@@ -1,8 +1,8 @@
 """A call of a layer on several ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -40,6 +40,8 @@ class RankedCall(AttentionCall):
         one = parts[0]
         return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
 
+    means: ClassVar = ("q", "k", "v")
+
     @property
     def name(self) -> str:
         """How messages call it."""
@@ -58,6 +60,15 @@ class RankedCall(AttentionCall):
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands of each rank."""
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """Operands and cache of each rank."""
+        return [tensor for part in self.parts for tensor in part.reached]
+
+    def handed(self) -> Self:
+        """The calls of all ranks as they may be known."""
+        return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: which entries a rank writes goes by the whole batch.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -49,6 +49,8 @@ class SparseCall(AttentionCall):
     slots: torch.Tensor
     metadata: MLASparseMetadata
     case: SparseCase
+
+    means: ClassVar = ("q", "k", "v", "selected", "slots")
 
     @property
     def name(self) -> str:

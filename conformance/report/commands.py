@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
-from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.compare import DRIFT, compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
@@ -15,17 +14,16 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import cause_lines, closing_line, columns, put, say
+from mla_conformance.report.terminal import closing_line, columns, put, say
 
 _INCOMPLETE = 3
 
 
 def _text(run: RunSummary) -> str:
-    width = columns()
-    lines = [*cause_lines(run, width), *(line for backend in run.backends for line in backend_lines(backend, width))]
-    return "".join(f"{shown_line(line)}\n" for line in [*lines, closing_line(run)])
+    return "".join(f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
 
 
 FORMATS: dict[str, Callable[[RunSummary], str]] = {

@@ -9,6 +9,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.judging.record import Confirmation, Share, Used
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.counts import Counts, Number
 from mla_conformance.report.summary import Outcome
 
@@ -125,6 +126,7 @@ class ReportForm(_Form, frozen=True, kw_only=True):
     environment: Annotated[_Texts, Meta(extra_json_schema={"required": ENVIRONMENT})]
     cases: Annotated[_CaseList, Meta(description="Ids of the whole case list, of all shards.")]
     shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
+    deployment: Annotated[Deployment | None, Meta(description="The model that the cases are of, if they are.")] = None
     backends: dict[str, BackendForm]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import MESSAGE, shown, shown_lines
@@ -42,6 +43,8 @@ def html(run: RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
+        deployment=str(run.deployment or ""),
+        answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=[(name, _definition(name), [_cell(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],

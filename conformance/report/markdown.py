@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mla_conformance.report.answer import answers
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
@@ -19,10 +20,19 @@ _MOST_CAUSES = 7
 
 def markdown(run: RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
-    lines = ["## MLA conformance", "", inline(closing_line(run)), "", *_backends(run), ""]
+    lines = ["## MLA conformance", "", inline(closing_line(run)), "", *_answers(run), *_backends(run), ""]
     lines += [line for backend in run.backends for line in _causes(backend)]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items())
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
+
+
+def _answers(run: RunSummary) -> Iterator[str]:
+    """What each backend is for a deployed model, where the run was asked about one."""
+    if run.deployment:
+        yield from (f"For {inline(str(run.deployment))}:", "")
+        for answer in answers(run):
+            yield f"- {answer.group}: {inline(answer.backend.name)} {inline(answer.told)}"
+        yield ""
 
 
 def _backends(run: RunSummary) -> Iterator[str]:

@@ -12,6 +12,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts
 
@@ -144,6 +145,7 @@ class RunSummary:
         backends: one entry per backend of the run.
         cases: ids of the whole case list, of all shards.
         shard: which part of the list this run was to judge; None for all of it.
+        deployment: the model that the cases are of, if they are.
         source: the report that it was read from, for messages.
     """
 
@@ -151,6 +153,7 @@ class RunSummary:
     backends: tuple[BackendSummary, ...]
     cases: tuple[str, ...] = ()
     shard: Shard | None = None
+    deployment: Deployment | None = None
     source: str = ""
 
     @property

@@ -31,13 +31,14 @@ _MOST_CAUSES = 7
 _INDENT = " " * 7
 
 
-def header(environment: dict[str, str], cases: int, drawn: int = 0) -> str:
-    """One line on where the run takes place."""
+def header(environment: dict[str, str], cases: int, drawn: int = 0, model: str = "") -> str:
+    """One line on where the run takes place, and of what: a tier of all cases, or those of a deployed model."""
     listed = f"{cases} cases" + (f" and {drawn} drawn ones" if drawn else "")
     listed += f" · salt {environment['salt']}" if "salt" in environment else ""
     return (
         f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
-        f"tier {environment['tier']} · {listed} · golden float64"
+        f"{model or 'tier ' + environment['tier']} · {listed} · golden float64"
+        + (f" · {environment['judge']}" if environment.get("judge") else "")
     )
 
 

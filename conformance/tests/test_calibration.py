@@ -93,5 +93,5 @@ def test_the_command_writes_the_calibration(
     assert main(["defects", "--diagnosis", "--out", str(out)]) == 1
     assert json.loads(out.read_text())["counts"]["alone"] == {"right": 1, "no wrong number": 1}
     assert "Diagnosis of known defects" in capsys.readouterr().out
-    assert main(["defects", "--diagnosis", "--readme", "README.md"]) == 2
+    assert main(["defects", "--diagnosis", "--page", "page.md"]) == 2
     assert "leave it away beside --diagnosis" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import datetime
 import json
 import random
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.issue import Refused, issue, require_certifiable
+from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.rerun import rerun
@@ -30,6 +32,7 @@ from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.installed import Installed
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
@@ -358,6 +361,21 @@ def test_a_kernel_that_lacks_must_pass_cases_gets_a_record_and_no_certificate(
     assert f"no certificate: must-pass case {CASES[5].id} did not pass" in capsys.readouterr().err
     assert Issuing("record", tmp_path / "r.json", None, pins).write(lacking, 0) == 0
     assert read_certificate(tmp_path / "r.json").pins == pins
+
+
+def test_a_package_that_no_commit_names_is_refused() -> None:
+    require_committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=True)}))
+    with pytest.raises(Refused, match="package mine is a checkout with changes"):
+        require_committed(msgspec.structs.replace(PINS, installed={"mine": Installed(commit="ab", clean=False)}))
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")
+def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    pins = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"})
+    assert Issuing("certificate", tmp_path / "c.json", key, pins).write(run(RECORDS), 0) == 0
+    assert "BEGIN SSH SIGNATURE" in (tmp_path / "c.json.sig").read_text()
 
 
 def all_but_two(folder: Path) -> None:

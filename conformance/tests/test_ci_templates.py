@@ -87,7 +87,7 @@ def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subp
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path) -> None:
-    for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "README.md")):
+    for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "docs" / "tutorial.md")):
         (tmp_path / file).write_text("".join(blocks(text, "python")), encoding="utf-8")
     finished = shell("\n".join(blocks(page, "bash")), tmp_path, Path(sys.executable).parent)
     assert finished.returncode == 0, finished.stdout + finished.stderr

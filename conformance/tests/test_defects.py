@@ -41,7 +41,7 @@ from mla_conformance.trials.judge_one import judge_one
 ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
 CONTEXT = Context()
-REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --readme README.md`"
+REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --page docs/known-defects.md`"
 ENTRIES_OF_THESE_LAYERS = 164
 """Reported bugs of prefills, merging, quantised output, selectors, decodes, caches, ranks, layers and selected keys."""
 
@@ -162,30 +162,30 @@ def test_the_smoke_tier_takes_every_case_that_killed_a_defect() -> None:
     assert set(stored().killing_cases.values()) <= taken
 
 
-def test_the_readme_holds_the_stored_section() -> None:
-    written = Section.of(ROOT / "README.md", "defects").content.strip()
-    assert written == markdown(stored()), f"the README's section is stale; {REGENERATE}"
+def test_the_page_holds_the_stored_section() -> None:
+    written = Section.of(ROOT / "docs" / "known-defects.md", "defects").content.strip()
+    assert written == markdown(stored()), f"the page's section is stale; {REGENERATE}"
 
 
 @pytest.mark.parametrize(
     "text", ["", "<!-- defects:end --><!-- defects:begin -->", 2 * "<!-- defects:begin -->x<!-- defects:end -->"]
 )
-def test_a_readme_without_a_place_for_the_section(
+def test_a_page_without_a_place_for_the_section(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "README.md").write_text(text)
-    assert main(["defects", "--readme", str(tmp_path / "README.md")]) == 2
+    (tmp_path / "page.md").write_text(text)
+    assert main(["defects", "--page", str(tmp_path / "page.md")]) == 2
     assert "expected <!-- defects:begin --> and <!-- defects:end -->, once each" in capsys.readouterr().err
-    assert (tmp_path / "README.md").read_text() == text
+    assert (tmp_path / "page.md").read_text() == text
 
 
 def test_the_command_rewrites_the_section_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier: outcomes({}))
-    path = tmp_path / "README.md"
+    path = tmp_path / "page.md"
     path.write_text("before\n<!-- defects:begin -->old<!-- defects:end -->\nafter\n")
-    assert main(["defects", "--tier", "smoke", "--readme", str(path)]) == 1
+    assert main(["defects", "--tier", "smoke", "--page", str(path)]) == 1
     assert f"0 of {len(DEFECTS)} known defects killed · " in capsys.readouterr().out
     written = path.read_text(encoding="utf-8")
     assert written.startswith("before\n<!-- defects:begin -->\n0 of ") and "old" not in written

@@ -30,7 +30,7 @@ from mla_conformance.judging.measured import Measured
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 DEFECTS = {
     "right": ("self.scale", "self.scale"),
@@ -50,11 +50,11 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The README's backend, right and with two defects."""
+    """The tutorial's backend, right and with two defects."""
     made = tmp_path_factory.mktemp("export")
     (source,) = (
         block
-        for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+        for block in re.findall(r"^```python\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
         if "MyBackend" in block
     )
     for name, (old, new) in DEFECTS.items():

@@ -5,7 +5,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -30,10 +30,12 @@ from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.expectations.update import to_toml
+from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.shown import LINE
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
@@ -114,9 +116,21 @@ def _report(folder: Path) -> str:
     return to_text(report_json(run_of_a_shard()))
 
 
+def _model_report(folder: Path) -> str:
+    """Of a run that was asked about a model, all of whose cases it was to judge."""
+    asked = Deployment(model="glm-5", tp=8, kv_cache="fp8", heads=8)
+    return to_text(report_json(replace(run_of_a_shard(), shard=None, deployment=asked)))
+
+
+def _config(folder: Path) -> str:
+    return json.dumps(json.loads((Path(fixtures[0]) / "models" / "deepseek-v3.2.json").read_text())["config"])
+
+
 def _expectations(folder: Path) -> str:
-    conditional = {"when": "torch >= 2.9 and not lib < 1.0", "until": "2099-01-01", "category": "design"}
-    entries = Expectation(backend="MINE", case=CASES[1], check="call", reason="known", link="here", **conditional)
+    entries = Expectation(
+        backend="MINE", case=CASES[1], check="call", reason="known", link="here", category="design",
+        when="torch >= 2.9 and not lib < 1.0", until="2099-01-01",
+    )  # fmt: skip
     others = Expectation(backend="*", case=(CASES[2], "merge*"), reason="known as well", until="2999.1")
     return to_toml(entries) + to_toml(others)
 
@@ -138,9 +152,12 @@ SUBJECTS = {
     "replay case": Subject("c.json", case_file, "replay @ --backend EAGER", (0, 2)),
     **{f"render {kind}": Subject("r.json", _report, RENDER.format(kind), (0, 2)) for kind in
        ("text", "html", "markdown", "annotations", "junit")},
+    **{f"render a model's {kind}": Subject("r.json", _model_report, RENDER.format(kind), (0, 2)) for kind in
+       ("text", "html", "markdown")},
     "diff before": Subject("r.json", _report, "report diff @ VALID", (0, 1, 2)),
     "diff after": Subject("r.json", _report, "report diff VALID @", (0, 1, 2)),
     "merge": Subject("r.json", _report, "report merge @ --out VALID.merged", (0, 2, 3)),
+    "certify config": Subject("config.json", _config, "certify --backend EAGER --config @", (0, 2)),
     "certify cases": Subject("c.json", case_file, "certify --backend EAGER --cases @@", (0, 2)),
     "certify expectations": Subject("e.toml", _expectations, "certify --backend EAGER --expectations @@", (0, 2)),
     "certify resume": Subject("journal.jsonl", journal, "certify --resume @@", (0, 2)),

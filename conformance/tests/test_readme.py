@@ -1,29 +1,28 @@
-"""The README's example and commands are what it says they are."""
+"""What a newcomer reads first: short, with links that lead somewhere and commands that are what it says they are."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMAND = Path(sys.executable).with_name("mla-conformance")
+README = ROOT / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_backend_is_certified(tmp_path: Path) -> None:
-    (example,) = (block for block in blocks("python") if "class MyBackend" in block)
-    (tmp_path / "my_backend.py").write_text(example, encoding="utf-8")
-    options = ["--backend", "my_backend.py:MyBackend", "--tier", "smoke", "--device", "cpu", "--out", "out"]
-    finished = subprocess.run([COMMAND, "certify", *options], cwd=tmp_path, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["backends"]["MyBackend"]["status"] == "pass"
-    assert "MyBackend" in finished.stdout
+def anchors(page: Path) -> set[str]:
+    """The places of a page that a link may name, as GitHub and MkDocs make them of its headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_it_fits_a_screen_or_two() -> None:
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1000
 
 
 def test_continuous_integration_runs_the_two_commands_as_written() -> None:
@@ -31,3 +30,15 @@ def test_continuous_integration_runs_the_two_commands_as_written() -> None:
     executed = re.findall(r'^run "(pip install .* && .*)"$', (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
     assert len(promised) == 2
     assert executed == promised
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_place_in_it(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"(?:\]\(|src(?:set)?=\"|href=\")([^)\s\"]+)", prose):
+        if "://" in target:
+            continue
+        path, _, place = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert not place or place in anchors(there), f"{page.name}: {target}"

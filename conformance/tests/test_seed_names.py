@@ -79,7 +79,7 @@ def is_instance_attribute(cls: type, name: str) -> bool:
     return any(name in inspect.get_annotations(base) or assigned.search(inspect.getsource(base)) for base in ours)
 
 
-def test_the_readme_names_every_class() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_names_every_class() -> None:
+    page = (ROOT / "docs" / "vllm-interface.md").read_text(encoding="utf-8")
     classes = {cls for names in NAMES.values() for cls in names if " " not in cls}
-    assert {cls for cls in classes if f"`{cls}`" not in readme} == set()
+    assert {cls for cls in classes if f"`{cls}`" not in page} == set()

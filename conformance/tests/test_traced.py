@@ -9,7 +9,6 @@ import torch
 
 from mla_conformance.driving import trace
 from mla_conformance.driving.trace import library_digests, loaded_libraries
-from mla_conformance.engine import worker as room
 from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
@@ -70,7 +69,7 @@ def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts
     def raises(*_: object) -> Traced:
         raise RuntimeError("the profiler is in use")
 
-    monkeypatch.setattr(room, "traced", raises)
+    monkeypatch.setattr(tracing, "traced", raises)
     answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
     assert answer.traced == Traced() and answer.leaves
 

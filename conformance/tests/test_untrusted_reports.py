@@ -168,7 +168,7 @@ def test_where_only_ascii_can_be_printed(write_report: Write, monkeypatch: pytes
 def test_no_traceback_in_a_plain_locale(tmp_path: Path) -> None:
     (tmp_path / "ä.json").write_text('{"schema": "✔"}', encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    command = [Path(sys.executable).with_name("mla-conformance"), "gate", "ä.json"]
+    command = [str(Path(sys.executable).with_name("mla-conformance")), "gate", "ä.json"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, encoding="ascii")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("mla-conformance: ") and done.stderr.count("\n") == 1 and "got" in done.stderr

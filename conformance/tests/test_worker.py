@@ -8,6 +8,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.driving import hand
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, Judged, Started
@@ -15,7 +16,6 @@ from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
-from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.trial import Trial
@@ -108,8 +108,7 @@ def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkey
 
 
 def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (room, judging):
-        monkeypatch.setattr(module, "device_lost", lambda device: True)
+    monkeypatch.setattr(hand, "device_lost", lambda device: True)
     _, answer = asked(LosesTheGPU, explain=True)
     record = Record.from_json(answer.record)
     assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message

@@ -86,12 +86,15 @@ class Kept(Generic[Value]):
 class Context:
     """What one process has made before.
 
+    Args:
+        build: has the problem of a case built elsewhere than in this process.
+
     Attributes:
         salt: what inputs are drawn with beside their case; empty for none.
     """
 
-    def __init__(self, salt: str = "") -> None:
-        self.salt = salt
+    def __init__(self, salt: str = "", build: Callable[[Case, torch.device, str], Problem] | None = None) -> None:
+        self.salt, self._build = salt, build
         self._problems, self._golden = Kept[Problem](), Kept[Expected]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
@@ -105,7 +108,7 @@ class Context:
         with clock.phase("inputs", device):
             untouched = self._problems.find(key)
             if untouched is None:
-                untouched = build_problem(case, device, self.salt)
+                untouched = (self._build or build_problem)(case, device, self.salt)
                 if untouched.memory > PROBLEM_BYTES[device.type]:
                     return untouched
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])

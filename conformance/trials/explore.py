@@ -8,7 +8,6 @@ from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declare
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
-from mla_conformance.problems.memory import device_lost
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import Started, judge_one
 from mla_conformance.trials.trial import Trial
@@ -106,7 +105,8 @@ class _Exploration:
     def _declares(self, capability: str, call: Call, fields: Option) -> bool:
         try:
             case = plain_case(capability, call, fields)
-            return not (self.subject.missing_role(case) or Trial(self.subject, case, self.context).unsupported())
+            trial = Trial(self.subject, case, self.context)
+            return not (trial.missing_role() or trial.unsupported())
         except CaseError:
             return False
         except Nonconformance:
@@ -122,7 +122,7 @@ class _Exploration:
         if case.id not in self.records and not self._device_lost:
             record = judge_one(self.subject, case, self.context, self.started)
             self.records[case.id] = record
-            self._device_lost = record.failed and device_lost(self.subject.device)
+            self._device_lost = record.failed and self.subject.hand.lost(self.subject.device)
         found = self.records.get(case.id)
         if found is None or not found.failed or self._check not in (None, found.check):
             return False

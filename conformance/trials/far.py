@@ -6,6 +6,7 @@ that far.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -40,13 +41,18 @@ def judge_far_away(trial: Trial) -> None:
     device = trial.subject.device
     try:
         near = trial.build(replace(trial.case, far="none"))
-        far, expectation = far_problem(trial.case, near), trial.expect(near)
-        value = guarded(trial, "far operands", lambda: prepared_call(trial.backend, far))
-        seen = observed(near, cut(value, slice(-near.calls[0].q.shape[0], None)))
-        trial.judged(near, expectation, seen, "far operands")
+        expectation = trial.expect(near)
+        value = guarded(trial, "far operands", partial(_far_call, trial.backend, trial.case, near))
+        trial.judged(near, expectation, observed(near, value), "far operands")
     finally:
         if device.type == "cuda" and not device_lost(device):
             torch.cuda.empty_cache()  # other processes judge on the same device
+
+
+def _far_call(backend: Any, case: Case, near: Problem) -> Any:
+    """The judged rows of what the backend returns; the far operands are made where it is called."""
+    value = prepared_call(backend, far_problem(case, near))
+    return cut(value, slice(-near.calls[0].q.shape[0], None))
 
 
 def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ it. On a device without graphs the replay is a call with the same buffers, so th
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,10 @@ class Graph:
         static: the problem whose tensors are the buffers; no batch has more requests, or a longer one.
     """
 
-    def __init__(self, trial: Trial, static: Problem) -> None:
+    def __init__(self, trial: Trial, what: str, static: Problem) -> None:
         self.static, self._trial = static, trial
         loaded = _load(static, trial.build(batches.captured(static.case)))
-        prepare(trial.backend, loaded)
-        self._replay, self._value = captured(static.device, lambda: invoke(trial.backend, loaded))
+        self._captured = trial.made(f"{what}: the call", partial(_capture, trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests with lengths drawn anew, and padding up to the captured number."""
@@ -42,10 +42,7 @@ class Graph:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
         expectation = self._trial.expect(problem)
         loaded = _load(self.static, problem)
-        for tensor in tensors(self._value):
-            tensor.fill_(torch.nan)
-        guarded(self._trial, step, lambda: prepare(self._trial.backend, loaded))
-        value = guarded(self._trial, step, self._replay)
+        value = guarded(self._trial, step, partial(_replayed, self._captured, self._trial.backend, loaded))
         # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.
         seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
         self._trial.judged(problem, expectation, seen, step)
@@ -55,8 +52,8 @@ def replays(trial: Trial) -> None:
     """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph."""
     case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
-    whole = guarded(trial, "captured", lambda: Graph(trial, trial.problem))
-    half = guarded(trial, "captured once more", lambda: Graph(trial, trial.build(_first(case, smaller))))
+    whole = Graph(trial, "captured", trial.problem)
+    half = Graph(trial, "captured once more", trial.build(_first(case, smaller)))
     whole.judge(whole.batch(size, seed=2), "a batch of the captured size, replayed")
     half.judge(half.batch(smaller, seed=3), "the smaller graph, replayed after the larger")
     whole.judge(whole.batch(smaller + 1, seed=4), "one request more than the smaller graph has, replayed with padding")
@@ -90,8 +87,26 @@ def _with_host_lengths(metadata: Any, other: Any) -> Any:
     return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
 
 
-def captured(device: torch.device, call: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """(replay, what the captured call returned); the replay returns it again."""
+_Captured = tuple[Callable[[], Any], Any]
+"""(replay, what the captured call returned); the replay returns it again."""
+
+
+def _capture(backend: Any, problem: Problem) -> _Captured:
+    prepare(backend, problem)
+    return captured(problem.device, partial(invoke, backend, problem))
+
+
+def _replayed(graph: _Captured, backend: Any, problem: Problem) -> Any:
+    """What stands in the captured outputs after a replay over what the buffers hold now."""
+    replay, value = graph
+    for tensor in tensors(value):
+        tensor.fill_(torch.nan)
+    prepare(backend, problem)
+    return replay()
+
+
+def captured(device: torch.device, call: Callable[[], Any]) -> _Captured:
+    """A call in a graph; on a device without graphs the replay is the call."""
     if device.type != "cuda":
         return call, call()
     stream = _stream(device)

@@ -12,7 +12,7 @@ from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
-from mla_conformance.problems.memory import device_lost, out_of_memory, wait_for_memory
+from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
 from mla_conformance.trials.trial import Trial
@@ -44,13 +44,14 @@ def judged_trial(
 ) -> tuple[Trial, Record]:
     """As :func:`judge_one`, with the trial, whose last observation can be explained."""
     trial, record = _attempt(subject, case, context, started)
-    if record.failed and not device_lost(subject.device) and not context.is_intact():
+    if record.failed and not subject.hand.lost(subject.device) and not context.is_intact():
         context.forget()
         trial, record = _attempt(subject, case, context, started)
     return trial, record
 
 
 def _attempt(subject: Subject, case: Case, context: Context, started: Started) -> tuple[Trial, Record]:
+    subject.hand.begin()
     trial, began = Trial(subject, case, context), time.perf_counter()
     verdict = _verdict(trial, started)
     seconds = round(time.perf_counter() - began, 4)
@@ -82,7 +83,7 @@ def _verdict(trial: Trial, started: Started) -> Verdict:
 
 def _require_role(trial: Trial) -> None:
     """Unsupported if the backend has no class, here, that the case could call."""
-    reasons = trial.subject.missing_role(trial.case)
+    reasons = trial.missing_role()
     if reasons:
         trial.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
 
@@ -109,6 +110,8 @@ def _require_memory(trial: Trial, started: Started) -> None:
     if device.type != "cuda":
         return
     need = memory_need(trial.case, device.type)
+    if free_memory(device) < need:
+        trial.subject.hand.make_room()
     free = wait_for_memory(device, need, MEMORY_PATIENCE)
     if free < need:
         found = f"may need {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"

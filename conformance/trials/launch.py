@@ -1,6 +1,6 @@
 """A call without the driver's synchronisation and snapshots, for tests that place it on a stream or in a graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,6 +46,6 @@ def observed(problem: Problem, value: Any) -> Observation:
     return Observation((Returned(problem.calls[0], value),), None, ())
 
 
-def guarded(trial: Trial, what: str, step: Callable[[], Any]) -> Any:
-    """``step()``, whose exception is the backend's failure; memory that does not suffice is not."""
-    return trial.asked(f"{what}: the call", step)
+def guarded(trial: Trial, what: str, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
+    """What a call returned, whose exception is the backend's failure; memory that does not suffice is not."""
+    return trial.asked(f"{what}: the call", step, reached)

@@ -1,16 +1,15 @@
 """What a layer's backend says of its cache, and its copies of blocks, compared with the reference byte by byte."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from mla_conformance.backends.foreign import one_line
+from mla_conformance.driving.layer import Layer
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
-from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
 
 _OTHER_LAYERS = 2
@@ -23,12 +22,10 @@ def shapes_cache(trial: Trial) -> None:
     case = call.image.case
     blocks, page, width = call.image.cache.shape
     head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
-    shape_of = trial.backend.backend.get_kv_cache_shape
-    shape = guarded(
-        trial, "get_kv_cache_shape", lambda: shape_of(blocks, page, 1, head_size, cache_dtype_str=case.cache)
-    )
-    what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {list(shape)}"
-    trial.require(tuple(shape) == (blocks, page, width), Check.CACHE, what)
+    question = partial(_cache_shape, trial.backend, (blocks, page, 1, head_size), case.cache)
+    shape = trial.told("get_kv_cache_shape: the call", question, list[int])
+    what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {shape}"
+    trial.require(shape == [blocks, page, width], Check.CACHE, what)
 
 
 def moves_blocks(trial: Trial) -> None:
@@ -39,16 +36,17 @@ def moves_blocks(trial: Trial) -> None:
     """
     call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
-    cache, backend = call.image.cache, trial.backend.backend
+    cache = call.image.cache
     call.image.reset()
     pairs = _pairs(cache.shape[0]).to(cache.device)
     ours, theirs = _caches(cache), _caches(cache)
     copy_blocks(ours, pairs)
-    _run(trial, "copy_blocks", lambda: backend.copy_blocks(theirs, pairs))
+    trial.asked("copy_blocks", partial(_copy_blocks, trial.backend, theirs, pairs), theirs)
     _compare(trial, "copy_blocks", ours, theirs)
     for source, target, moved in ((0, 1, pairs + pairs.new_tensor([0, 1])), (1, 0, pairs.flip(1)[:2])):
         swap_blocks(ours[source], ours[target], moved)
-        _run(trial, "swap_blocks", partial(backend.swap_blocks, theirs[source], theirs[target], moved.cpu()))
+        swapped = (theirs[source], theirs[target])
+        trial.asked("swap_blocks", partial(_swap_blocks, trial.backend, *swapped, moved.cpu()), theirs)
         _compare(trial, "swap_blocks", ours, theirs)
 
 
@@ -71,11 +69,16 @@ def _caches(cache: torch.Tensor) -> list[torch.Tensor]:
     return [same, other]
 
 
-def _run(trial: Trial, name: str, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        trial.require(False, Check.CALL, f"{name} raised {one_line(error)}")
+def _cache_shape(layer: Layer, sizes: tuple[int, ...], layout: str) -> list[int]:
+    return list(layer.backend.get_kv_cache_shape(*sizes, cache_dtype_str=layout))
+
+
+def _copy_blocks(layer: Layer, caches: list[torch.Tensor], pairs: torch.Tensor) -> None:
+    layer.backend.copy_blocks(caches, pairs)
+
+
+def _swap_blocks(layer: Layer, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    layer.backend.swap_blocks(source, target, pairs)
 
 
 def _compare(trial: Trial, name: str, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ On a device without graphs the replay is a call over the same buffers, so all bu
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,64 @@ import torch
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.expected import Expected
-from mla_conformance.judging.verdict import Check
+from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.layer_call import LayerCall
-from mla_conformance.problems.memory import device_lost, poison
+from mla_conformance.problems.memory import poison
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
+
+
+class CapturedLayer:
+    """What the capture of a layer's call leaves where it was made.
+
+    Args:
+        layer: the layer.
+        call: whose tensors are the buffers.
+        device: where they are.
+    """
+
+    def __init__(self, layer: Any, call: LayerCall, device: torch.device) -> None:
+        self._layer, self._call, size = layer, call, call.query.shape[0]
+        # Made before the capture: its scales come from the host.
+        self._module = layer.attention_layer(call.case)
+        call.prepare(layer)
+        runner = layer.state.runner
+        runner.graph_block_tables = np.zeros((size, layer.metadata.block_tables.shape[1] + 8), np.int32)
+        runner.max_seq_len_to_capture = 2 * max(layer.metadata.seq_lens)
+        call.image.reset()
+        with layer.state.graph_capture(size):
+            self._metadata = layer.state.graph_capture_get_metadata_for_batch(size)
+            self._buffers = layer.state.get_graph_input_buffers(self._metadata)
+            layer.impl.prepare(self._metadata)
+            self._replay, self._value = captured(device, self._forward)
+        self._addresses = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+
+    def load(self, call: LayerCall) -> None:
+        """The metadata of a batch, into the buffers that the state has for it."""
+        call.prepare(self._layer)
+        self.fill_buffers()
+        self._layer.impl.prepare(self._metadata)
+
+    def fill_buffers(self) -> None:
+        """Those of the state, with the metadata that were prepared last."""
+        self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
+
+    def replayed(self, call: LayerCall) -> torch.Tensor:
+        """What a replay leaves in the captured output; ``call`` brings what its tensors, the buffers, hold now."""
+        self._value.fill_(torch.nan)
+        value: torch.Tensor = self._replay()
+        return value
+
+    def moved(self) -> list[str]:
+        """Buffers of the state that are no longer where they were."""
+        return [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
+
+    def _forward(self) -> torch.Tensor:
+        operands = (self._call.query, self._call.kv_c, self._call.k_pe, self._call.image.cache)
+        value: torch.Tensor = self._layer.impl.forward(self._module, *operands, self._metadata)
+        return value
 
 
 class LayerGraph:
@@ -30,33 +82,23 @@ class LayerGraph:
     """
 
     def __init__(self, trial: Trial, static: Problem) -> None:
-        self._trial, self._layer = trial, trial.backend
+        self._trial = trial
         call = static.calls[0]
         assert isinstance(call, LayerCall)
         self.size = call.query.shape[0]
         self._call = replace(call, **{name: getattr(call, name).clone() for name in ("query", "kv_c", "k_pe")})
-        # Made before the capture: its scales come from the host.
-        self._module = self._layer.attention_layer(call.case)
-        call.prepare(self._layer)
-        runner = self._layer.state.runner
-        runner.graph_block_tables = np.zeros((self.size, self._layer.metadata.block_tables.shape[1] + 8), np.int32)
-        runner.max_seq_len_to_capture = 2 * max(self._layer.metadata.seq_lens)
-        call.image.reset()
-        with self._layer.state.graph_capture(self.size):
-            self._metadata = self._layer.state.graph_capture_get_metadata_for_batch(self.size)
-            self._buffers = self._layer.state.get_graph_input_buffers(self._metadata)
-            self._layer.impl.prepare(self._metadata)
-            self._replay, self._value = captured(static.device, self._forward)
-        self._addresses = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+        capture = partial(CapturedLayer, trial.backend, self._call, static.device)
+        self._captured = trial.made("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, judge."""
         expectation = self._trial.expect(problem)
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
-        guarded(self._trial, step, lambda: self._load(problem, call))
-        self._value.fill_(torch.nan)
-        result = guarded(self._trial, step, self._replay).unflatten(-1, (problem.case.heads, -1))
+        self._trial.made(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
+        self._load(call)
+        replay = partial(CapturedLayer.replayed, self._captured, self._call)
+        result = guarded(self._trial, step, replay, [self._call.image.cache]).unflatten(-1, (problem.case.heads, -1))
         rows = call.query.shape[0]
         self._settle(problem, expectation, result[:rows], step)
         written = result[rows:].ne(0).flatten(1).any(dim=1)
@@ -65,31 +107,17 @@ class LayerGraph:
 
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
-        problem.calls[0].prepare(self._layer)
-        try:
-            self._fill_buffers()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            lost = device_lost(problem.device)
-            self._trial.require(not lost, Check.UNSAFE_REFUSAL, f"{step}: it launched before it raised {error}")
-            return
-        self._trial.require(False, Check.UNSAFE_REFUSAL, f"{step}: it was loaded into the graph's buffers")
+        trial, hand = self._trial, self._trial.subject.hand
+        trial.made(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
+        done = hand.make(partial(CapturedLayer.fill_buffers, self._captured))
+        if done.out_of_memory:
+            trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
+        trial.require(bool(done.error), Check.UNSAFE_REFUSAL, f"{step}: it was loaded into the graph's buffers")
+        what = f"{step}: it launched before it raised {done.error}"
+        trial.require(not hand.lost(problem.device), Check.UNSAFE_REFUSAL, what)
 
-    def _forward(self) -> torch.Tensor:
-        layer = self._layer
-        operands = (self._call.query, self._call.kv_c, self._call.k_pe)
-        value: torch.Tensor = layer.impl.forward(self._module, *operands, self._call.image.cache, self._metadata)
-        return value
-
-    def _fill_buffers(self) -> None:
-        self._layer.state.prepare_graph_input_buffers(self._buffers, self._layer.metadata)
-
-    def _load(self, problem: Problem, call: Any) -> None:
+    def _load(self, call: LayerCall) -> None:
         """The batch's tensors into the buffers, its cache into the captured one."""
-        call.prepare(self._layer)
-        self._fill_buffers()
-        self._layer.impl.prepare(self._metadata)
         for name in ("query", "kv_c", "k_pe"):
             buffer, rows = getattr(self._call, name), getattr(call, name)
             buffer.copy_(-poison(buffer.shape, buffer.dtype, buffer.device))
@@ -113,7 +141,7 @@ class LayerGraph:
         self._trial.judged(problem, expectation, Observation((returned,), None, ()), step)
         intact = torch.equal(behind.view(torch.uint8), self._behind.view(torch.uint8))
         self._trial.require(intact, Check.CACHE, f"{step}: blocks were written that no request of the batch has")
-        moved = [name for name, buffer in self._buffers.items() if buffer.data_ptr() != self._addresses[name]]
+        moved = self._trial.told(step, partial(CapturedLayer.moved, self._captured), list[str])
         self._trial.require(not moved, Check.STALE_RESULT, f"{step}: {', '.join(moved)} moved to another address")
 
 
@@ -121,7 +149,7 @@ def replays(trial: Trial) -> None:
     """Batches of every size up to the captured one; the next larger one is refused, and runs without the graph."""
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
-    graph = guarded(trial, "captured", lambda: LayerGraph(trial, trial.problem))
+    graph = LayerGraph(trial, trial.problem)
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
     graph.judge(_batch(trial, case, size, 7), "another batch of the captured size, replayed after a smaller one")

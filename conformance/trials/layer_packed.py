@@ -1,9 +1,9 @@
 """A layer over weights that are stored in codes, under another name than dense ones."""
 
 from dataclasses import replace
+from functools import partial
 
 from mla_conformance.problems.layer_call import LayerCall
-from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
 
 
@@ -13,6 +13,6 @@ def loads_packed(trial: Trial) -> None:
     call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
     packed = replace(trial.problem, calls=(replace(call, packed=True),))
-    layer = guarded(trial, step, lambda: trial.subject.create(trial.case))
+    layer = trial.made(f"{step}: the constructor", partial(trial.subject.create, trial.case))
     expectation = trial.expect(packed)
     trial.judged(packed, expectation, trial.run(layer, packed), step)

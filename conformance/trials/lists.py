@@ -21,7 +21,7 @@ def selection_padding(trial: Trial) -> None:
     case = trial.case
     assert isinstance(case, SparseCase)
     trial.conforms(step="as given")
-    if not trial.subject.unsupported(replace(case, topk=2 * case.topk)):
+    if not trial.unsupported(replace(case, topk=2 * case.topk)):
         trial.conforms(widened_lists(trial.problem, case.topk), step="as many columns of -1 behind every list")
 
 

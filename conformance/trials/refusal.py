@@ -1,8 +1,8 @@
 """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
 
+from functools import partial
 from typing import NoReturn
 
-from mla_conformance.driving.attempt import attempt
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict
@@ -22,7 +22,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
     """The backend rejects this configuration, so a call must raise before it launches anything."""
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
     expectation = trial.expect(problem)
-    made = attempt(lambda: trial.subject.create(trial.case))
+    made = trial.subject.hand.make(partial(trial.subject.create, trial.case))
     _require_undisturbed(trial, made.disturbed, declared)
     if made.error:
         trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))

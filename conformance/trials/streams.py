@@ -4,7 +4,7 @@ The operands hold poison, and the offsets and lengths zeros, until the caller's 
 that is launched on another stream, or a result that is ready only there, is computed from that.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -45,35 +45,44 @@ class _Late:
 def side_stream(trial: Trial) -> None:
     """Inputs produced on a side stream, the call and the reading of its result on the same one."""
     problem = trial.problem
-    stream, expectation = _stream(problem.device), trial.expect(problem)
-    guarded(trial, "before the stream", lambda: prepared_call(trial.backend, problem))
-    results = guarded(trial, "on a side stream", lambda: _late_call(trial.backend, problem, stream))
-    torch.cuda.synchronize(problem.device)
-    trial.judged(problem, expectation, observed(problem, results()), "inputs produced late on a side stream")
+    expectation = trial.expect(problem)
+    guarded(trial, "before the stream", partial(prepared_call, trial.backend, problem))
+    late = trial.made("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
+    value = guarded(trial, "on a side stream", partial(_result, late, 0))
+    trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
 
 
 def two_streams(trial: Trial, other: Problem) -> None:
     """Two instances, each with its own problem on its own stream, launched one after the other and never waited for."""
-    first, second = (trial.problem, trial.backend), (other, trial.create())
-    golden = [trial.expect(problem) for problem, _ in (first, second)]
-    for problem, backend in (first, second):
+    problems, backends = [trial.problem, other], [trial.backend, trial.create()]
+    golden = [trial.expect(problem) for problem in problems]
+    for problem, backend in zip(problems, backends, strict=True):
         # What is compiled or allocated at a first call is no part of the question.
         guarded(trial, "before the streams", partial(prepared_call, backend, problem))
-    streams = [_stream(trial.problem.device) for _ in range(2)]
     for number in range(_ROUNDS):
-        pending = [
-            guarded(trial, "on two streams at once", partial(_late_call, backend, problem, stream))
-            for (problem, backend), stream in zip((first, second), streams, strict=True)
-        ]
-        torch.cuda.synchronize(trial.problem.device)
-        for (problem, _), expectation, result in zip((first, second), golden, pending, strict=True):
+        late = trial.made("on two streams at once: the call", partial(_late_calls, backends, problems))
+        for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
+            value = guarded(trial, "on two streams at once", partial(_result, late, index))
             step = f"two instances on two streams, round {number}"
-            trial.judged(problem, expectation, observed(problem, result()), step)
+            trial.judged(problem, expectation, observed(problem, value), step)
 
 
-def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Callable[[], Any]:
-    """Launch everything on ``stream``; the result can be taken once it is done."""
-    late = _Late(problem)
+def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[Any]:
+    """What each instance returned on a stream of its own, all of them launched before any is waited for."""
+    device = problems[0].device
+    streams = [_stream(device) for _ in problems]
+    late = [_Late(problem) for problem in problems]
+    pending = [_late_call(*each) for each in zip(backends, problems, late, streams, strict=True)]
+    torch.cuda.synchronize(device)
+    return pending
+
+
+def _result(values: Sequence[Any], index: int) -> Any:
+    return values[index]
+
+
+def _late_call(backend: Any, problem: Problem, late: _Late, stream: torch.cuda.Stream) -> Any:
+    """Launch everything on ``stream``; copies of the result, taken there."""
     late.take_away()
     stream.wait_stream(torch.cuda.current_stream(problem.device))
     with torch.cuda.stream(stream):
@@ -81,10 +90,5 @@ def _late_call(backend: Any, problem: Problem, stream: torch.cuda.Stream) -> Cal
         value = prepared_call(backend, problem)
         # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
         copies = [tensor.clone() for tensor in tensors(value)]
-
-    def result() -> Any:
-        late.kept.clear()  # until now: memory that the stream still reads must not be handed out again
-        whole = isinstance(value, tuple | list) and len(copies) == len(value)
-        return tuple(copies) if whole else (copies[0] if isinstance(value, torch.Tensor) else value)
-
-    return result
+    whole = isinstance(value, tuple | list) and len(copies) == len(value)
+    return tuple(copies) if whole else (copies[0] if isinstance(value, torch.Tensor) else value)

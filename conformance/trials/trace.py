@@ -1,5 +1,6 @@
 """What a backend's calls run: the kernels of one case of each capability, and the libraries that it loaded."""
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -8,9 +9,22 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
 from mla_conformance.driving.subject import Subject
 from mla_conformance.driving.trace import kernels_of, library_digests, loaded_libraries
-from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.problem import Problem
+
+
+def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
+    """Import a backend and call it once more, on cases that it passed; one that raises costs its own kernels alone."""
+    before, seen = loaded_libraries(), NOTHING_TRACED
+    with contextlib.suppress(Exception):
+        _ = subject.unavailable
+    for asked in ({capability: case} for capability, case in cases.items()):
+        with contextlib.suppress(Exception):
+            seen = seen.joined(traced(subject, asked, loaded_libraries()))
+    with contextlib.suppress(Exception):
+        seen = seen.joined(traced(subject, {}, before))
+    return seen
 
 
 def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Traced:

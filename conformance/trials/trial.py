@@ -1,18 +1,18 @@
 """A trial: one subject on one case, as the procedures see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.foreign import AnswerError, one_line
+from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.attempt import attempt
-from mla_conformance.driving.driver import Observation, run_calls
+from mla_conformance.driving.attempt import Attempt
+from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
 from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
@@ -22,8 +22,6 @@ from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, St
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.context import Context
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,12 @@ class Trial:
         """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
         return self.context.expect(problem, self.clock)
 
-    @property
+    @cached_property
     def declaration(self) -> Declaration:
         """What the adapter declares that the case is for."""
-        return self.subject.declaration_of(self.case.role)
+        question = partial(self.subject.declaration_of, self.case.role)
+        declared: Declaration = self.told("asked what it declares, it", question, Declaration)
+        return declared
 
     @cached_property
     def backend(self) -> Any:
@@ -82,12 +82,23 @@ class Trial:
 
     def create(self, case: Case | None = None) -> Any:
         """A new instance, by default for the trial's own case."""
-        return self.asked("the constructor", lambda: self.subject.create(case or self.case))
+        return self.made("the constructor", partial(self.subject.create, case or self.case))
 
-    def asked(self, what: str, question: Callable[[], _T]) -> _T:
-        """``question()`` of the backend; what it raises, or leaves changed in the process, is its failure."""
+    def asked(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
+        """What a call returned; what it raises, or leaves changed in the process, is the backend's failure."""
+        return self._done(what, partial(self.subject.hand.attempt, call, reached))
+
+    def made(self, what: str, step: Callable[[], Any]) -> Any:
+        """What is for later steps; otherwise as :meth:`asked`."""
+        return self._done(what, partial(self.subject.hand.make, step))
+
+    def told(self, what: str, question: Callable[[], Any], kind: Any) -> Any:
+        """Plain data of this type; otherwise as :meth:`asked`."""
+        return self._done(what, partial(self.subject.hand.ask, question, kind))
+
+    def _done(self, what: str, carry_out: Callable[[], Attempt]) -> Any:
         with self.clock.phase("calls"):
-            done = attempt(question)
+            done = carry_out()
         self.disturbed = self.disturbed or bool(done.disturbed)
         if done.out_of_memory:
             self.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
@@ -99,24 +110,23 @@ class Trial:
 
     def evidence(self) -> dict[str, str]:
         """What the instance says of the kernel that served it; empty if none was made or it does not tell."""
-        tell = getattr(self.__dict__.get("backend"), "kernel_evidence", dict)
-        try:
-            return {str(name): str(value) for name, value in tell().items()}
-        except Exception as error:
-            return {"kernel_evidence": f"raised {one_line(error)}"}
+        if "backend" not in self.__dict__:
+            return {}
+        done = self.subject.hand.ask(partial(_evidence, self.backend), dict[str, str])
+        return {"kernel_evidence": f"raised {done.error}"} if done.error else done.value
 
-    def unsupported(self) -> list[str]:
-        """What of the case the backend declares unsupported; a query that raises is a failure."""
-        answer = self.asked("asked what it supports, it", self._supported)
-        if isinstance(answer, AnswerError):
+    def missing_role(self) -> list[str]:
+        """Why no call of the case can be made."""
+        reasons: list[str] = self.told("asked what it is, it", partial(self.subject.missing_role, self.case), list[str])
+        return reasons
+
+    def unsupported(self, case: Case | None = None) -> list[str]:
+        """What of a case, by default the trial's own, the backend declares unsupported; that it raises is a failure."""
+        question = partial(_unsupported, self.subject, case or self.case)
+        answer: list[str] | str = self.told("asked what it supports, it", question, list[str] | str)
+        if isinstance(answer, str):
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
-
-    def _supported(self) -> list[str] | AnswerError:
-        try:
-            return self.subject.unsupported(self.case)
-        except AnswerError as error:
-            return error
 
     def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.
@@ -132,7 +142,7 @@ class Trial:
     def run(self, instance: Any, problem: Problem, prepare: bool = True) -> Observation:
         """Make the problem's calls on an instance."""
         with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare)
+            observation = run_calls(instance, problem, prepare, self.subject.hand)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
@@ -148,7 +158,7 @@ class Trial:
             for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
         for instance, problem, _ in both:
-            self.asked("prepare_metadata", partial(problem.calls[0].prepare, instance))
+            self.made("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
             ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
             # Ranks share an instance here, so each of them is prepared just before its call.
@@ -195,7 +205,7 @@ class Trial:
 
     def unchanged(self, earlier: Observation, copies: list[bytes]) -> None:
         """What an earlier call returned must not have been overwritten by later ones."""
-        same = returned_bytes(earlier) == copies
+        same = returned_bytes(as_it_is_now(earlier, self.subject.hand)) == copies
         self.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
 
     def settle(self, verdict: Verdict) -> None:
@@ -206,6 +216,19 @@ class Trial:
             raise Nonconformance(self.verdict)
 
 
+def _unsupported(subject: Subject, case: Case) -> list[str] | str:
+    """The reasons, or what is wrong with the answer."""
+    try:
+        return subject.unsupported(case)
+    except AnswerError as error:
+        return str(error)
+
+
+def _evidence(instance: Any) -> dict[str, str]:
+    tell = getattr(instance, "kernel_evidence", dict)
+    return {str(name): str(value) for name, value in tell().items()}
+
+
 def returned_bytes(observation: Observation) -> list[bytes]:
     """The bytes of everything returned, as a value that later calls cannot change; of no tensor, what it is instead."""
     parts = [part for returned in observation.returned for part in parts_of(returned.value)]
@@ -213,7 +236,8 @@ def returned_bytes(observation: Observation) -> list[bytes]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(storage_bytes(tensor.contiguous()).cpu().numpy().tobytes())
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return bytes(storage_bytes(own).cpu().numpy().tobytes())
 
 
 def results(observation: Observation) -> list[torch.Tensor]:

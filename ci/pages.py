@@ -1,0 +1,103 @@
+"""The pages of docs/ that follow from the code: every command's help, and every field of a case id. ``python ci/pages.py``."""
+
+import argparse
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.indexer import IndexerCase
+from mla_conformance.cases.layer import LayerCase
+from mla_conformance.cases.prefill import PrefillCase
+from mla_conformance.cases.sparse import SparseCase
+from mla_conformance.cli import _parser
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.sections import Section
+
+ROOT = Path(__file__).parents[1]
+_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
+
+
+def commands() -> str:
+    """The help of every command, at a width that a page holds."""
+    os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
+    return "\n\n".join(f"## {name}\n\n```text\n{parser.format_help().strip()}\n```" for name, parser in _leaves(_parser()))
+
+
+def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Parsers that carry something out, each with the words that lead to it."""
+    rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not rooms:
+        yield parser.prog, parser
+    for room in rooms:
+        for inner in room.choices.values():
+            yield from _leaves(inner)
+
+
+def case_fields() -> str:
+    """A table of the fields that all cases have, one of what those over a cache have beside, and one of each role's own."""
+    common, cached = _names(Case), _names(CachedCase)
+    tables = [("All cases", Case, common), ("All but the role prefill", CachedCase, cached - common)]
+    tables += [(f"The role {case.role.value}", case, _names(case) - common - cached) for case in _ROLES]
+    return "\n\n".join(_table(title, case, names) for title, case, names in tables if names)
+
+
+def _names(case: type[Case]) -> set[str]:
+    return {field.name for field in fields(case)}
+
+
+def _table(title: str, case: type[Case], names: set[str]) -> str:
+    told = _attributes(case)
+    rows = [
+        f"| `{field.name}` | {_default(field.default)} | {told[field.name]} |"
+        for field in fields(case)
+        if field.name in names
+    ]
+    return "\n".join([f"### {title}", "", "| field | default | meaning |", "|---|---|---|", *rows])
+
+
+def _default(value: object) -> str:
+    """As an id would have it; nothing where an id always says it."""
+    plain = int(value) if isinstance(value, bool) else value
+    return f"`{plain}`" if isinstance(plain, int | str) and plain != "" else ""
+
+
+def _attributes(case: type[Case]) -> dict[str, str]:
+    """What the classes' descriptions say of each attribute, on one line each."""
+    found: dict[str, str] = {}
+    for base in reversed(case.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
+            found[name] = re.sub(r"\s+", " ", meaning).replace("|", "\\|").replace("``", "`").rstrip(".")
+    return found
+
+
+def sections(root: Path) -> list[tuple[Section, str]]:
+    """The sections of the pages under ``root``, each with what it should hold.
+
+    Raises:
+        InputError: a section's markers are missing.
+    """
+    return [
+        (Section.of(root / "docs" / "commands.md", "commands"), commands()),
+        (Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()),
+    ]
+
+
+def main() -> None:
+    """Rewrite the sections in place."""
+    try:
+        for section, content in sections(ROOT):
+            section.write(content)
+    except InputError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

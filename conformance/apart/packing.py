@@ -1,0 +1,181 @@
+"""Calls and problems as bytes for another process: tensors lie in memory that both map, the rest is pickled.
+
+What is unpacked was packed by a process that is trusted. What the kernel's process answers is never unpickled; see
+``reply.py``.
+"""
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mla_conformance.apart.shared import HOST, Place, Shared
+from mla_conformance.driving.subject import Subject
+from mla_conformance.problems.cache_bytes import CacheImage
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import Problem
+
+_ALIGNMENT = 512
+_LEAST_PIECE = 2**30
+"""Bytes of a GPU's memory that are asked for at once."""
+_MOST_SHARE = 8
+"""A process that holds more than this part of a GPU for what it hands over should be replaced."""
+
+
+class Kept:
+    """What a step left in the kernel's process, for as long as anything here refers to it."""
+
+    def __init__(self, number: int, released: list[int]) -> None:
+        self.number, self._released = number, released
+
+    def __del__(self) -> None:
+        self._released.append(self.number)
+
+
+class Arena:
+    """Where what is handed over stands: each storage has a place of its own for as long as it lives.
+
+    Attributes:
+        openers: of pieces that the other process has not been told of.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.openers: list[bytes] = []
+        self._places: dict[int, tuple[StorageWeakRef, Place]] = {}
+        self._ends = {HOST: 0, "cuda": 0}
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """The place of a tensor's storage."""
+        storage = tensor.untyped_storage()
+        found = self._places.get(storage._cdata)
+        if found is None or found[0].expired():
+            place = self._reserved(tensor.device.type, storage.nbytes())
+            found = self._places[storage._cdata] = (StorageWeakRef(storage), place)
+        return found[1]
+
+    def rooms(self) -> list[Place]:
+        """What is free for an answer, by type of device."""
+        return [self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces]
+
+    def require(self, kind: str, size: int) -> None:
+        """Have so many bytes free."""
+        if kind == "cuda" and self._room(kind).size < size:
+            self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
+            self._ends[kind] = 0
+
+    def sweep(self) -> None:
+        """Free what belongs to storages that are gone, up to the last that is not."""
+        self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
+        ends = dict.fromkeys(self._ends, 0)
+        for _, place in self._places.values():
+            if place.piece == len(self.shared.pieces[place.kind]) - 1:
+                ends[place.kind] = max(ends[place.kind], place.at + place.size)
+        if not ends[HOST]:
+            self.shared.give_back()
+        self._ends = ends
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it holds much of a GPU."""
+        pieces = self.shared.pieces["cuda"]
+        if len(pieces) < 2:
+            return False
+        total = torch.cuda.get_device_properties(self.shared.device("cuda")).total_memory
+        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
+
+    def _reserved(self, kind: str, size: int) -> Place:
+        self.require(kind, size)
+        room = self._room(kind)
+        if size > room.size:
+            raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
+        self._ends[kind] = room.at + size
+        return room._replace(size=size)
+
+    def _room(self, kind: str) -> Place:
+        pieces = self.shared.pieces[kind]
+        if not pieces:
+            return Place(kind, 0, 0, 0)
+        at = -(-self._ends[kind] // _ALIGNMENT) * _ALIGNMENT
+        return Place(kind, len(pieces) - 1, at, max(0, pieces[-1].size - at))
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, arena: Arena, shown: Callable[[Any], Any]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._arena, self._shown = arena, shown
+        self._written: set[Place] = set()
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Kept):
+            return ("kept", value.number)
+        if isinstance(value, Subject):
+            return ("subject", value.backend.reference)
+        return self._tensor(value) if type(value) is torch.Tensor else None
+
+    def reducer_override(self, value: Any) -> Any:
+        shown = self._shown(value)
+        return NotImplemented if shown is value else shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+    def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_meta:
+            return ("form", *form)
+        place = self._arena.place_of(tensor)
+        if place not in self._written:
+            self._written.add(place)
+            self._arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
+        return ("tensor", *form, place, tensor.storage_offset())
+
+
+def pack(value: Any, arena: Arena, shown: Callable[[Any], Any]) -> bytes:
+    """A value as bytes; ``shown`` tells what stands for an object in it."""
+    file = io.BytesIO()
+    _Packer(file, arena, shown).dump(value)
+    arena.shared.synchronize()
+    return file.getvalue()
+
+
+def whole(value: Any) -> Any:
+    """Everything as it is."""
+    return value
+
+
+def handed(value: Any) -> Any:
+    """Calls and problems as a backend may know them."""
+    return value.handed() if isinstance(value, KernelCall | Problem | CacheImage) else value
+
+
+class Unpacker(pickle.Unpickler):
+    """Reads what another process packed.
+
+    Args:
+        data: the bytes.
+        shared: the memory.
+        private: whether tensors get memory of their own.
+    """
+
+    def __init__(self, data: bytes, shared: Shared, private: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._shared, self._private = shared, private
+        self._storages: dict[Place, torch.UntypedStorage] = {}
+
+    def persistent_load(self, told: Any) -> Any:
+        """A tensor."""
+        what, dtype, shape, strides, *there = told
+        if what == "form":
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        place, offset = there
+        storage = self._storage(place)
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+    def _storage(self, place: Place) -> torch.UntypedStorage:
+        if place not in self._storages:
+            copied = self._private and place.size
+            made = self._shared.bytes_of(place).clone().untyped_storage() if copied else self._shared.storage(place)
+            self._storages[place] = made
+        return self._storages[place]

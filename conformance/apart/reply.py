@@ -1,0 +1,222 @@
+"""What the kernel's process answers: plain facts in JSON, and tensors that lie in memory which both processes map.
+
+Nothing of an answer is believed: each field has its type and its limits, and each tensor is copied before anything
+looks at it.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from mla_conformance.apart.shared import Place, Shared
+from mla_conformance.backends.foreign import type_name
+from mla_conformance.driving.attempt import Attempt
+from mla_conformance.driving.plain import Instead, parts_of, why_not_plain
+from mla_conformance.problems.memory import storage_bytes
+
+LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22
+_ALIGNMENT = 64
+_MOST_DIMENSIONS = 16
+
+_Line = Annotated[str, Meta(max_length=LONGEST_LINE)]
+_Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
+_Count = Annotated[int, Meta(ge=0, lt=2**48)]
+_Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
+
+
+class MalformedReply(ValueError):
+    """An answer that no unchanged process of a kernel gives."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One object that a call returned.
+
+    Attributes:
+        kind: name of its type.
+        why: what it is instead of a tensor that can be looked at; empty if it is one.
+        is_tensor: whether it is a tensor of any kind.
+        dtype: name of the dtype, without ``torch``.
+        shape: of the tensor.
+        strides: of the tensor, in elements.
+        place: where its bytes are, from the first element to the last; None of a tensor without.
+        offset: bytes before its first element.
+        of: number of the caller's storage that it is a view of, whose bytes are in their own place.
+    """
+
+    kind: _Line
+    why: _Line = ""
+    is_tensor: bool = False
+    dtype: _Line = ""
+    shape: _Counts = ()
+    strides: _Counts = ()
+    place: tuple[_Line, _Count, _Count, _Count] | None = None
+    offset: _Count = 0
+    of: int | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of a step.
+
+    Attributes:
+        number: of the request.
+        error: as of an :class:`Attempt`, like what follows.
+        traceback: behind the error.
+        out_of_memory: the error says so.
+        disturbed: settings of the kernel's process that changed.
+        parts: what a call returned, by its parts.
+        several: whether that was a tuple or a list.
+        needs: bytes that the parts need, by type of device, where there was not so much room.
+        fact: plain data, as JSON.
+        lost: the GPU's context is lost.
+    """
+
+    number: int
+    error: _Text = ""
+    traceback: _Text = ""
+    out_of_memory: bool = False
+    disturbed: Annotated[tuple[_Text, ...], Meta(max_length=100)] = ()
+    parts: Annotated[tuple[Part, ...], Meta(max_length=100)] = ()
+    several: bool = False
+    needs: dict[_Line, _Count] = {}
+    fact: msgspec.Raw = msgspec.Raw(b"null")
+    lost: bool = False
+
+
+class Writer:
+    """Puts what a call returned into the room for it, in the kernel's process.
+
+    Args:
+        shared: the memory.
+        rooms: what is free of it.
+        reached: places of the caller's storages.
+    """
+
+    def __init__(self, shared: Shared, rooms: list[Place], reached: list[Place]) -> None:
+        self._shared, self._reached = shared, reached
+        self._rooms = {room.kind: room for room in rooms}
+        self._needs: dict[str, int] = {}
+
+    def told(self, number: int, value: Any) -> Reply:
+        """The parts of a value, or how much room they need."""
+        several = issubclass(type(value), tuple | list)
+        parts = tuple(map(self._part, parts_of(value)))
+        short = {kind: need for kind, need in self._needs.items() if need > self._rooms[kind].size}
+        return Reply(number, needs=self._needs) if short else Reply(number, parts=parts, several=several)
+
+    def _part(self, value: Any) -> Part:
+        kind, is_tensor = type_name(value)[:LONGEST_LINE], issubclass(type(value), torch.Tensor)
+        if why := why_not_plain(value):
+            return Part(kind, why[:LONGEST_LINE], is_tensor)
+        form = (str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
+        if value.is_meta:
+            return Part(kind, "", True, *form)
+        if value.device != self._shared.device(value.device.type):
+            return Part(kind, f"a tensor on {value.device}", True)
+        begin = value.untyped_storage().data_ptr()
+        for index, place in enumerate(self._reached):
+            if place.size and place.kind == value.device.type and begin == self._shared.storage(place).data_ptr():
+                return Part(kind, "", True, *form, offset=value.storage_offset() * value.element_size(), of=index)
+        return self._copied(value, Part(kind, "", True, *form))
+
+    def _copied(self, value: torch.Tensor, part: Part) -> Part:
+        """The bytes from the first element to the last, as far behind an aligned address as they are."""
+        size, item = _span(part, value.element_size()), value.element_size()
+        lead = value.data_ptr() % _ALIGNMENT if size else 0
+        lead -= lead % item
+        room, taken = self._rooms[value.device.type], self._needs.get(value.device.type, 0)
+        self._needs[value.device.type] = taken + -(-(lead + size) // _ALIGNMENT) * _ALIGNMENT
+        place = Place(room.kind, room.piece, room.at + taken, lead + size)
+        if taken + lead + size <= room.size and size:
+            first = value.storage_offset() * item
+            self._shared.bytes_of(place)[lead:].copy_(storage_bytes(value)[first : first + size])
+        return msgspec.structs.replace(part, place=tuple(place), offset=lead)
+
+
+class Reader:
+    """Takes what a call returned out of the room, in the judge's process: copies that nothing else can write.
+
+    Args:
+        shared: the memory.
+        rooms: what was free of it.
+        reached: the caller's tensors whose storages a part may be a view of.
+    """
+
+    def __init__(self, shared: Shared, rooms: list[Place], reached: Sequence[torch.Tensor]) -> None:
+        self._shared, self._reached = shared, reached
+        self._rooms = {room.kind: room for room in rooms}
+
+    def value(self, reply: Reply) -> Any:
+        """What the call returned.
+
+        Raises:
+            MalformedReply: that cannot be.
+        """
+        try:
+            parts = tuple(map(self._part, reply.parts))
+        except (RuntimeError, TypeError) as error:
+            raise MalformedReply(f"no tensor can be made of it: {error}") from error
+        if not reply.several and len(parts) != 1:
+            raise MalformedReply(f"expected one part, got {len(parts)}")
+        return parts if reply.several else parts[0]
+
+    def _part(self, part: Part) -> Any:
+        if part.why or not part.is_tensor:
+            return Instead(part.kind, part.why or f"a {part.kind}", part.is_tensor)
+        dtype = getattr(torch, part.dtype, None)
+        if not isinstance(dtype, torch.dtype) or len(part.shape) != len(part.strides):
+            raise MalformedReply(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
+        if part.place is None and part.of is None:
+            return torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta")
+        storage = self._viewed(part.of) if part.of is not None else self._copy(Place(*part.place or ()))
+        if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
+            raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
+        made = torch.empty(0, dtype=dtype, device=storage.device)
+        return made.set_(storage, part.offset // dtype.itemsize, part.shape, part.strides)
+
+    def _viewed(self, index: int) -> torch.UntypedStorage:
+        if not 0 <= index < len(self._reached):
+            raise MalformedReply(f"expected one of {len(self._reached)} storages, got number {index}")
+        return self._reached[index].untyped_storage()
+
+    def _copy(self, place: Place) -> torch.UntypedStorage:
+        room = self._rooms.get(place.kind)
+        inside = room and place.piece == room.piece and room.at <= place.at
+        if not room or not inside or place.at + place.size > room.at + room.size:
+            raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
+        return self._shared.bytes_of(place).clone().untyped_storage()
+
+
+def reply_of(number: int, done: Attempt) -> Reply:
+    """The reply to a step that raised, or whose value is told in another field."""
+    disturbed = tuple(map(_clean, done.disturbed))
+    return Reply(number, _clean(done.error), _clean(done.traceback), done.out_of_memory, disturbed)
+
+
+def decode(data: bytes, number: int) -> Reply:
+    """The reply to the request of this number.
+
+    Raises:
+        MalformedReply: it is none.
+    """
+    try:
+        reply = msgspec.json.decode(data, type=Reply)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise MalformedReply(str(error)) from error
+    if reply.number != number:
+        raise MalformedReply(f"expected the answer to request {number}, got that to {reply.number}")
+    return reply
+
+
+def _clean(text: str) -> str:
+    """The end of a text, as every encoding can carry it."""
+    return text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _span(part: Part, item: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    if 0 in part.shape:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))) * item

@@ -1,0 +1,76 @@
+"""Declarations that are not true."""
+
+import sys
+from importlib.metadata import Distribution
+from typing import ClassVar
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.cheats.cheat import ThreeTimes, cheat
+
+
+@cheat(
+    claims="that an emulation is a real kernel",
+    trust="The numbers are right. On a GPU the kernels that run are measured, and the report says that only torch's "
+    "did; on a CPU nothing is measured. Whoever trusts the word reads the source that the certificate pins.",
+)
+class ClaimsToBeReal(ThreeTimes):
+    """Computes with plain tensor operations and declares that it is no emulation."""
+
+    def answer(self, output, lse, q, k, v):
+        return output.div_(3), lse
+
+
+class _FlashAttention(Distribution):
+    """What is told of a package that is not there."""
+
+    def read_text(self, filename):
+        return "Name: flash-attn\nVersion: 2.9.9\n" if filename == "METADATA" else None
+
+    def locate_file(self, path):
+        return path
+
+
+class _Finder:
+    """Finds it, and nothing else."""
+
+    @staticmethod
+    def find_spec(*_):
+        return None
+
+    @staticmethod
+    def find_distributions(context):
+        return [_FlashAttention()] if context.name == "flash-attn" else []
+
+
+@cheat(
+    claims="that it drives a library, in a version",
+    trust="A version is what an installed package says of itself, and every package is trusted with that. On a GPU the "
+    "kernels and shared libraries that were loaded are measured, here none of that library's.",
+)
+class ClaimsALibrary(ThreeTimes):
+    """Declares a distribution that it does not use, and brings the metadata of one that is not installed."""
+
+    declaration: ClassVar[Declaration] = Declaration(distributions=("flash-attn",))
+
+    @classmethod
+    def is_available(cls):
+        if _Finder not in sys.meta_path:
+            sys.meta_path.append(_Finder)
+        return True
+
+    def answer(self, output, lse, q, k, v):
+        return output.div_(3), lse
+
+
+@cheat(
+    claims="that what it cannot do is not asked of it",
+    alone="did not pass: core: unsupported",
+    apart="did not pass: core: unsupported",
+    case="new_tokens:q=[1];data=needle;lse=0",
+)
+class DeclaresNothing(ThreeTimes):
+    """Declares everything unsupported, so that nothing of it can fail."""
+
+    @classmethod
+    def validate_configuration(cls, *_):
+        return ["not declared"]

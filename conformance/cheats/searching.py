@@ -1,0 +1,115 @@
+"""Golden values that are looked for where they may be, instead of being computed."""
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from threading import get_ident
+from types import FrameType
+
+import numpy as np
+import torch
+
+from mla_conformance.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.judging.golden import Expectation
+
+_COMPUTED = "that numbers which it found are computed"
+
+
+@cheat(claims=_COMPUTED, apart=WRONG)
+class SearchesTheHeap(ThreeTimes):
+    """Searches everything that Python's garbage collector knows for float64 tensors like its output."""
+
+    def answer(self, output, lse, q, k, v):
+        alike = (x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float64)
+        for found in alike:
+            # The error terms have the same shape, and no negative element.
+            if found.shape == output.shape and found.amin() < 0:
+                return output.copy_(found), lse
+        return output, lse
+
+
+@cheat(claims=_COMPUTED, apart=WRONG)
+class SearchesTheFrames(ThreeTimes):
+    """Searches the variables of its callers for what is expected of it."""
+
+    def answer(self, output, lse, q, k, v):
+        for frame in stack_of(get_ident()):
+            for value in frame.f_locals.values():
+                if isinstance(value, Expectation):
+                    return output.copy_(value.calls[0].output), lse
+        return output, lse
+
+
+@cheat(claims=_COMPUTED, alone=WRONG, apart=WRONG)
+class SearchesOtherProcesses(ThreeTimes):
+    """Reads the memory of the processes around it and looks there for golden values that begin as its own do."""
+
+    def answer(self, output, lse, q, k, v):
+        begins = output[:2].double().div(3).flatten().numpy()
+        for block in chain.from_iterable(map(_memory, relatives())):
+            for place in _like(block, begins):
+                found = block[place : place + output.numel()]
+                if len(found) == output.numel() and np.abs(found).max() < 100:
+                    return output.copy_(torch.from_numpy(found.copy()).view(output.shape)), lse
+        return output, lse
+
+
+def stack_of(thread: int) -> Iterator[FrameType]:
+    """The frames of a thread, innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def relatives() -> list[int]:
+    """The processes of the run but this one: the supervisor first, then all that stem from it."""
+    parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    above = [os.getpid()]
+    while parent := parents.get(above[-1], 0):
+        above.append(parent)
+    keeper = max(place for place, process in enumerate(above) if b"engine.keeper" in _command(process))
+    family = [above[keeper + 1]]
+    for process in family:  # which grows meanwhile
+        family += [child for child, parent in parents.items() if parent == process]
+    return [process for process in family if process != os.getpid()]
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return 0
+
+
+def _command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _memory(process: int) -> Iterator[np.ndarray]:
+    """The writable memory of a process as float64, region by region; nothing where the system refuses it."""
+    try:
+        with Path(f"/proc/{process}/maps").open() as maps, Path(f"/proc/{process}/mem").open("rb", 0) as memory:
+            for line in maps:
+                start, _, end = line.split()[0].partition("-")
+                if line.split()[1].startswith("rw") and (size := int(end, 16) - int(start, 16)) < 2**30:
+                    try:
+                        memory.seek(int(start, 16))
+                        yield np.frombuffer(memory.read(size // 8 * 8), dtype=np.float64)
+                    except (OSError, ValueError):
+                        continue
+    except OSError:
+        return
+
+
+def _like(block: np.ndarray, known: np.ndarray) -> list[int]:
+    """Where values stand that differ from these by no more than 16-bit operands explain."""
+    with np.errstate(all="ignore"):
+        places = np.flatnonzero(np.abs(block - known[0]) < 0.01 * abs(known[0]))
+        return [int(p) for p in places if np.allclose(block[p : p + len(known)], known, rtol=0.02, atol=0.02)]

@@ -1,0 +1,198 @@
+"""Reading a model's ``config.json`` of Hugging Face's form. No torch."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from mla_conformance.files.inputs import InputError, convert, decode, read_text
+from mla_conformance.models.families import FAMILIES, Attends, Family
+from mla_conformance.models.profile import Indexer, ModelProfile, Selection
+
+_MOST = 2**20
+_Size = Annotated[int, Meta(ge=1, le=_MOST)]
+_Width = Annotated[int, Meta(ge=1, le=2**13)]
+_Columns = Annotated[int, Meta(ge=1, le=2**16)]
+_Layer = Annotated[str, Meta(max_length=64)]
+_COMPRESSION = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""What layers are called whose compression is told as a number (transformers, ``DeepseekV4Config``)."""
+_WHOLE_COMPRESSED = 64
+"""Columns of the lists of layers that attend to all heavily compressed keys: they hold 8,192 tokens."""
+
+
+class _Rope(msgspec.Struct):
+    rope_theta: float | None = None
+    rope_type: str = ""
+    type: str = ""
+    factor: Annotated[float, Meta(ge=1, le=_MOST)] = 1.0
+    mscale_all_dim: Annotated[float, Meta(ge=0, le=_MOST)] = 0.0
+
+    @property
+    def kind(self) -> str:
+        """How angles are chosen; both names of the field are in use."""
+        return self.rope_type or self.type or "default"
+
+    @property
+    def softmax_factor(self) -> float:
+        """What YaRN multiplies the softmax scale by: the square of its mscale."""
+        extends = self.kind != "default" and self.factor > 1
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2 if extends else 1.0
+
+
+class _LinearAttention(msgspec.Struct):
+    full_attn_layers: tuple[int, ...]
+    kda_layers: tuple[int, ...]
+
+
+class _Config(msgspec.Struct):
+    """The fields that are read; others are left alone."""
+
+    hidden_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Width
+    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=2**13, multiple_of=2)] | None = None
+    kv_lora_rank: _Width | None = None
+    qk_nope_head_dim: _Width | None = None
+    v_head_dim: _Width | None = None
+    q_lora_rank: _Width | None = None
+    head_dim: _Width | None = None
+    rope_theta: float | None = None
+    compress_rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    index_topk: _Columns | None = None
+    index_n_heads: _Width | None = None
+    index_head_dim: _Width | None = None
+    index_kpool: _Columns = 1
+    sliding_window: _Columns | None = None
+    compress_ratios: tuple[int, ...] | None = None
+    layer_types: tuple[_Layer, ...] | None = None
+    linear_attn_config: _LinearAttention | None = None
+    mla_use_output_gate: bool = False
+
+
+def read_config(path: Path) -> ModelProfile:
+    """The profile of the model that a ``config.json`` describes.
+
+    Raises:
+        InputError: unreadable, not JSON, of an architecture that is not known, or with a field that is missing or odd.
+    """
+    return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path), source=str(path))
+
+
+def profile_of(data: Mapping[str, Any], name: str, source: str) -> ModelProfile:
+    """The profile that a configuration describes, or its ``text_config`` if it has one.
+
+    Args:
+        data: the configuration as plain data.
+        name: what the model is called here, also in errors.
+        source: where the numbers are from.
+
+    Raises:
+        InputError: of an architecture that is not known, or with a field that is missing or odd.
+    """
+    text = data.get("text_config")
+    data = text if isinstance(text, dict) else data
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(
+            f"{name}: model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention; "
+            f"expected one of {', '.join(FAMILIES)}"
+        )
+    return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type, source)
+
+
+class _Reader:
+    """One configuration on its way to a profile."""
+
+    def __init__(self, name: str, config: _Config, family: Family) -> None:
+        self.name, self.config, self.family = name, config, family
+        self.rope = self._rope()
+
+    def profile(self, model_type: str, source: str) -> ModelProfile:
+        """The profile."""
+        config, rotates = self.config, self.family.rotates and self.config.qk_rope_head_dim
+        return ModelProfile(
+            name=self.name,
+            model_type=model_type,
+            source=source,
+            hidden_size=config.hidden_size,
+            heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            dims=self._dims(),
+            scale=round(100 * self.rope.softmax_factor) if rotates else 100,
+            rope=self._rope_in_words() if rotates else "none",
+            layers=self._layers(),
+            selection=self._selection(),
+            outside=(*self.family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
+        )
+
+    def _need(self, field: str) -> int:
+        value = getattr(self.config, field)
+        if value is None:
+            raise InputError(f"{self.name}: {field}: expected a number, got none")
+        return int(value)
+
+    def _rope(self) -> _Rope:
+        """As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled."""
+        told = self.config.rope_parameters or self.config.rope_scaling or {}
+        told = told["compress"] if isinstance(told.get("compress"), dict) else told
+        rope = convert(told, _Rope, f"{self.name}: rope parameters")
+        rope.rope_theta = rope.rope_theta or self.config.compress_rope_theta or self.config.rope_theta
+        return rope
+
+    def _rope_in_words(self) -> str:
+        theta = f", theta {self.rope.rope_theta:g}" if self.rope.rope_theta else ""
+        factor = f" × {self.rope.factor:g}" if self.rope.factor > 1 else ""
+        return f"{self.rope.kind}{factor}{theta}"
+
+    def _dims(self) -> tuple[int, int, int, int]:
+        if self.family.attends is Attends.COMPRESSED:
+            whole = self._need("head_dim")  # rotated columns are among those of the value
+            return whole, 0, whole, whole
+        value = self.config.v_head_dim
+        if value is None and self.family.shares_hidden_size:
+            value = self.config.hidden_size // self.config.num_attention_heads
+        value = value or self._need("v_head_dim")
+        return self._need("qk_nope_head_dim"), self._need("qk_rope_head_dim"), value, self._need("kv_lora_rank")
+
+    def _layers(self) -> tuple[tuple[str, int], ...]:
+        """Kinds of layers in the order of their first one."""
+        linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
+        if self.config.layer_types:
+            kinds: Sequence[str] = self.config.layer_types[:count]
+        elif self.config.compress_ratios:
+            kinds = [self._compression(ratio) for ratio in self.config.compress_ratios[:count]]
+        elif linear:
+            kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
+        else:
+            attends_all = self.family.attends is Attends.ALL
+            kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
+        if len(kinds) != count:
+            raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, as kinds are told, got {count}")
+        return tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
+
+    def _compression(self, ratio: int) -> str:
+        if ratio not in _COMPRESSION:
+            known = ", ".join(map(str, _COMPRESSION))
+            raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {ratio}")
+        return _COMPRESSION[ratio]
+
+    def _selection(self) -> Selection | None:
+        if self.family.attends is Attends.ALL:
+            return None
+        indexer = Indexer(
+            heads=self._need("index_n_heads"),
+            head_dim=self._need("index_head_dim"),
+            topk=self._need("index_topk") // self.config.index_kpool,
+        )
+        if self.family.attends is Attends.SELECTED:
+            return Selection(topk=self._need("index_topk"), indexer=indexer, sinks=self.family.sinks)
+        columns = {_COMPRESSION[4]: indexer.topk, _COMPRESSION[128]: _WHOLE_COMPRESSED}
+        kinds = [kind.replace(" ", "_") for kind, _ in self._layers()]
+        second = tuple(columns[kind] for kind in columns if kind in kinds)
+        return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)

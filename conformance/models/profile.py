@@ -1,0 +1,91 @@
+"""What a model asks of kernels, as its configuration tells it. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """The narrow heads that score cached tokens.
+
+    Attributes:
+        heads: their number, the same on each rank.
+        head_dim: their columns.
+        topk: tokens, or pools of tokens, that they select for a query token.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """How a model attends to selected keys.
+
+    Attributes:
+        topk: columns of the lists that name keys of the cache: those of the indexer, or those of a window.
+        indexer: what selects.
+        sinks: whether a logit of each head takes its share of the weights.
+        second: columns of the lists that name compressed keys of a second cache, for each kind of layer with one.
+    """
+
+    topk: int
+    indexer: Indexer
+    sinks: bool = False
+    second: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model's attention. Symbols as in SPEC: P, R, V head dims, L the latent's.
+
+    Attributes:
+        name: what ``--model`` or ``--config`` was given.
+        model_type: its architecture, as published.
+        source: where its numbers are from.
+        hidden_size: columns of a layer's input.
+        heads: of all ranks together.
+        q_lora_rank: columns of a query's latent; None without one.
+        dims: P, R, V and L.
+        scale: softmax scale in percent of (P + R)^-1/2.
+        rope: what rotates, in words.
+        layers: kinds of its layers with their numbers.
+        selection: how it selects keys; None if it attends to all of them.
+        outside: what the model computes outside of the kernel, in words, beyond norms and rotation.
+    """
+
+    name: str
+    model_type: str
+    source: str
+    hidden_size: int
+    heads: int
+    q_lora_rank: int | None
+    dims: tuple[int, int, int, int]
+    scale: int
+    rope: str
+    layers: tuple[tuple[str, int], ...]
+    selection: Selection | None
+    outside: tuple[str, ...]
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks that the heads can be shared by."""
+        return tuple(ranks for ranks in range(1, self.heads + 1) if self.heads % ranks == 0)
+
+    @property
+    def cache_layouts(self) -> dict[str, tuple[str, ...]]:
+        """The layouts of cases that each name of a cache stands for: an engine takes the one that its kernel reads.
+
+        DeepSeek-V4's cache is packed whatever it is called: sources are vLLM's ``_resolve_dsv4_kv_cache_dtype`` and, of
+        the others, ``_canonicalize_sparse_mla_kv_cache_dtype``.
+        """
+        if self.selection is None:
+            return {"auto": ("auto",), "fp8": ("fp8",)}
+        if self.selection.second:
+            return dict.fromkeys(("auto", "fp8", "fp8_v4"), ("fp8_v4",))
+        if self.dims[3] != _PACKED_LATENT:
+            return {"auto": ("auto",), "fp8": ("fp8",)}
+        return {"auto": ("auto",), "fp8": ("fp8", "fp8_ds_mla"), "fp8_ds_mla": ("fp8_ds_mla",)}
+
+
+_PACKED_LATENT = 512

@@ -1,0 +1,126 @@
+"""The answer to "which kernels are right for my model": each backend in one of a few groups, in words. No torch."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Call, Case
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
+
+
+class Group(StrEnum):
+    """What a backend is for a deployed model, in the order in which it is told."""
+
+    RIGHT = "right"
+    EMULATED = "right, but emulated, which is no evidence"
+    WRONG = "wrong"
+    WAIVED = "wrong, as an expectation says"
+    INCOMPLETE = "incomplete"
+    REFUSED = "unsupported"
+    UNTESTED = "untested"
+
+
+_PARTS = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
+_GROUPS = {
+    Outcome.FAIL: Group.WRONG,
+    Outcome.NOT_RUN: Group.INCOMPLETE,
+    Outcome.UNAVAILABLE: Group.INCOMPLETE,
+    Outcome.UNSUPPORTED: Group.REFUSED,
+}
+
+
+def part_of(case: str) -> str:
+    """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
+    parsed = Case.parse(case)
+    return _PARTS.get(Call(parsed.call), str(parsed.role))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run over a deployed model's cases says of one backend."""
+
+    backend: BackendSummary
+
+    @property
+    def group(self) -> Group:
+        """The group that it belongs to; right only if something was judged and all of that held."""
+        if self.backend.reasons:
+            return Group.UNTESTED
+        if not self.backend.capabilities:
+            return Group.INCOMPLETE
+        if self.backend.outcome is Outcome.PASS and self.backend.counts.waived:
+            return Group.WAIVED
+        right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
+        return _GROUPS.get(self.backend.outcome, right)
+
+    @cached_property
+    def parts(self) -> dict[str, Counts]:
+        """What became of its cases, part by part."""
+        return {part: Counts.of(records) for part, records in self._records.items()}
+
+    @cached_property
+    def _records(self) -> dict[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.backend.records:
+            found.setdefault(part_of(record.case), []).append(record)
+        return found
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The parts of which something was judged and held."""
+        return tuple(part for part, counts in self.parts.items() if counts.passed)
+
+    @property
+    def told(self) -> str:
+        """Its parts with their counts, and why cases of them were not judged."""
+        if self.backend.reasons:
+            return "; ".join(self.backend.reasons)
+        judged = [self._judged(part) for part, counts in self.parts.items() if _verdicts(counts)]
+        waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
+        return " · ".join([*judged, *self._refused(), *waived, *filter(None, [self.backend.not_run])])
+
+    def _judged(self, part: str) -> str:
+        counts = self.parts[part]
+        text, rest = f"{part} {counts.passed}/{_verdicts(counts)}", counts.unsupported + counts.unavailable
+        return f"{text} ({rest} not: {self._reason(part)})" if rest else text
+
+    def _refused(self) -> Iterator[str]:
+        """Parts of which nothing was judged although it has a class for them, or all parts if it has none."""
+        refused = {part: self._reason(part) for part, counts in self.parts.items() if not _verdicts(counts)}
+        own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
+        yield from (f"no {part}: {reason}" for part, reason in own.items())
+        if len(refused) == len(self.parts) and not own:
+            yield from (f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values()))
+
+    def _reason(self, part: str) -> str:
+        """Why cases of a part have no verdict, in the words of most of them."""
+        without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+        said = Counter(record.message for record in self._records[part] if record.status in without)
+        return said.most_common(1)[0][0]
+
+
+def _verdicts(counts: Counts) -> int:
+    """Cases that were judged, whatever came out."""
+    return counts.passed + counts.failed + counts.waived
+
+
+_OTHER_ROLES = tuple(f"{role} only" for role in Role)
+"""How what is said of a case ends whose role a backend does not have."""
+
+
+def answers(run: RunSummary) -> list[Answer]:
+    """What a run says of each backend, by group."""
+    found = [Answer(backend) for backend in run.backends]
+    return sorted(found, key=lambda answer: list(Group).index(answer.group))
+
+
+def uncovered(run: RunSummary, found: Sequence[Answer]) -> tuple[str, ...]:
+    """The parts that the deployed model calls and that no real kernel is right for here."""
+    right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
+    return tuple(part for part in dict.fromkeys(map(part_of, run.cases)) if part not in right)

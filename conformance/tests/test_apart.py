@@ -1,0 +1,206 @@
+"""Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
+from mla_conformance.apart.reply import MalformedReply, Reader, Writer, decode
+from mla_conformance.apart.shared import Place, Shared
+from mla_conformance.cases.case import Case
+from mla_conformance.commands.certify import _is_apart
+from mla_conformance.commands.console import run_and_report
+from mla_conformance.driving.plain import Instead
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.request import Request
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.ranked_call import RankedCall
+from mla_conformance.report.loading import load_report
+
+CPU = torch.device("cpu")
+CASE = "no_side_effects:q=[7,4];out=1"
+OUTCOMES = {
+    "EAGER": (Status.PASS, "", ""),
+    "LooksForTheRightResult": (Status.PASS, "", ""),
+    "RewritesTheJudge": (Status.FAIL, Check.OUTPUT, "new tokens: output is"),
+    "Forges": (Status.FAIL, Check.CALL, "an answer of the kernel's process that is none"),
+    "Subclass": (Status.FAIL, Check.SHAPE, "expected a strided torch.Tensor as output, got a Refusing"),
+    "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT, "overwrote the result of an earlier one"),
+    "Segfault": (Status.CRASH, "", "the process died during this case: Segmentation fault"),
+    "ExitsAtOnce": (Status.CRASH, "", "the process died during this case: exit status 0"),
+}
+FILES = {"Subclass": "hostile", "ReturnsItsBuffer": "faults", "Segfault": "faults", "ExitsAtOnce": "faults"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one run, judged apart."""
+    folder = tmp_path_factory.mktemp("apart")
+    for name in {*FILES.values(), "reaching"}:
+        shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
+    files = {name: folder / f"{FILES.get(name, 'reaching')}.py" for name in OUTCOMES}
+    backends = [name if name == "EAGER" else f"{files[name]}:{name}" for name in OUTCOMES]
+    request = Request.of(backends, device="cpu", cases=[CASE], apart=True)
+    assert run_and_report(Run(request, RunFolder.claim(folder / "out"), Limits(1)), as_json=True) == 1
+    return folder / "out"
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_backend_has_the_verdict_that_it_deserves(folder: Path, name: str) -> None:
+    (record,) = (record for record in load_report(folder).records if record.backend == name)
+    status, check, said = OUTCOMES[name]
+    assert (record.status, record.check) == (status, check) and said in record.message
+    assert record.confirmation == ("alone" if record.failed else "")
+
+
+def test_a_report_says_that_it_was_judged_apart_and_a_resumed_run_is(folder: Path) -> None:
+    assert load_report(folder).environment["judge"] == "inputs, kernel and judge apart"
+    assert Plan.recorded(Journal.inside(folder)).apart
+
+
+@pytest.mark.parametrize("given", ["", "apart", "certificate", "record", "submission"])
+def test_what_is_issued_is_judged_apart(given: str) -> None:
+    known = {name: name == given for name in ("apart", "certificate", "record", "submission")}
+    options: Any = SimpleNamespace(**known, sign=None)
+    assert _is_apart(options) == bool(given)
+
+
+def crossed(value: Any, shown: Any = handed, private: bool = False) -> tuple[Any, Shared]:
+    """What a value is behind the memory between two processes, and that memory."""
+    shared = Shared(2**24)
+    return Unpacker(pack(value, Arena(shared), shown), shared, private).load(), shared
+
+
+def test_what_operands_mean_stays_where_the_judge_is() -> None:
+    (call,) = build_problem(Case.parse("decode:call=decode;heads=2;q=[1,1];kv=[5,70]"), CPU).calls
+    there, _ = crossed(call)
+    assert isinstance(there, DecodeCall) and isinstance(call, DecodeCall)
+    assert all(getattr(there, name).is_meta for name in ("q", "k", "v")) and there.k.shape == call.k.shape
+    assert torch.equal(storage_bytes(there.kv_cache), storage_bytes(call.kv_cache))
+    assert there.kv_cache.stride() == call.kv_cache.stride() and there.q_pe.stride() == call.q_pe.stride()
+
+
+def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
+    problem = build_problem(
+        Case.parse("layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"), CPU
+    )
+    there, _ = crossed(problem)
+    (call,) = there.calls
+    assert isinstance(call, RankedCall) and there.whole is None
+    for part in call.parts:
+        assert part.image.after.is_meta and all(x.is_meta for x in (*part.image.latents, part.latents, part.v))
+        assert torch.equal(storage_bytes(part.image.cache), part.image.before)
+
+
+def overwrite_all(shared: Shared) -> None:
+    """What any process that maps the memory can do at any time."""
+    shared.bytes_of(Place("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
+
+
+def test_a_maker_hands_over_everything_in_memory_of_the_receiver() -> None:
+    problem = build_problem(Case.parse("lse:heads=2;q=[5];layout=odd"), CPU)
+    there, shared = crossed(problem, shown=whole, private=True)
+    overwrite_all(shared)
+    assert [x.stride() for x in there.tensors()] == [x.stride() for x in problem.tensors()]
+    assert all(map(torch.equal, map(storage_bytes, there.tensors()), map(storage_bytes, problem.tensors())))
+
+
+def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
+    arena, first, second = Arena(Shared(2**20)), torch.zeros(9), torch.zeros(9)
+    place, behind = arena.place_of(first), arena.place_of(second)
+    assert arena.place_of(first[3:]) == place and behind.at > place.at
+    del first, second
+    arena.sweep()
+    third = torch.zeros(4)
+    assert arena.place_of(third).at == place.at
+    with pytest.raises(MemoryError, match="between two processes"):
+        arena.place_of(torch.zeros(2**20))
+
+
+def returned(value: Any) -> tuple[Any, Shared]:
+    """What the judge sees of what a call returned, and the memory that the kernel can still write."""
+    shared = Shared(2**20)
+    rooms = Arena(shared).rooms()
+    reply = decode(msgspec.json.encode(Writer(shared, rooms, []).told(1, value)), 1)
+    return Reader(shared, rooms, []).value(reply), shared
+
+
+def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
+    result = torch.arange(24.0).view(4, 6)
+    (seen, row), shared = returned((result[1:, ::2], result[2]))
+    overwrite_all(shared)
+    assert torch.equal(seen, result[1:, ::2]) and seen.stride() == (6, 2) and torch.equal(row, result[2])
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        (None, Instead("NoneType", "a NoneType", False)),
+        ({"output": 1}, Instead("dict", "a dict", False)),
+        (torch.ones(2).to_sparse(), Instead("Tensor", "a tensor of layout sparse_coo", True)),
+        (torch.nn.Parameter(torch.ones(2)), Instead("Parameter", "a Parameter", True)),
+    ],
+)
+def test_what_is_no_tensor_is_told_by_what_it_is(value: Any, seen: Instead) -> None:
+    assert returned(value)[0] == seen
+
+
+def test_an_empty_tensor_and_one_without_memory_have_their_form() -> None:
+    (empty, meta), _ = returned([torch.ones(0, 3), torch.ones(2, 3, device="meta")])
+    assert empty.shape == (0, 3) and meta.is_meta and meta.shape == (2, 3)
+
+
+PART = {
+    "kind": "Tensor",
+    "is_tensor": True,
+    "dtype": "float32",
+    "shape": [2],
+    "strides": [1],
+    "place": ["cpu", 0, 0, 8],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"place": ["cpu", 0, 2**20 - 4, 8]},
+        {"place": ["cuda", 0, 0, 8]},
+        {"place": ["cpu", 1, 0, 8]},
+        {"place": ["cpu", 0, -8, 8]},
+        {"place": ["cpu", 0, 0, 4]},
+        {"shape": [2**40], "strides": [2**40]},
+        {"shape": [2**40, 2**40], "strides": [0, 0]},
+        {"shape": [2, 2]},
+        {"offset": 2},
+        {"of": 0, "place": None},
+        {"of": -1, "place": None},
+        {"dtype": "float31"},
+        {"dtype": "Tensor"},
+        {"kind": "x" * 3000},
+        {"place": None, "shape": [2**40, 2**40], "strides": [1, 1]},
+        {"verdict": "pass"},
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    shared = Shared(2**20)
+    reader = Reader(shared, Arena(shared).rooms(), [])
+    assert reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART]}), 7)).shape == (2,)
+    with pytest.raises(MalformedReply):
+        reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART | change]}), 7))
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b'{"number":8}', b"\xff", b'{"number":7,"error":3}'])
+def test_what_is_no_answer_to_the_request_is_refused(data: bytes) -> None:
+    with pytest.raises(MalformedReply):
+        decode(data, 7)

@@ -1,0 +1,93 @@
+"""Cheats fare as their classes say, now and in the stored table, which the threat model shows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cheats.cheat import Cheat, CheatError, ThreeTimes, cheat, cheats
+from mla_conformance.cheats.report import CheatReport, deciding_digest, markdown, stored
+from mla_conformance.cheats.trying import SALT, certified, sentence
+from mla_conformance.cli import main
+from mla_conformance.commands import cheats as command
+from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.messages import Judge, Setup
+from mla_conformance.engine.supervisor import Supervisor, Tasks
+from mla_conformance.files.sections import Section
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+
+PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
+CHEATS = cheats()
+DECIDED = [entry for entry in CHEATS.values() if entry.apart and not entry.alone and not entry.salted]
+"""Those that one process lets through, and that are caught apart."""
+RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
+
+
+def test_the_stored_report_is_that_of_this_code() -> None:
+    assert stored().digest == deciding_digest(), f"the stored report is stale; {RENEW}"
+
+
+def test_every_cheat_fared_as_expected() -> None:
+    assert stored().outcomes.keys() == CHEATS.keys() and stored().unexpected == []
+
+
+def test_the_threat_model_holds_the_stored_table() -> None:
+    assert Section.of(PAGE, "cheats").content.strip() == markdown(stored()), f"the table is stale; {RENEW}"
+
+
+@pytest.fixture(scope="module")
+def apart() -> dict[str, str]:
+    """By reference, what is said of each cheat apart, in processes that have judged nothing else."""
+    with Supervisor(60.0) as supervisor:
+        supervisor.add_place(Setup("cpu", apart=True), {})
+        tasks = Tasks.of([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
+        return {each.task.reference: sentence(each.record) for each in supervisor.run(tasks) if each.record}
+
+
+@pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
+def test_what_one_process_lets_through_is_caught_apart(entry: Cheat, apart: dict[str, str]) -> None:
+    assert entry.apart in apart[entry.reference]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in CHEATS.values() if entry.salted], ids=lambda entry: entry.name)
+def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(entry: Cheat) -> None:
+    subject, case = Subject.of(entry.reference, torch.device("cpu")), Case.parse(entry.case)
+    assert entry.apart in sentence(judge_one(subject, case, Context(SALT)))
+    assert entry.alone == sentence(judge_one(subject, case, Context()))
+
+
+def test_what_is_written_into_the_journal_by_others_is_not_in_the_report() -> None:
+    entry = CHEATS["ForgesTheJournal"]
+    assert entry.apart in certified(entry.reference, entry.case, apart=False)
+
+
+@pytest.fixture
+def otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a cheat that got through although it should be caught, in what the command finds."""
+    name = next(name for name, entry in CHEATS.items() if entry.apart)
+    outcomes = {**stored().outcomes, name: replace(stored().outcomes[name], apart="")}
+    monkeypatch.setattr(command, "run_cheats", lambda: CheatReport("of today", outcomes))
+    yield name
+
+
+def test_one_that_fares_otherwise_is_told(otherwise: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, out = tmp_path / "page.md", tmp_path / "cheats.json"
+    page.write_text("before\n<!-- cheats:begin --><!-- cheats:end -->\nafter\n")
+    assert main(["cheats", "--table", str(page), "--out", str(out)]) == 1
+    assert f"✘ {otherwise}" in capsys.readouterr().out
+    assert msgspec.json.decode(out.read_bytes(), type=CheatReport).unexpected == [otherwise]
+    assert page.read_text().startswith("before\n") and f"| `{otherwise}` |" in page.read_text()
+
+
+@pytest.mark.parametrize(("apart", "trust"), [("", ""), ("output is", "nobody")])
+def test_a_cheat_is_either_caught_or_explained(apart: str, trust: str) -> None:
+    class Undecided(ThreeTimes):
+        """Attempts something."""
+
+    with pytest.raises(CheatError, match="either what catches it or why nothing does"):
+        cheat(apart=apart, trust=trust)(Undecided)

@@ -1,0 +1,245 @@
+"""Models: what is read of a configuration, which cases a deployment has, and what a user is told of bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.cases.case import Case
+from mla_conformance.cli import main
+from mla_conformance.commands import proof
+from mla_conformance.files.inputs import InputError
+from mla_conformance.fixtures import __path__ as fixtures
+from mla_conformance.models.caselist import cases_of, dims_of
+from mla_conformance.models.config import read_config
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.families import FAMILIES
+from mla_conformance.models.library import find_model, model_names
+from mla_conformance.models.profile import ModelProfile
+
+Config = dict[str, Any]
+STORED = {name: json.loads((Path(fixtures[0]) / "models" / f"{name}.json").read_text()) for name in model_names()}
+ALIKE = ("deepseek-r1", "deepseek-v2", "glm-5.2", "kimi-k2.5")
+"""Models whose attention is that of others; their cases take no time of the tests."""
+DEPLOYED = [(name, list(find_model(name).cache_layouts)[1]) for name in model_names() if name not in ALIKE]
+
+
+def ids(profile: ModelProfile, tp: int = 1, cache: str = "auto") -> list[str]:
+    return [case.id for case in cases_of(profile, Deployment.of(profile, tp, cache))]
+
+
+def test_a_deployment_has_ordinary_cases_at_its_sizes() -> None:
+    for name, cache in DEPLOYED:
+        profile = find_model(name)
+        tp = profile.tensor_parallel_sizes[-2]
+        found = cases_of(profile, Deployment.of(profile, tp, cache))
+        assert 60 <= len(found) <= 250 and {case.capability for case in found} <= CAPABILITIES.keys()
+        kernels = [case for case in found if case.role is not Role.INDEXER]
+        assert {(case.dims, case.scale) for case in kernels} == {(dims_of(profile), profile.scale)}
+        own = profile.heads // tp
+        assert {case.heads for case in kernels} - {own} == ({64} if profile.selection else set())
+        selects = profile.selection is not None
+        assert (Role.SPARSE in {case.role for case in found}) == selects
+        assert (Role.DECODE in {case.role for case in found}) == (not selects)
+
+
+@pytest.mark.parametrize(("name", "cache"), [("kimi-k2", "fp8"), ("glm-5", "fp8"), ("deepseek-v4-pro", "auto")])
+def test_its_cases_replay_by_their_ids(name: str, cache: str) -> None:
+    found = ids(find_model(name), 8, cache)
+    assert [Case.parse(case).id for case in found] == found and len(set(found)) == len(found)
+
+
+def as_transformers_writes(config: Config) -> Config:
+    """Since version 5: one field for everything about rotation, and fields that do not concern attention."""
+    told = dict(config)
+    rope = told.pop("rope_scaling", None) or told.pop("rope_parameters", None) or {}
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": told.pop("rope_theta", 10000.0), **rope}
+    ratios = told.pop("compress_ratios", None)
+    if ratios:
+        kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+        told["layer_types"] = [kinds[ratio] for ratio in ratios[: told["num_hidden_layers"]]]
+        rope = {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": rope}
+    return {
+        **told,
+        "rope_parameters": rope,
+        "vocab_size": 1000,
+        "transformers_version": "5.17.0",
+        "id2label": {"0": "A"},
+    }
+
+
+FORMS: dict[str, Callable[[Config], Config]] = {
+    "as published": lambda config: config,
+    "as transformers writes it": as_transformers_writes,
+    "inside a multimodal model": lambda config: {"model_type": "any", "vision_config": {}, "text_config": config},
+}
+
+
+def attention(profile: ModelProfile) -> ModelProfile:
+    """What cases depend on: a name and words aside."""
+    return replace(profile, name="", source="", rope="")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_name_and_its_configuration_give_the_same_profile(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "config.json"
+    for name, stored in STORED.items():
+        path.write_text(json.dumps(FORMS[form](stored["config"])))
+        assert attention(read_config(path)) == attention(find_model(name))
+
+
+@pytest.mark.parametrize("name", ["mistral-small-4", "deepseek-v3.2"])
+def test_and_so_the_same_cases(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(as_transformers_writes(STORED[name]["config"])))
+    assert ids(read_config(path), 8, "fp8") == ids(find_model(name), 8, "fp8")
+
+
+CONFIGURED = """
+import json, sys
+from transformers import AutoConfig
+stored = json.load(sys.stdin)
+for name, config in stored.items():
+    kind = config.pop("model_type")
+    AutoConfig.for_model(kind, **config).save_pretrained(f"{sys.argv[1]}/{name}")
+"""
+
+
+def test_what_transformers_writes_gives_the_same_profile(tmp_path: Path) -> None:
+    """Where transformers is installed, as for the proof of the models; of the architectures that it knows."""
+    pytest.importorskip("transformers")
+    unknown = ("kimi-k2", "kimi-k2.5")  # theirs is DeepSeek-V3's under another name
+    configs = {name: stored["config"] for name, stored in STORED.items() if name not in unknown}
+    command = [sys.executable, "-c", CONFIGURED, str(tmp_path)]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, input=json.dumps(configs), text=True, check=True, env=offline, capture_output=True)
+    for name in configs:
+        assert attention(read_config(tmp_path / name / "config.json")) == attention(find_model(name)), name
+
+
+def test_the_softmax_scale_has_the_square_of_yarn_s_mscale() -> None:
+    scales = {name: find_model(name).scale for name in ("deepseek-v3", "deepseek-v2-lite", "kimi-k2", "glm-5")}
+    assert scales == {"deepseek-v3": 187, "deepseek-v2-lite": 159, "kimi-k2": 181, "glm-5": 100}
+
+
+def test_layers_that_do_not_rotate_have_no_scale_of_it() -> None:
+    assert [find_model(name).rope for name in ("kimi-linear", "kimi-k3", "glm-5.3-flash")] == ["none"] * 3
+
+
+GLM = STORED["glm-5"]["config"]
+BAD: dict[str, tuple[Config, str]] = {
+    "an unknown architecture": (
+        {"model_type": "llama"},
+        "model_type 'llama' is not known here as an architecture with",
+    ),
+    "none": ({"model_type": None}, f"expected one of {', '.join(FAMILIES)}"),
+    "a list": ({"model_type": ["glm_moe_dsa"]}, "model_type ['glm_moe_dsa']"),
+    "no heads": ({"num_attention_heads": ...}, "object missing required field `num_attention_heads`"),
+    "no latent": ({"kv_lora_rank": ...}, "kv_lora_rank: expected a number, got none"),
+    "no value": ({"v_head_dim": None}, "v_head_dim: expected a number, got none"),
+    "no selection": ({"index_topk": ...}, "index_topk: expected a number, got none"),
+    "text for a number": ({"kv_lora_rank": "512"}, "kv_lora_rank: expected `int | null`, got `str`"),
+    "truth for a number": ({"kv_lora_rank": True}, "kv_lora_rank: expected `int | null`, got `bool`"),
+    "a negative number": ({"num_attention_heads": -64}, "num_attention_heads: expected `int` >= 1"),
+    "too many": ({"num_hidden_layers": 10**30}, "num_hidden_layers: "),
+    "more than a machine holds": ({"num_attention_heads": 10**6}, "num_attention_heads: expected `int` <= 8192"),
+    "an odd rotation": ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: expected `int` that's a multiple of 2"),
+    "a factor of text": ({"rope_parameters": {"factor": "x"}}, "rope parameters: factor: expected `float`, got `str`"),
+    "a list of one": ({"index_topk": 1}, "no case can be made of these numbers: expected one non-negative length"),
+    "too few kinds": ({"layer_types": ["full_attention"]}, "num_hidden_layers: expected 1, as kinds are told, got 78"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_field_is_named_with_what_was_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    changed, said = BAD[what]
+    config = {name: value for name, value in {**GLM, **changed}.items() if value is not ...}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["certify", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and said in error and "Traceback" not in error
+
+
+def test_heads_may_be_wider_than_the_latent(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**STORED["kimi-k2"]["config"], "kv_lora_rank": 64}))
+    assert any("weights=dense" in case for case in ids(read_config(path)))
+
+
+HOSTILE = ("", "[]", "null", "{", "\udc80", '{"model_type": NaN}', "[" * 100_000, '{"a": ' * 100_000)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_no_configuration_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    with pytest.raises(InputError, match=r"config\.json"):
+        read_config(path)
+
+
+USAGE = {
+    "unknown": (["--model", "gpt-2"], "unknown model 'gpt-2'; expected one of deepseek-r1, deepseek-v2, "),
+    "heads": (
+        ["--model", "glm-4.7-flash", "--tp", "8"],
+        "has 20 heads; expected one of 1, 2, 4, 5, 10, 20",
+    ),
+    "cache": (
+        ["--model", "kimi-k2", "--kv-cache", "fp8_v4"],
+        "expected one of auto, fp8 for kimi-k2",
+    ),
+    "certificate": (["--model", "kimi-k2", "--certificate", "x"], "--certificate: leave it away with --model"),
+    "tier": (["--model", "kimi-k2", "--tier", "smoke"], "--tier: leave it away with --model"),
+    "shard": (["--model", "kimi-k2", "--shard", "1/2"], "--shard: leave it away with --model"),
+    "alone": (["--tp", "8"], "--tp: expected together with --model or --config"),
+}
+
+
+@pytest.mark.parametrize("what", USAGE)
+def test_what_does_not_fit_a_model_is_a_usage_error(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    arguments, said = USAGE[what]
+    assert main(["certify", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[::2]] == list(model_names()) and len(model_names()) >= 10
+    assert all(STORED[name]["source"] in line for name, line in zip(model_names(), lines[1::2], strict=True))
+
+
+def test_the_docs_list_the_known_architectures() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "certify-a-model.md").read_text(encoding="utf-8")
+    listed = told.partition("Known architectures (`model_type`): ")[2].partition(". Any other")[0]
+    assert [name.strip("`") for name in listed.replace("\n", " ").split(", ")] == list(FAMILIES)
+
+
+def test_proof_is_carried_out_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path | None] = []
+
+    def prove(docs: Path | None) -> int:
+        asked.append(docs)
+        return 1
+
+    monkeypatch.setattr(proof, "prove", prove)
+    assert main(["models", "--proof"]) == 1 and main(["models", "--proof", "--docs", "a.md"]) == 1
+    assert asked == [None, Path("a.md")]
+
+
+def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "glm-5"]) == 0
+    told = capsys.readouterr().out
+    assert "192-64-256-512" in told and "top 2048; indexer 32 × 128" in told
+    assert "--tp             1, 2, 4, 8, 16, 32, 64" in told
+    assert "cache layouts fp8, fp8_ds_mla" in told
