@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
+from typing import NoReturn
 
 from mla_conformance.commands.console import BROKEN, status_of
 from mla_conformance.commands.progress import Progress, clock, live
@@ -63,7 +64,7 @@ class _Watch:
     def __post_init__(self) -> None:
         (self._backend,) = self.run.request.backends
 
-    def go_on(self) -> None:
+    def go_on(self) -> NoReturn:
         """Judge now and after every change, without end.
 
         Raises:
