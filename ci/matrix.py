@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from mla_conformance.certificate.certificate import Finding, Worst
+from mla_conformance.certificate.certificate import Finding
+from mla_conformance.certificate.readable import Shown, read_shown
 from mla_conformance.certificate.submission import RECORD_NAME
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
-from mla_conformance.report.counts import Counts
 
 ROOT = Path(__file__).parents[1]
 SUBMISSIONS = ROOT / "submissions"
@@ -26,31 +24,11 @@ _OVERVIEW = "| kernel | library | passed | known to fail |\n|---|---|---|---|"
 _FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
 
 
-class _Pins(msgspec.Struct, frozen=True):
-    versions: dict[str, str] = {}
-
-
-class Shown(msgspec.Struct, frozen=True):
-    """What of a record is shown, which records of earlier forms hold as well; they cannot be verified any more."""
-
-    suite: str
-    date: str
-    backend: str
-    device: str
-    environment: dict[str, str]
-    rounding: dict[str, str]
-    counts: Counts
-    worst: dict[str, Worst]
-    findings: tuple[Finding, ...]
-    versions: dict[str, str] = {}
-    pins: _Pins = _Pins()
-
-
 def newest(submissions: Path) -> list[Shown]:
     """The records of the newest suite that has any, by the names of their folders."""
     suites = [path for path in submissions.iterdir() if path.is_dir()]
     latest = max(suites, key=lambda path: tuple(map(int, path.name.split("."))))
-    return [decode(read_text(path), Shown, str(path)) for path in sorted(latest.glob(f"*/{RECORD_NAME}"))]
+    return [read_shown(path) for path in sorted(latest.glob(f"*/{RECORD_NAME}"))]
 
 
 def overview(records: list[Shown]) -> str:
@@ -71,12 +49,11 @@ def kernels(records: list[Shown]) -> str:
 
 
 def _kernel(record: Shown) -> str:
-    counts, told = record.counts, record.versions or record.pins.versions
-    versions = ", ".join(f"{name} {version}" for name, version in told.items())
-    worst = max((entry.share for entry in record.worst.values()), default=0.0)
+    counts = record.counts
+    versions = ", ".join(f"{name} {version}" for name, version in record.distributions.items())
     cells = [
         *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
-        *(counts.waived, counts.unsupported, counts.unavailable, f"{worst:.2f}", _lse_class(record)),
+        *(counts.waived, counts.unsupported, counts.unavailable, f"{record.worst_share:.2f}", _lse_class(record)),
     ]
     return _row(cells)
 

@@ -18,6 +18,7 @@ from mla_conformance.commands import (
     export_cli,
     gating_cli,
     replay_cli,
+    scoreboard_cli,
     tell_cli,
     watch_cli,
 )
@@ -72,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for room in (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands):
+    rooms = (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands)
+    for room in (*rooms, scoreboard_cli):
         room.add_commands(commands)
     completion_cli.add_commands(commands, parser)
     add_examples(parser)

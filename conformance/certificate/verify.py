@@ -19,7 +19,7 @@ from mla_conformance.version import SUITE_VERSION
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     """Everything that is wrong with a certificate."""
     if not certificate.is_current:
-        return [*_seal(certificate), _age(certificate)]
+        return [*_seal(certificate), age(certificate)]
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
         _seal, _digests, _cases, _counts, _must_pass, _findings, _unjudged, _real_kernel, _device,
     )  # fmt: skip
@@ -31,7 +31,10 @@ def _seal(certificate: Certificate) -> Iterator[str]:
         yield "the seal does not fit the content: it was changed after it was issued"
 
 
-def _age(certificate: Certificate) -> str:
+def age(certificate: Certificate) -> str:
+    """Why a certificate says nothing of the suite that is installed here; empty if it is of that one."""
+    if certificate.is_current:
+        return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, here is {SUITE_VERSION}, of which it says nothing; {renew}"
 

@@ -70,6 +70,10 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
         "0 a verdict on every case · 2 usage, or not shards of one list · 3 cases lack",
     ),
     "report schema": (("",), _TOLD),
+    "scoreboard": (
+        ("submissions --out site", "before.json after.json --out site"),
+        "0 written · 1 written without records that cannot be read · 2 usage",
+    ),
     "completion": (("bash > ~/.local/share/bash-completion/completions/mla-conformance",), _TOLD),
 }
 """Arguments of calls that make sense, and exit statuses, by the words behind the program's name."""

@@ -1,5 +1,6 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
+import datetime
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -335,9 +336,8 @@ class Run:
             )
             for facts in self.facts
         )
-        return RunSummary(
-            self.environment, backends, self.request.case_ids, self.request.shard, self.request.deployment
-        )
+        request, ended = self.request, datetime.date.today().isoformat()
+        return RunSummary(self.environment, backends, request.case_ids, request.shard, request.deployment, date=ended)
 
     @cached_property
     def _positions(self) -> dict[str, int]:

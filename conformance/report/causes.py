@@ -11,7 +11,7 @@ from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.shown import MESSAGE
 
-_WRONG: dict[str, str] = {
+WRONG: dict[str, str] = {
     Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
     Check.DTYPE: "a tensor of a wrong dtype was returned",
     Check.DEVICE: "a tensor on a wrong device was returned",
@@ -103,7 +103,7 @@ def _sentence(group: Sequence[Record]) -> str:
         return first.explanation
     if _is_exception(first):
         return _raised(min(group, key=lambda record: _size(record.case)))
-    what = first.finding or (_WRONG.get(first.check, first.check) if first.check else first.message)
+    what = first.finding or (WRONG.get(first.check, first.check) if first.check else first.message)
     return f"{what}, {UNLIKE}" if any(record.explanation == UNLIKE for record in group) else what
 
 

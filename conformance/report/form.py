@@ -126,6 +126,7 @@ class ReportForm(_Form, frozen=True, kw_only=True):
     environment: Annotated[_Texts, Meta(extra_json_schema={"required": ENVIRONMENT})]
     cases: Annotated[_CaseList, Meta(description="Ids of the whole case list, of all shards.")]
     shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
+    date: Annotated[str, Meta(description="ISO date on which the run ended.")] = ""
     deployment: Annotated[Deployment | None, Meta(description="The model that the cases are of, if they are.")] = None
     backends: dict[str, BackendForm]
 

@@ -36,6 +36,7 @@ def report_form(run: RunSummary) -> ReportForm:
         environment={name: value for name, value in run.environment.items() if name != "suite"},
         cases=run.cases,
         shard=run.shard,
+        date=run.date,
         deployment=run.deployment,
         backends={backend.name: _backend(backend) for backend in run.backends},
     )

@@ -85,7 +85,8 @@ def _run(report: ReportForm, source: str) -> RunSummary:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     salt = report.environment.get("salt", "")
     backends = tuple(_backend(name, part, own, salt) for name, part in report.backends.items())
-    return RunSummary({"suite": report.suite, **report.environment}, backends, cases, shard, report.deployment, source)
+    told = {"suite": report.suite, **report.environment}
+    return RunSummary(told, backends, cases, shard, report.deployment, source, report.date)
 
 
 def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:

@@ -32,7 +32,8 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
     _require_partition(shards, first.cases)
     position = {case: index for index, case in enumerate(first.cases)}
     parts = zip(*(run.backends for run in runs), strict=True)
-    return RunSummary(first.environment, tuple(_joined(part, position) for part in parts), first.cases)
+    joined = tuple(_joined(part, position) for part in parts)
+    return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs))
 
 
 def _shard(run: RunSummary) -> Shard:

@@ -147,6 +147,7 @@ class RunSummary:
         shard: which part of the list this run was to judge; None for all of it.
         deployment: the model that the cases are of, if they are.
         source: the report that it was read from, for messages.
+        date: ISO date on which it ended, or empty if the report does not tell.
     """
 
     environment: dict[str, str]
@@ -155,6 +156,7 @@ class RunSummary:
     shard: Shard | None = None
     deployment: Deployment | None = None
     source: str = ""
+    date: str = ""
 
     @property
     def records(self) -> list[Record]:

@@ -381,7 +381,7 @@ def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
-    request = Request.of(["TORCH_SDPA"], device="cpu")
+    request = Request.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
     facts = [describe(Subject.of("TORCH_SDPA", device))]
     journal = Journal.inside(folder)
     journal.append("plan", plan=Plan.of(request, "cpu", device_facts(device), facts).to_json())

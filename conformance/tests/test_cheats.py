@@ -11,7 +11,7 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cheats.cheat import Cheat, CheatError, ThreeTimes, cheat, cheats
 from mla_conformance.cheats.report import CheatReport, deciding_digest, markdown, stored
-from mla_conformance.cheats.trying import SALT, certified, sentence
+from mla_conformance.cheats.trying import SALT, sentence
 from mla_conformance.cli import main
 from mla_conformance.commands import cheats as command
 from mla_conformance.driving.subject import Subject
@@ -59,11 +59,6 @@ def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(
     subject, case = Subject.of(entry.reference, torch.device("cpu")), Case.parse(entry.case)
     assert entry.apart in sentence(judge_one(subject, case, Context(SALT)))
     assert entry.alone == sentence(judge_one(subject, case, Context()))
-
-
-def test_what_is_written_into_the_journal_by_others_is_not_in_the_report() -> None:
-    entry = CHEATS["ForgesTheJournal"]
-    assert entry.apart in certified(entry.reference, entry.case, apart=False)
 
 
 @pytest.fixture

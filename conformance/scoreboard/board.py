@@ -1,0 +1,76 @@
+"""The scoreboard as a value: which record stands for a kernel, what came before it, and what engines make of it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mla_conformance.scoreboard.entry import ROLES, Entry, Refused
+from mla_conformance.scoreboard.profiles import Candidate, Profile
+
+
+@dataclass(frozen=True)
+class Board:
+    """All records, put together.
+
+    Attributes:
+        entries: in any order.
+        refused: what is not shown as a record.
+        profiles: what engines pick.
+    """
+
+    entries: tuple[Entry, ...]
+    refused: tuple[Refused, ...]
+    profiles: tuple[Profile, ...]
+
+    @cached_property
+    def history(self) -> dict[tuple[str, ...], list[Entry]]:
+        """The records of each kernel on each GPU, the newest first."""
+        return _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device))
+
+    @cached_property
+    def newest(self) -> list[Entry]:
+        """The newest record of each kernel in each version on each GPU."""
+        groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
+        return [group[0] for group in groups.values()]
+
+    @cached_property
+    def by_kernel(self) -> dict[str, Entry]:
+        """The newest record of each kernel, whatever its version and GPU."""
+        return {name[0]: group[0] for name, group in _groups(self.entries, lambda e: (e.record.backend,)).items()}
+
+    @property
+    def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
+        """Each role with the capabilities that any kernel has of it, and these kernels."""
+        found = []
+        for role in ROLES:
+            entries = [entry for entry in self.newest if role in entry.roles]
+            names = list(dict.fromkeys(name for entry in entries for name in _judged(entry, role)))
+            found.append((role, names, entries))
+        return [row for row in found if row[2]]
+
+    def answer(self, profile: Profile, candidate: Candidate) -> Entry | None:
+        """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
+        found = [
+            entry
+            for entry in self.entries
+            if entry.record.backend == candidate.kernel
+            and entry.record.environment.get("compute_capability") == profile.compute_capability
+        ]
+        return max(found, key=lambda entry: (is_own_build(entry, candidate), entry.order), default=None)
+
+
+def is_own_build(entry: Entry, candidate: Candidate) -> bool:
+    """Whether the record is of the packages that the engine itself brings or asks for."""
+    return candidate.packages.items() <= entry.record.distributions.items()
+
+
+def _judged(entry: Entry, role: str) -> list[str]:
+    return [name for name, capability in entry.roles[role].items() if capability.counts.judged]
+
+
+def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
+    """By names in their order, the newest of each group first."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
+        groups.setdefault(key(entry), []).append(entry)
+    return dict(sorted(groups.items()))

@@ -1,0 +1,190 @@
+"""One record on the scoreboard: what it says, and what that is worth today."""
+
+import datetime
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.certificate.certificate import Finding, Outdated, read_certificate
+from mla_conformance.certificate.readable import Shown, read_shown
+from mla_conformance.certificate.submission import records_below
+from mla_conformance.certificate.verify import age, problems
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import CapabilitySummary, count_by_capability, summarise
+
+_NUMBERS = re.compile(r"\d{1,9}")
+_LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A file that is not shown as a record, and why."""
+
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a kernel is known to do wrong, and the cases that show it.
+
+    Attributes:
+        reason: the sentence of the expectation that waives them, behind the place where it stands.
+        findings: at least one.
+    """
+
+    reason: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def example(self) -> Finding:
+        """The finding with the shortest case."""
+        return min(self.findings, key=lambda finding: (len(finding.case), finding.case))
+
+    @property
+    def links(self) -> list[str]:
+        """The pages that the reason names."""
+        return [link.rstrip(".,;:") for link in _LINK.findall(self.reason)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A record.
+
+    Attributes:
+        record: what of it is shown.
+        old: why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that.
+    """
+
+    record: Shown
+    old: str
+
+    @property
+    def versions(self) -> str:
+        """The distributions behind the kernel, in words."""
+        return ", ".join(f"{name} {version}" for name, version in self.record.distributions.items()) or "not stated"
+
+    @property
+    def order(self) -> tuple[list[int], str]:
+        """Later records compare greater."""
+        return list(map(int, _NUMBERS.findall(self.record.suite))), self.record.date
+
+    @cached_property
+    def counts(self) -> Counts:
+        """What became of the cases, counted from them."""
+        return Counts.of(self._records)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a case fails, expected or not."""
+        return bool(self.counts.failed + self.counts.waived)
+
+    @property
+    def verdict(self) -> str:
+        """What it says of the kernel, in words."""
+        counts = self.counts
+        judged = counts.passed + counts.failed + counts.waived
+        if self.is_wrong:
+            return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
+        return f"right on all {judged} judged cases" if judged else "nothing judged"
+
+    @property
+    def state(self) -> str:
+        """Of which suite it is, and that this is an old one, if so."""
+        return f"of suite {self.record.suite}: old" if self.old else f"suite {self.record.suite}"
+
+    @cached_property
+    def failures(self) -> tuple[Failure, ...]:
+        """What it does wrong, the reason for most cases first."""
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.record.findings:
+            groups.setdefault(_reason(finding), []).append(finding)
+        found = [Failure(reason, tuple(findings)) for reason, findings in groups.items()]
+        return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
+
+    @cached_property
+    def roles(self) -> dict[str, dict[str, CapabilitySummary]]:
+        """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
+        groups: dict[str, list[Record]] = {}
+        for record in self._records:
+            groups.setdefault(_role(record.case), []).append(record)
+        return {role: _capabilities(group) for role, group in groups.items() if _is_served(group)}
+
+    @cached_property
+    def _records(self) -> list[Record]:
+        shown = self.record
+        return [
+            Record(shown.backend, shown.reference, case.partition(":")[0], case, status)
+            for case, status in shown.cases.items()
+        ]
+
+
+def _reason(finding: Finding) -> str:
+    """Without the place of the entry that says it."""
+    return finding.expectation.partition(": ")[2] or finding.expectation
+
+
+@lru_cache(8192)
+def _role(case: str) -> str:
+    """Of an id that an older suite wrote in another way nothing is known."""
+    try:
+        return str(Case.parse(case).role)
+    except ValueError:
+        return "other"
+
+
+ROLES = (*map(str, Role), "other")
+"""The order in which roles are shown."""
+
+
+def _is_served(records: Iterable[Record]) -> bool:
+    counts = Counts.of(records)
+    return counts.listed > counts.unsupported
+
+
+def _capabilities(records: list[Record]) -> dict[str, CapabilitySummary]:
+    listed = count_by_capability(record.case for record in records)
+    return {capability.name: capability for capability in summarise(records, listed)}
+
+
+def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[Refused]]:
+    """The records of files and of folders of submissions, and what cannot be taken for one.
+
+    Raises:
+        InputError: a folder holds no record.
+    """
+    entries: list[Entry] = []
+    refused: list[Refused] = []
+    for record in (record for path in paths for record in (records_below(path) if path.is_dir() else [path])):
+        found = _read(record)
+        if isinstance(found, Entry):
+            entries.append(found)
+        else:
+            refused.append(found)
+    return entries, refused
+
+
+def _read(path: Path) -> Entry | Refused:
+    try:
+        certificate = read_certificate(path)
+    except Outdated as outdated:
+        return _read_earlier(path, str(outdated))
+    except InputError as error:
+        return Refused(path, str(error))
+    old = age(certificate)
+    against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
+    return Refused(path, "; ".join(against)) if against else Entry(read_shown(path), old)
+
+
+def _read_earlier(path: Path, outdated: str) -> Entry | Refused:
+    """A record of an earlier form, which is shown as far as it can be read."""
+    try:
+        return Entry(read_shown(path), outdated)
+    except InputError as error:
+        return Refused(path, f"{outdated} ({error})")

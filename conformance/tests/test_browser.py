@@ -1,0 +1,187 @@
+"""The pages in a real browser without a window: keys, filter, jumps, names, and nothing wider than a phone.
+
+Chromium alone is enough: it runs a script of ours in a copy of the page and prints the document that comes out of it.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.certificate.certificate import Finding, Worst
+from mla_conformance.certificate.readable import Shown
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts
+from mla_conformance.report.html import html
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.scoreboard.board import Board
+from mla_conformance.scoreboard.entry import Entry, Refused
+from mla_conformance.scoreboard.page import page
+from mla_conformance.scoreboard.profiles import profiles
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is installed here")
+
+LONG = "a_name_without_any_place_to_break_" * 8
+WATCH = """<script>
+const complaints = [];
+addEventListener("error", (event) => complaints.push(event.message));
+addEventListener("unhandledrejection", (event) => complaints.push(String(event.reason)));
+console.error = console.warn = (...said) => complaints.push(said.join(" "));
+</script>"""
+STEPS = """<script>
+const told = {};
+const press = (key, target) => (target ?? document.activeElement).dispatchEvent(
+  new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+const shown = () => entries.filter((entry) => entry.checkVisibility()).length;
+const name = (each) => (each.getAttribute("aria-label") ?? each.labels?.[0]?.textContent ?? each.textContent).trim();
+const type = (text) => { filter.value = text; filter.dispatchEvent(new Event("input")); };
+
+told.width = [document.documentElement.scrollWidth, innerWidth];
+told.all = shown();
+press("/"); told.filterHasFocus = document.activeElement === filter;
+press("n"); told.keysAreTextInTheFilter = document.activeElement === filter;
+type("wanted"); told.filtered = shown();
+told.says = document.getElementById("shown").textContent;
+told.strangers = entries.filter((entry) => entry.checkVisibility() && !entry.textContent.includes("wanted")).length;
+type("nothing is called this"); told.none = [shown(), all("section[data-part]:not([hidden])").length];
+press("Escape"); told.escaped = [shown(), filter.value];
+press("f"); told.failing = shown();
+told.innocent = entries.filter((entry) => entry.checkVisibility() && !("failing" in entry.dataset)).length;
+press("f");
+const places = [];
+for (const key of ["n", "n", "p", "p"]) {
+  press(key); places.push(all("[data-failure]").indexOf(document.activeElement));
+}
+told.places = places; told.failures = all("[data-failure]").length;
+press("n");
+told.outline = getComputedStyle(document.activeElement).outlineStyle;
+const box = document.activeElement.getBoundingClientRect();
+told.inSight = box.top >= 0 && box.top < innerHeight;
+document.getElementById("next").click(); told.byButton = document.activeElement.matches("[data-failure]");
+const scroll = all(".scroll").find((each) => each.querySelector(".held") && each.scrollWidth > each.clientWidth);
+scroll.scrollLeft = 200;
+const first = scroll.querySelector("tbody th").getBoundingClientRect(), place = scroll.getBoundingClientRect();
+told.held = Math.abs(first.left - place.left) < 3 && scroll.scrollLeft > 0;
+all("details").forEach((each) => { each.open = true; });
+told.widthWhenOpen = [document.documentElement.scrollWidth, innerWidth];
+const controls = all("button, summary, input, a, [role=region]").filter((each) => each.checkVisibility());
+const names = controls.map((each) => each.getAttribute("aria-labelledby")
+  ? document.getElementById(each.getAttribute("aria-labelledby")).textContent : name(each));
+told.nameless = names.filter((each) => !each).length;
+told.twice = names.filter((each, index) => names.indexOf(each) < index);
+told.unreachable = controls.filter((each) => each.tabIndex < 0).length;
+told.sticksOut = all("main *").filter((each) => !each.closest(".scroll, .apart")
+  && each.getBoundingClientRect().right > innerWidth + 1).slice(0, 5).map((each) => each.outerHTML.slice(0, 120));
+parent.postMessage({ frame: window.name, ...told, complaints }, "*");
+</script>"""
+FRAMES = """<!doctype html><title>frames</title>{frames}<pre id="told"></pre><script>
+const told = {{}};
+addEventListener("message", (event) => {{
+  told[event.data.frame] = event.data;
+  document.getElementById("told").textContent = JSON.stringify(told);
+}});
+</script>"""
+
+
+def report() -> str:
+    """A page with two failing backends, refusals, an expected failure and an absent backend."""
+    cases = [case.id for name in ("lse", "decode") for case in CAPABILITIES[name].cases]
+    outcomes = [Status.FAIL, Status.CRASH, Status.UNSUPPORTED, Status.EXPECTED_FAILURE]
+    backends = [BackendSummary(BackendFacts("ABSENT", reasons=(f"package {LONG} is missing",)))]
+    for name in ("wanted", LONG):
+        records = [_record(name, case, outcomes[i] if i < 4 else Status.PASS) for i, case in enumerate(cases)]
+        records += [_record(name, cases[-1].replace("decode:", "decode_lse:"), Status.FAIL)]
+        backends.append(BackendSummary(BackendFacts(name, name), summarise(records, {})))
+    told = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
+    return html(RunSummary(told, tuple(backends), tuple(cases), date="2026-11-22"))
+
+
+def _record(backend: str, case: str, status: Status) -> Record:
+    said: dict[str, Any] = {"message": f"LSE is off by {LONG}", "check": "lse", "detail": f"Traceback {LONG}"}
+    return Record(
+        backend, backend, case.partition(":")[0], case, status, used={"lse": 0.5},
+        judged=Status.FAIL if status is Status.EXPECTED_FAILURE else None,
+        expectation="known" if status is Status.EXPECTED_FAILURE else "", **({} if status is Status.PASS else said),
+    )  # fmt: skip
+
+
+def scoreboard() -> str:
+    """A page with a wrong kernel, a right one, an old one and a file that is no record."""
+    cases = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
+    entries = [
+        _entry("wanted", cases, cases[::100]),
+        _entry("TRITON_MLA", cases, []),
+        _entry(LONG, cases, cases[::200]),
+    ]
+    old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
+    return page(Board((*entries, old), (Refused(Path(LONG), LONG),), profiles()))
+
+
+def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
+    found = tuple(Finding(case, Status.FAIL, "lse", LONG, f"file: bug: {case[:12]} {LONG}") for case in wrong)
+    statuses = dict.fromkeys(cases, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE)
+    shown = Shown(
+        suite="2", date="2026-11-22", backend=backend, reference=backend, device="NVIDIA H200",
+        environment={"compute_capability": "9.0"}, rounding={}, counts=Counts(), worst={"lse": Worst(0.5, cases[0])},
+        findings=found, unjudged=(), lacking={}, cases=statuses, versions={"torch": LONG},
+    )  # fmt: skip
+    return Entry(shown, "")
+
+
+PAGES = {"report": report, "scoreboard": scoreboard}
+
+
+WIDTHS = (1200, 400)
+"""Pixels; no window of a browser is as narrow as a phone, but a frame in it is."""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the script saw on each page in a frame of each width; one browser for all of them."""
+    folder = tmp_path_factory.mktemp("browser")
+    for kind, make in PAGES.items():
+        text = make().replace("<head>", f"<head>{WATCH}").replace("</body>", f"{STEPS}</body>")
+        (folder / f"{kind}.html").write_text(text, encoding="utf-8")
+    frame = '<iframe name="{kind}-{width}" src="{kind}.html" width="{width}" height="800" style="border: 0"></iframe>'
+    frames = "".join(frame.format(kind=kind, width=width) for kind in PAGES for width in WIDTHS)
+    (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
+    done = subprocess.run(
+        [
+            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+            "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--window-size=1400,3600",
+            "--virtual-time-budget=10000", "--dump-dom", (folder / "frames.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
+    )  # fmt: skip
+    found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"no script came to its end: {done.stderr[-2000:]}"
+    told: dict[str, dict[str, Any]] = json.loads(unescape(found[1]))
+    return told
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", PAGES)
+def test_a_page_works_by_keys_and_fits_its_window(seen: dict[str, dict[str, Any]], kind: str, width: int) -> None:
+    told = seen[f"{kind}-{width}"]
+    assert told["complaints"] == []
+    assert told["sticksOut"] == [] and told["width"] == told["widthWhenOpen"] == [width, width]
+    assert told["filterHasFocus"] and told["keysAreTextInTheFilter"]
+    assert 0 < told["filtered"] < told["all"] and told["strangers"] == 0
+    assert told["says"] == f"{told['filtered']} of {told['all']} shown"
+    assert told["none"] == [0, 0] and told["escaped"] == [told["all"], ""]
+    assert 0 < told["failing"] < told["all"] and told["innocent"] == 0
+    assert told["failures"] > 2 and told["places"] == [0, 1, 0, told["failures"] - 1]
+    assert told["outline"] == "solid" and told["inSight"] and told["byButton"]
+    assert told["nameless"] == told["unreachable"] == 0 and told["twice"] == []
+    assert told["held"]

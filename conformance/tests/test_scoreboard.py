@@ -1,0 +1,181 @@
+"""The scoreboard: what each record is worth, for people as a page and badges, for programs as SARIF."""
+
+import json
+import re
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from mla_conformance.backends.references import known_backends, known_variants, parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.certificate.certificate import Certificate, Finding
+from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.pins import Pins
+from mla_conformance.cli import main
+from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.traced import NOTHING_TRACED
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import Counts
+from mla_conformance.scoreboard.profiles import profiles
+from mla_conformance.version import SUITE_VERSION
+
+CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
+WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]
+REASON = "the LSE is kept in 16 bits, see https://github.com/vllm-project/vllm/issues/47800."
+NASTY = "</td><script>alert(1)</script>\x1b[31m"
+PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
+
+
+def certificate(backend: str, wrong: list[str] = [], **changes: Any) -> Certificate:  # noqa: B006
+    """A complete record of this suite, whose ``wrong`` cases are known to fail."""
+    cases = dict.fromkeys(CASES, Status.PASS) | dict.fromkeys(wrong, Status.EXPECTED_FAILURE)
+    records = [Record(backend, backend, case.partition(":")[0], case, status) for case, status in cases.items()]
+    found = tuple(
+        Finding(case, Status.FAIL, "lse", f"LSE of {case} is off", f"K.toml entry 1 (decode_lse): bug: {REASON}")
+        for case in wrong
+    )
+    lacking = dict(MustPass.of_suite().missing({record.case: record for record in records}, waivable=True))
+    environment = {"device": "NVIDIA H200", "suite": SUITE_VERSION, "torch": "2.11.0", "compute_capability": "9.0"}
+    made = Certificate(
+        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-02", backend=backend, reference=backend,
+        device="NVIDIA H200", environment={**environment, "salt": "x y"}, pins=PINS, rounding={}, deviations=(),
+        evidence=(), traced=NOTHING_TRACED, digests=installed_digests(), counts=Counts.of(records, len(cases)),
+        worst={}, seconds=1.0, findings=found, unjudged=(), lacking=lacking, cases=cases,
+    )  # fmt: skip
+    made = msgspec.structs.replace(made, **changes)
+    return msgspec.structs.replace(made, seal=seal(made))
+
+
+def earlier(made: Certificate, **changes: Any) -> dict[str, Any]:
+    """The same as a record of an earlier suite and form."""
+    schema = "mla-conformance-certificate/5"
+    return {**made.to_json(), "schema": schema, "suite": "2026.3", "versions": {"vllm": "0.33.0"}, **changes}
+
+
+RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "wrong": lambda: certificate("TRITON_MLA", WRONG).to_json(),
+    "right": lambda: certificate("FLASHMLA").to_json(),
+    "old": lambda: earlier(certificate("TRITON_MLA", WRONG[:1]), date="2025-12-01"),
+    "vllm": lambda: earlier(certificate("FLASH_ATTN_MLA[vllm]")),
+    "changed": lambda: {**certificate("CUDNN").to_json(), "date": "2020-01-01"},
+    "nasty": lambda: earlier(certificate(NASTY, WRONG[:1]), device=NASTY),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records, and in ``site`` what became of them."""
+    folder = tmp_path_factory.mktemp("scoreboard")
+    for name, make in RECORDS.items():
+        (folder / f"{name}.json").write_text(json.dumps(make()))
+    assert main(["scoreboard", *(str(folder / f"{name}.json") for name in RECORDS), "--out", f"{folder}/site"]) == 1
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return (folder / "site" / "index.html").read_text(encoding="utf-8")
+
+
+def words(markup: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>", " ", markup).split())
+
+
+def row(page: str, kernel: str, section: str) -> str:
+    """What the first row of a kernel says in a section."""
+    part = page.partition(f'<h2 id="{section}">')[2].partition("</section>")[0]
+    return next(words(each) for each in part.split("<tr") if kernel in each)
+
+
+def test_each_kernel_has_its_verdict_in_words(page: str) -> None:
+    judged = len(CASES)
+    assert f"✘ wrong on 2 of {judged} judged cases" in row(page, "TRITON_MLA", "kernels")
+    assert f"✔ right on all {judged} judged cases" in row(page, "FLASHMLA", "kernels")
+    assert "of suite 2026.3: old" in row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
+    assert "! 12/14 2 known to fail" in row(page, "TRITON_MLA", "role-decode")
+
+
+def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:
+    failures = page.partition('<h2 id="failures">')[2]
+    assert REASON in words(failures) and 'href="https://github.com/vllm-project/vllm/issues/47800"' in failures
+    assert f"replay &#39;{WRONG[0]}&#39; --backend TRITON_MLA --salt &#39;x y&#39;" in failures
+
+
+def test_the_history_of_a_kernel_goes_back(page: str) -> None:
+    history = words(page.partition('<h2 id="history">')[2])
+    new, old = history.find("2026-01-02"), history.find("2025-12-01")
+    assert "TRITON_MLA 2026.3" in history and "certify --backend TRITON_MLA --device cuda" in history
+    assert history.find(f"TRITON_MLA {SUITE_VERSION}") < history.find("TRITON_MLA 2026.3") and -1 < new < old
+
+
+def test_engines_are_told_whether_what_they_pick_is_right(page: str) -> None:
+    first = row(page, "1. FLASH_ATTN_MLA<", "engines")
+    assert "of suite 2026.3: old" in first and "the engine's own build (vllm 0.33.0)" in first.replace("&#39;", "'")
+    assert "torch 2.11.0; the engine asks for 2.14.0" in first
+    assert "another build (msgspec" in row(page, "2. FLASHMLA<", "engines")
+    assert "? not known no record of FLASH_ATTN[fa3]" in row(page, "1. FLASH_ATTN (", "engines")
+
+
+def test_what_does_not_verify_is_not_shown_as_a_record(page: str) -> None:
+    assert "CUDNN" not in page.partition('<h2 id="refused">')[0]
+    assert "changed.json the seal does not fit the content" in words(page.partition('<h2 id="refused">')[2])
+
+
+def test_nothing_of_a_record_is_markup_and_the_page_needs_nothing_else(page: str) -> None:
+    assert page.count("<script") == 1 and "\x1b" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"<(link|img|iframe)|\ssrc=|@import|url\(", page)
+    targets = re.findall(r'href="([^"]*)"', page)
+    assert {target[1:] for target in targets if target[0] == "#"} <= set(re.findall(r'\sid="([^"]*)"', page))
+    assert {target for target in targets if target[0] != "#"} == {REASON[REASON.index("https") : -1]}
+
+
+def test_a_badge_says_the_verdict(folder: Path) -> None:
+    badges = {path.stem: path.read_text(encoding="utf-8") for path in (folder / "site" / "badges").iterdir()}
+    said = {name: ElementTree.fromstring(text)[0].text or "" for name, text in badges.items()}
+    assert said["TRITON_MLA"].startswith("TRITON_MLA: wrong on 2 of ") and SUITE_VERSION in said["TRITON_MLA"]
+    assert said["FLASH_ATTN_MLA-vllm"].endswith("NVIDIA H200 · of suite 2026.3: old") and len(said) == 4
+
+
+def test_sarif_has_a_result_for_each_failure(folder: Path) -> None:
+    log = json.loads((folder / "site" / "scoreboard.sarif").read_text(encoding="utf-8"))
+    (run,) = log["runs"]
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json") and len(set(rules)) == len(rules)
+    assert all(rule["shortDescription"]["text"] for rule in run["tool"]["driver"]["rules"])
+    names = [each["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] for each in run["results"]]
+    assert sorted(names) == sorted([*(f"TRITON_MLA/{case}" for case in [*WRONG, WRONG[0]]), f"{NASTY}/{WRONG[0]}"])
+    assert {each["ruleId"] for each in run["results"]} == {"lse"} and "lse" in rules
+    assert sorted(each["level"] for each in run["results"]) == ["error", "error", "note", "note"]
+    assert all(REASON in each["message"]["text"] for each in run["results"])
+    assert all("Replay: mla-conformance replay" in each["message"]["text"] for each in run["results"])
+    assert len({each["partialFingerprints"]["kernelAndCase/v1"] for each in run["results"]}) == len(names)
+
+
+def test_two_kernels_do_not_share_a_badge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate(("A[b]", "A-b")):
+        (tmp_path / f"{number}.json").write_text(json.dumps(earlier(certificate(name))))
+    assert main(["scoreboard", f"{tmp_path}/0.json", f"{tmp_path}/1.json", "--out", str(tmp_path / "site")]) == 2
+    assert "expected another name, a second kernel has the badge A-b.svg" in capsys.readouterr().err
+
+
+def test_an_old_record_without_what_is_shown_says_how_to_renew_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {name: value for name, value in earlier(certificate("FLASHMLA")).items() if name != "cases"}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert main(["scoreboard", str(tmp_path), "--out", str(tmp_path / "site")]) == 1
+    said = capsys.readouterr().err
+    assert "renew it: mla-conformance certify --backend FLASHMLA" in said and "cases" in said
+
+
+def test_what_engines_pick_are_backends_in_their_roles() -> None:
+    known = {reference.name for reference in (*known_backends(), *known_variants())}
+    assert {each.kernel for profile in profiles() for each in profile.candidates} - {""} <= known
+    assert {profile.role for profile in profiles()} <= set(map(str, Role))
