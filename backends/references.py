@@ -4,10 +4,12 @@ NAME is a member of an enumeration, or of several in as many roles, or an entry 
 ``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. Nothing here imports torch.
 """
 
+import ast
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from mla_conformance.backends.nearest import did_you_mean
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
@@ -82,17 +84,38 @@ def parse_reference(reference: str) -> BackendReference:
         BackendReferenceError: an unknown name, or a path that does not exist.
     """
     if ":" not in reference:
-        names = [backend.name for backend in (*known_backends(), *known_variants())]
-        if reference not in names:
-            raise BackendReferenceError(
-                f"unknown backend '{reference}'; expected one of {', '.join(names)}, "
-                "or package.module:Class, or path/to/file.py:Class"
-            )
+        _require_known(reference)
         return BackendReference(reference, reference)
     location, _, class_name = reference.rpartition(":")
     if location.endswith(".py"):
-        path = Path(location).resolve()
-        if not path.is_file():
-            raise BackendReferenceError(f"'{reference}': no file {path}")
+        path = _existing(location, reference)
         return BackendReference(class_name, f"{path}:{class_name}")
     return BackendReference(class_name, reference)
+
+
+def _require_known(name: str) -> None:
+    if name.endswith(".py"):
+        raise BackendReferenceError(f"'{name}': expected {name}:Class; {_classes(_existing(name, name), name)}")
+    names = [backend.name for backend in (*known_backends(), *known_variants())]
+    if name not in names:
+        raise BackendReferenceError(
+            f"unknown backend '{name}'; expected one of {', '.join(names)}, "
+            f"or package.module:Class, or path/to/file.py:Class{did_you_mean(name, names)}"
+        )
+
+
+def _existing(location: str, reference: str) -> Path:
+    path = Path(location).resolve()
+    if not path.is_file():
+        raise BackendReferenceError(f"'{reference}': no file {path}")
+    return path
+
+
+def _classes(path: Path, location: str) -> str:
+    """What of a file's own classes may be meant; nothing of the file is carried out."""
+    try:
+        statements = ast.parse(path.read_bytes(), path.name).body
+    except (SyntaxError, ValueError) as error:
+        return f"the file is no Python: {error}"
+    names = [node.name for node in statements if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return f"did you mean {' or '.join(f'{location}:{name}' for name in names)}?" if names else "it defines no class"

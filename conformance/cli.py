@@ -14,17 +14,21 @@ from typing import NoReturn
 from mla_conformance.commands import (
     bump_cli,
     certify_cli,
+    completion_cli,
     export_cli,
     gating_cli,
     replay_cli,
     scoreboard_cli,
     tell_cli,
+    watch_cli,
 )
+from mla_conformance.commands.examples import add_examples
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.shown import cut
 from mla_conformance.report.terminal import say
+from mla_conformance.version import SUITE_VERSION, __version__
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -67,8 +71,11 @@ def _print_anywhere() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
-    rooms = (certify_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands, scoreboard_cli)
-    for room in rooms:
+    rooms = (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands)
+    for room in (*rooms, scoreboard_cli):
         room.add_commands(commands)
+    completion_cli.add_commands(commands, parser)
+    add_examples(parser)
     return parser

@@ -2,10 +2,11 @@
 
 import json
 import os
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mla_conformance.commands.progress import Progress, clock, live
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import RequestError
@@ -19,40 +20,10 @@ from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import closing_line, columns, header, put, say
+from mla_conformance.report.terminal import closing_line, columns, header, near, put, say, wrapped
 
 BROKEN = 3
 _SIGNALLED = 128
-
-
-class Progress:
-    """A counter on a terminal, a line per tenth elsewhere; failures are told by their causes, at the end."""
-
-    def __init__(self, run: Run) -> None:
-        self.total = sum(run.request.expected.values()) * len(run.available)
-        self.done = self.failed = 0
-
-    def __call__(self, record: Record) -> None:
-        """Take one record."""
-        if record.confirmation or record.is_explained:
-            return  # it was counted when it was judged first
-        self.done += 1
-        self.failed += record.failed
-        self._count(record)
-
-    def _count(self, record: Record) -> None:
-        text = f"{self.done}/{self.total} judged, {self.failed} failed"
-        if sys.stdout.isatty():
-            self._clear()
-            if self.done < self.total:
-                sys.stdout.write(f"{text} · {record.backend} {record.capability}")
-                sys.stdout.flush()
-        elif self.done * 10 // max(1, self.total) > (self.done - 1) * 10 // max(1, self.total):
-            say(f"… {text}")
-
-    def _clear(self) -> None:
-        if sys.stdout.isatty():
-            sys.stdout.write("\r\x1b[K")
 
 
 def run_and_report(
@@ -82,9 +53,8 @@ def run_and_report(
         if not as_json:
             shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
             what = str(run.request.deployment or "")
-            say(header(run.environment, len(run.request.judged_ids), run.request.explore, what) + shard)
-        progress = Progress(run)
-        broken, status = _judge(run, _ignore if as_json else progress, run.resume_line if keep_report else "")
+            _say_wrapped(header(run.environment, len(run.request.judged_ids), run.request.explore, what) + shard)
+        broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:
@@ -98,8 +68,10 @@ def run_and_report(
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
     """Have the run know its backends, and begin its folder; a message and an exit status if it is not to be."""
+    began = time.monotonic()
     try:
-        run.prepare()
+        with live(lambda: f"starting processes, asking backends what they are · {clock(time.monotonic() - began)}"):
+            run.prepare()
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
@@ -118,10 +90,17 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
     return None
 
 
-def _judge(run: Run, on_record: Callable[[Record], None], resume: str) -> tuple[str, int]:
+def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
+    earlier = run.verdicts.values()
+    total = sum(run.request.expected.values()) * len(run.available)
+    progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:
-        run.judge(on_record)
+        if silent:  # a machine reads the report
+            run.judge(_ignore)
+        else:
+            with live(lambda: progress.line):
+                run.judge(progress)
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
@@ -158,8 +137,9 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
 def _show_outcome(summary: RunSummary, report: Path | None) -> None:
     for line in outcome_lines(summary, columns()):
         say(line)
-    say(closing_line(summary) + (f" · report {_short(report)}" if report else ""))
+    _say_wrapped(closing_line(summary) + (f" · report {near(report)}" if report else ""))
 
 
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def _say_wrapped(text: str) -> None:
+    for line in wrapped(text, columns()):
+        say(line)

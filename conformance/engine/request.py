@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from mla_conformance.backends.nearest import did_you_mean
 from mla_conformance.backends.references import (
     BackendReference,
     BackendReferenceError,
@@ -81,7 +82,7 @@ class Request:
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
             parsed = tuple(Case.parse(text) for text in cases)
-            wanted = [find_capability(name).name for name in [*capabilities, *(c.capability for c in parsed)]]
+            wanted = [_capability(name) for name in [*capabilities, *(case.capability for case in parsed)]]
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
             _require_device(device)
             _require_exploration(explore, chosen)
@@ -141,6 +142,13 @@ class Request:
         if self.explore:
             groups += [[Explore(r, self.explore, self.drawn)] for r in references]
         return groups
+
+
+def _capability(name: str) -> str:
+    try:
+        return find_capability(name).name
+    except CapabilityError as error:
+        raise CapabilityError(f"{error}{did_you_mean(name, CAPABILITIES)}") from error
 
 
 def _require_device(name: str | None) -> None:

@@ -156,6 +156,17 @@ class Run:
             found[reference] = outcome.facts or gone
         return [found[reference] for reference in names]
 
+    def renew(self) -> None:
+        """Have the backends imported anew, as they are by now, by processes that have judged nothing.
+
+        Raises:
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
+        for place in self.supervisor.places:
+            place.renew()
+        self.facts = self._describe()
+
     @property
     def plan(self) -> Plan:
         """The plan of this run."""
@@ -182,7 +193,7 @@ class Run:
             RunError: no process can be started, or the journal cannot be written.
         """
         self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
-        records = verdicts(self._events)
+        records = self.verdicts
         failures = self._judge(records, on_record)
         while pending := self._unconfirmed(records, failures):
             for record in self._confirmed(pending):
@@ -305,9 +316,14 @@ class Run:
         """The command that goes on with this run."""
         return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
 
+    @property
+    def verdicts(self) -> dict[Question, Record]:
+        """What it found so far."""
+        return verdicts(self._events)
+
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
-        kept = sorted(verdicts(self._events).values(), key=self._position)
+        kept = sorted(self.verdicts.values(), key=self._position)
         groups = by_backend(list(map(self._expected, kept)))
         traced = self._traced()
         given_up = {e["backend"]: e["reason"] for e in self._events if e["event"] == "gave_up"}

@@ -154,6 +154,15 @@ class Supervisor:
                 pass
         return self.places[0].hello
 
+    def pause(self, seconds: float) -> None:
+        """Wait, with nothing under way.
+
+        Raises:
+            Stopped: by a signal or the deadline.
+        """
+        select.select([self._told[0]], [], [], seconds)
+        self._require_going_on()
+
     def run(self, tasks: Tasks) -> Iterator[Outcome]:
         """Have all tasks carried out; an outcome for each.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.backends.nearest import did_you_mean
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.config import profile_of
 from mla_conformance.models.profile import ModelProfile
@@ -30,6 +31,7 @@ def find_model(name: str) -> ModelProfile:
         InputError: there is none; the message lists the names.
     """
     if name not in model_names():
-        raise InputError(f"unknown model '{name}'; expected one of {', '.join(model_names())}, or --config PATH")
+        meant = did_you_mean(name, model_names())
+        raise InputError(f"unknown model '{name}'; expected one of {', '.join(model_names())}, or --config PATH{meant}")
     stored = msgspec.json.decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), type=_Stored)
     return profile_of(stored.config, name, source=f"{stored.published}: {stored.source}")

@@ -1,11 +1,11 @@
 """The outcome of a run as lines: backend by backend, or of a deployed model as the answer to what is right for it."""
 
 from collections.abc import Iterator
-from textwrap import wrap
 
 from mla_conformance.report.answer import Answer, Group, answers, uncovered
+from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import backend_lines, cause_lines
+from mla_conformance.report.terminal import cause_lines, wrapped
 
 _INDENT = "       "
 
@@ -17,7 +17,7 @@ def outcome_lines(run: RunSummary, width: int) -> Iterator[str]:
         return
     yield from cause_lines(run, width)
     for backend in run.backends:
-        yield from backend_lines(backend)
+        yield from backend_lines(backend, width)
 
 
 def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
@@ -39,11 +39,4 @@ def _group_lines(head: str, found: list[Answer], width: int) -> Iterator[str]:
     if found:
         yield head
     for answer in found:
-        yield from wrap(
-            f"{answer.backend.name}  {answer.told}",
-            width,
-            initial_indent="  ",
-            subsequent_indent=_INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrapped(f"{answer.backend.name}  {answer.told}", width, "  ", _INDENT)

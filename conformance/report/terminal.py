@@ -2,29 +2,22 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from shutil import get_terminal_size
-from textwrap import TextWrapper
+from textwrap import wrap
 
-from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.record import Record, detection
-from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.paint import painted
 from mla_conformance.report.shown import cut, shown_line
-from mla_conformance.report.summary import (
-    BackendSummary,
-    CapabilitySummary,
-    Outcome,
-    RunSummary,
-    by_backend,
-    summarise,
-    worst_of_passes,
-)
+from mla_conformance.report.summary import Outcome, RunSummary, worst_of_passes
 
 
 def say(line: str, error: bool = False) -> None:
     """Print one line at once, whatever is in it."""
-    put(shown_line(line), error)
+    put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
 
 
 def put(text: str, error: bool = False) -> None:
@@ -33,10 +26,7 @@ def put(text: str, error: bool = False) -> None:
 
 
 SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
-_NAME_WIDTH = 14
 _LINE_WIDTH = 118
-_TOUCHED = 0.01
-_SHOWN_KERNELS, _NAME_LENGTH = 2, 60
 _MOST_CAUSES = 7
 _INDENT = " " * 7
 
@@ -52,86 +42,11 @@ def header(environment: dict[str, str], cases: int, drawn: int = 0, model: str =
     )
 
 
-def capability_text(capability: CapabilitySummary) -> str:
-    """``name ✔ 12/12``, with what did not count."""
-    if capability.outcome is Outcome.UNSUPPORTED:
-        return f"{capability.name} – unsupported"
-    counts = capability.counts
-    text = f"{capability.name} {SIGN[capability.outcome]} {counts.passed}/{counts.judged}"
-    if counts.unsupported:
-        text += f" ({counts.unsupported} unsupported)"
-    if counts.unavailable:
-        text += f" ({counts.unavailable} unavailable)"
-    return text + (f" ({counts.waived} expected to fail)" if counts.waived else "")
-
-
-def backend_lines(backend: BackendSummary) -> Iterator[str]:
-    """A backend's capabilities, wrapped; or why it is unavailable."""
-    name = f"{backend.name:<{_NAME_WIDTH}} "
-    if backend.reasons:
-        yield f"{name}unavailable: {cut('; '.join(backend.reasons))}"
-        return
-    line = name
-    for text in map(capability_text, backend.capabilities):
-        if len(line) > len(name) and len(line) + len(text) > columns():
-            yield line.rstrip()
-            line = " " * len(name)
-        line += text + "  "
-    yield line.rstrip()
-    yield from (" " * len(name) + remark for remark in _remarks(backend))
-
-
-def _remarks(backend: BackendSummary) -> Iterator[str]:
-    if backend.stopped and backend.not_run:
-        yield cut(backend.not_run)
-    if backend.facts.rounding:
-        yield declared(backend.facts)
-    yield from sampled(backend)
-    yield from ran(backend.traced)
-    if backend.facts.emulated:
-        yield "an emulated kernel: judged, never certified"
-
-
-def declared(facts: BackendFacts) -> str:
-    """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
-    classes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.rounding.items())
-    return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
-
-
-def ran(traced: Traced) -> Iterator[str]:
-    """The kernels that were seen to run, the first few by name; that all of them are torch's, if so."""
-    names = traced.distinct
-    if names:
-        more = f" and {len(names) - _SHOWN_KERNELS} more" if len(names) > _SHOWN_KERNELS else ""
-        shown = ", ".join(name[:_NAME_LENGTH] for name in names[:_SHOWN_KERNELS])
-        yield f"kernels seen: {shown}{more}"
-    elif traced.kernels:
-        yield "no kernel of a library was seen to run, only those that torch launches for anybody"
-
-
-def sampled(backend: BackendSummary) -> Iterator[str]:
-    """How much of the cases was judged of which not every row was."""
-    chosen = [record.sampled for record in backend.records if record.sampled]
-    if chosen:
-        least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
-        seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
-        yield (
-            f"{len(chosen)} cases judged by chosen rows, at least {least['rows']} of {least['of']} with every head; "
-            f"a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
-        )
-
-
-def capability_lines(records: Sequence[Record]) -> Iterator[str]:
-    """Backends and capabilities of a bare list of records, as at the end of a pytest run."""
-    for name, group in by_backend(records).items():
-        yield from backend_lines(BackendSummary(BackendFacts(name), summarise(group, {})))
-
-
 def worst_error(records: Sequence[Record]) -> str:
     """How much of its budget the largest error of a passed case used; without a pass there is none."""
     if not any(record.status is Status.PASS for record in records):
         return "no case passed"
-    return f"worst error {worst_of_passes(records):.2f} of budget"
+    return f"worst passing error {worst_of_passes(records):.2f} of its budget"
 
 
 def closing_line(run: RunSummary) -> str:
@@ -158,16 +73,32 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
 
 
 def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
-    example = cause.example
+    example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     smallest = "" if len(cause.failures) == 1 else "smallest case: "
     details = ["" if said.endswith(cause.sentence) else f"{smallest}{said}", example.confirmed]
-    whole = TextWrapper(width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
-    yield from whole.wrap(head)
-    whole.initial_indent = _INDENT
+    yield from wrapped(head, width, further=_INDENT)
     for detail in details:
-        yield from whole.wrap(cut(detail))
+        yield from wrapped(cut(detail), width, _INDENT, _INDENT)
     yield f"{_INDENT}replay: {example.replay}"
+
+
+def from_here(record: Record) -> Record:
+    """A record whose backend is named as one would name it in the current folder."""
+    location, _, name = record.reference.rpartition(":")
+    return replace(record, reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
+
+
+def near(path: Path) -> Path:
+    """A path as one would write it in the current folder, if it is below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[str]:
+    """A text in lines of ``width`` columns that begin with these indents; no word is cut."""
+    return wrap(
+        text, width, initial_indent=first, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def counted(number: int, what: str) -> str:

@@ -1,5 +1,8 @@
 """The command line on bad input: exit status 2 before anything runs, and a message that lists what exists."""
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +13,18 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.capabilities import Tier, find_capability
-from mla_conformance.cli import main
+from mla_conformance.cli import _parser, main
+from mla_conformance.commands.examples import EXAMPLES, commands_of
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.summary import summarise
-from mla_conformance.report.terminal import capability_text
+from mla_conformance.report.backend_lines import capability_lines
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.version import SUITE_VERSION, __version__
 
 CPU = torch.device("cpu")
+COMMAND = Path(sys.executable).with_name("mla-conformance")
 
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 CERTIFY = ["certify", "--device", "cpu"]
@@ -41,10 +46,31 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--tier", "huge"], "unknown tier 'huge'; expected one of smoke, full"),
         (["--device", "tpu"], "unknown device 'tpu'; expected cpu or cuda"),
         (["--backend", "no/such/file.py:Mine"], "no file "),
+        (["--backend", "torch_spda"], "or path/to/file.py:Class; did you mean TORCH_SDPA?"),
+        (["--capability", "new_token"], "; did you mean new_tokens?"),
+        (["--model", "deepseek-r"], ", or --config PATH; did you mean deepseek-r1?"),
     ],
 )
 def test_what_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert said in refused(capsys, *CERTIFY, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nothing_such\nclass Mine: ...\nclass _Part: ...\n", "did you mean mine.py:Mine?"),
+        ("class A: ...\nclass B(A): ...\n", "did you mean mine.py:A or mine.py:B?"),
+        ("def run(): ...\n", "it defines no class"),
+        ("class (", "the file is no Python: invalid syntax (mine.py, line 1)"),
+        ("\0", "the file is no Python: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_file_without_its_class(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(source)
+    assert f"'mine.py': expected mine.py:Class; {said}" in refused(capsys, *CERTIFY, "--backend", "mine.py")
 
 
 def test_cuda_where_there_is_none(
@@ -117,6 +143,48 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str], argum
     assert ended.value.code == 2 and "usage: mla-conformance" in capsys.readouterr().err
 
 
+def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_status() -> None:
+    found = list(commands_of(_parser()))
+    assert [words for words, _ in found if words not in EXAMPLES] == [] and len(found) == len(EXAMPLES)
+    for words, command in found:
+        assert command.epilog is not None and "exit status: " in " ".join(command.format_help().split())
+        calls = re.findall(rf"^  mla-conformance ({words}\b.*)$", command.epilog, re.MULTILINE)
+        assert len(calls) == len(EXAMPLES[words][0]) >= 1
+        for call in calls:
+            assert callable(_parser().parse_args(shlex.split(call.partition(" > ")[0])).run)
+
+
+def test_versions_of_package_and_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (
+        ended.value.code == 0 and capsys.readouterr().out == f"mla-conformance {__version__}, suite {SUITE_VERSION}\n"
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_is_told_commands_options_and_names(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(
+        name in script for name in ("certify", "minimize", "give-up-after", "TORCH_SDPA", "new_tokens", "nightly")
+    )
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("this machine has no bash")
+    typed = ("'' certify --backend TORCH_SD", "'' report d", "'' replay --rep")
+    ask = "\n".join(
+        f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}"
+        for words in typed
+    )
+    script = subprocess.run([COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report"]
+
+
 def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends", "--device", "cpu"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -143,7 +211,7 @@ for command in {commands}:
     except SystemExit as ended:
         status = ended.code
     print(status)
-sys.exit("torch" in sys.modules)
+sys.exit(any(name in sys.modules for name in ("torch", "rich", "shtab")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0"]
@@ -159,13 +227,11 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
     records = [judge_one(subject, case, Context()) for case in find_capability("determinism").select(Tier.SMOKE)]
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
-    (determinism,) = summarise(records, {"determinism": len(records)})
-    assert capability_text(determinism) == "determinism – unsupported"
+    assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
 
 
 def test_a_reader_that_has_enough_is_no_traceback() -> None:
-    command = Path(sys.executable).with_name("mla-conformance")
-    process = subprocess.Popen([command, "capabilities"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([COMMAND, "capabilities"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""

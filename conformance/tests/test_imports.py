@@ -10,9 +10,9 @@ import pytest
 
 from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary
-from mla_conformance.report.terminal import backend_lines
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 LISTED = len(find_capability("lse").select(Tier.SMOKE))
@@ -92,4 +92,4 @@ def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(backends: dict
     assert set(timeouts) == {Status.TIMEOUT} and 1 <= len(timeouts) <= 2  # two workers may be at it
     assert hangs.counts.not_run == LISTED - len(timeouts)
     said = f"{hangs.counts.not_run} NOT RUN: gave up after 1 equal failures of its process: no verdict within the time"
-    assert said in "\n".join(backend_lines(hangs))
+    assert said in "\n".join(backend_lines(hangs, 1000))

@@ -11,10 +11,11 @@ import pytest
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, failed
+from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.report.terminal import backend_lines, cause_lines, closing_line
+from mla_conformance.report.terminal import cause_lines, closing_line
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
 
@@ -59,7 +60,7 @@ def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
     assert absent.outcome is Outcome.UNAVAILABLE
     assert run(absent).exit_status == 3
     assert run(absent, backend(PASS)).exit_status == 0
-    assert list(backend_lines(absent)) == ["B              unavailable: pip install b"]
+    assert list(backend_lines(absent, 80)) == ["B ? unavailable: pip install b"]
 
 
 def test_the_report_counts_everything() -> None:
@@ -75,7 +76,7 @@ def test_a_record_may_stand_for_many_cases() -> None:
     (capability,) = summarise([drawn], {"explored": 1})
     assert capability.counts == Counts(listed=30, passed=30)
     summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
-    assert "explored ✔ 30/30" in next(backend_lines(summary)) and "· 31 run ·" in closing_line(run(summary))
+    assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "· 31 run ·" in closing_line(run(summary))
     (missing,) = summarise([], {"explored": 1})
     assert missing.outcome is Outcome.NOT_RUN
 
@@ -89,10 +90,13 @@ def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
 
 
 def test_the_text_shows_what_did_not_count() -> None:
-    (line,) = backend_lines(backend(PASS, PASS, UNSUPPORTED))
-    assert line.endswith("lse ✔ 2/2 (1 unsupported)")
+    assert list(backend_lines(backend(PASS, PASS, UNSUPPORTED), 80)) == [
+        "B ✔ passed 2/2 cases, 1/1 capabilities",
+        "  ✔ lse 2 of 3",
+    ]
     assert "1 NOT RUN" in closing_line(run(backend(PASS, listed=2)))
-    assert "worst error 0.50 of budget · 2 run · 1 failed" in closing_line(run(backend(PASS), backend(FAIL)))
+    both = run(backend(PASS), backend(FAIL))
+    assert closing_line(both).startswith("worst passing error 0.50 of its budget · 2 run · 1 failed")
     assert closing_line(run(backend(FAIL))).startswith("no case passed · 1 run · 1 failed")
 
 

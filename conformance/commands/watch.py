@@ -1,0 +1,152 @@
+"""``watch``: a backend's file, judged whenever it changes, in processes that have imported torch before."""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import NoReturn
+
+from mla_conformance.commands.console import BROKEN, status_of
+from mla_conformance.commands.progress import Progress, clock, live
+from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.supervisor import Patience, RunError, Stopped, Tasks
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import causes
+from mla_conformance.report.counts import Counts
+from mla_conformance.report.shown import cut
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.report.terminal import SIGN, cause_lines, columns, say, worst_error
+
+_LOOKS = 0.3
+"""Seconds between two looks at the file."""
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Judge until somebody ends it; the exit status.
+
+    Raises:
+        InputError: what is named is no file, or what else was asked for is not here.
+    """
+    try:
+        request = Request.of([options.backend], options.capability, "smoke", options.device)
+        file = request.backends[0].file
+        if file is None:
+            raise InputError(f"watch: expected a file and a class of it, as file.py:Class, got {options.backend}")
+        with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
+            _Watch(Run(request, RunFolder.claim(Path(folder)), Limits(timeout=options.timeout)), file).go_on()
+    except RequestError as error:
+        raise InputError(str(error)) from error
+    except RunError as error:
+        say(f"mla-conformance: {error}", error=True)
+        return BROKEN
+    except Stopped as stop:
+        return status_of(stop)
+
+
+@dataclass
+class _Watch:
+    """A run that begins anew whenever a file changes, and the cases that failed last."""
+
+    run: Run
+    file: Path
+    failed: Sequence[str] = ()
+    _seen: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        (self._backend,) = self.run.request.backends
+
+    def go_on(self) -> NoReturn:
+        """Judge now and after every change, without end.
+
+        Raises:
+            RequestError: the device that was asked for is not there.
+            RunError: no process can be started.
+            Stopped: by a signal.
+        """
+        with self.run as run:
+            self._seen = self._state()
+            with live(lambda: "starting processes"):
+                run.prepare()
+            while True:
+                self._judge()
+                while not self._has_changed():
+                    run.supervisor.pause(_LOOKS)
+                self._seen = self._state()
+                # Bytecode counts as current for a file of the same size and second, which two quick edits have.
+                Path(cache_from_source(self.file)).unlink(missing_ok=True)
+                run.renew()
+
+    def _has_changed(self) -> bool:
+        return self._state() not in (self._seen, ())
+
+    def _state(self) -> tuple[int, ...]:
+        """What differs once the file was written; nothing while an editor has it away."""
+        try:
+            told = self.file.stat()
+        except OSError:
+            return ()
+        return told.st_mtime_ns, told.st_size, told.st_ino
+
+    def _judge(self) -> None:
+        (facts,) = self.run.facts
+        if facts.reasons:
+            self._say(SIGN[Outcome.UNAVAILABLE], cut("; ".join(facts.reasons)))
+            return
+        cases = list(dict.fromkeys([*self.failed, *self.run.request.case_ids]))
+        progress = Progress(len(cases), parts=0)
+        with live(lambda: progress.line):
+            records = self._explained(self._records(cases, progress))
+        left = set(self.failed) - {record.case for record in records}
+        self.failed = [*(record.case for record in records if record.failed), *sorted(left)]
+        if not self._has_changed():  # else it is judged again at once
+            self._tell(records, len(cases), clock(progress.elapsed))
+
+    def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
+        """One of each case, but of those that had not begun when the file changed or the backend was given up."""
+        tasks = Tasks.of([[Judge(self._backend.reference, case)] for case in cases])
+        patience, records = Patience(self.run.limits.give_up_after), list[Record]()
+        for outcome in self.run.supervisor.run(tasks):
+            assert outcome.record is not None
+            records.append(outcome.record)
+            progress(outcome.record)
+            if self._has_changed() or patience.exhausted(outcome.record):
+                tasks.dropped.add(self._backend.reference)
+        return records
+
+    def _explained(self, records: Sequence[Record]) -> list[Record]:
+        """The same, where known wrong kernels do what the example of a cause does."""
+        found = {record.case: record for record in records}
+        examples = [cause.example for cause in causes(records)[:MOST_EXPLAINED]]
+        self._compare([Judge(self._backend.reference, each.case, explain=True) for each in examples], found)
+        self._compare(comparisons(found.values()), found)
+        return list(found.values())
+
+    def _compare(self, tasks: Sequence[Judge], found: dict[str, Record]) -> None:
+        wanted = [task for task in tasks if found[task.case].status is Status.FAIL and not self._has_changed()]
+        for outcome in self.run.supervisor.run(Tasks.of([[task] for task in wanted])):
+            if outcome.record is not None and outcome.record.case in found:
+                failure = found[outcome.record.case]
+                found[failure.case] = compared(failure, outcome.record) or failure
+
+    def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
+        """One line, and what is wrong."""
+        (facts,), counts = self.run.facts, Counts.of(records, listed)
+        outcome = Outcome.FAIL if counts.failed else Outcome.NOT_RUN if counts.not_run else Outcome.PASS
+        told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
+        told += [f"{counts.not_run} NOT RUN"] if counts.not_run else []
+        self._say(SIGN[outcome], " · ".join([*told, worst_error(records), took]))
+        summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
+        for line in cause_lines(summary, columns()):
+            say(line)
+
+    def _say(self, sign: str, text: str) -> None:
+        say(f"{time.strftime('%H:%M:%S')} {self._backend.name} {sign} {text}")

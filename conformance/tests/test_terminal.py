@@ -1,0 +1,187 @@
+"""What a person sees: colour where a terminal has it, one live line, widths, and lines that can be copied."""
+
+import io
+import itertools
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.commands import progress
+from mla_conformance.commands.progress import Progress, clock, live
+from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.backend_lines import backend_lines, declared
+from mla_conformance.report.paint import painted
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.report.terminal import cause_lines, say
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LINE = "MyBackend ✘ passed 2/5 cases · 3 failed · 1 NOT RUN"
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture(autouse=True)
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "CI", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "coloured"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_colour_is_for_terminals_and_changes_no_word(
+    terminal: bool, variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = painted(LINE, Stream(terminal))
+    assert (found != LINE) is coloured and ESCAPE.sub("", found) == LINE
+
+
+def test_a_coloured_line_is_not_divided() -> None:
+    line = f"       replay: mla-conformance replay {'x' * 300} --backend b.py:B"
+    assert ESCAPE.sub("", painted(line, Stream(terminal=True))) == line
+
+
+def record(case: str, status: Status = Status.PASS, backend: str = "B", **changes: str) -> Record:
+    return Record(backend, changes.get("reference", "B"), case.partition(":")[0], case, status, used={"lse": 0.5})
+
+
+def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 130.0, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    resumed = Progress(10, done=2, failed=1, parts=0)
+    resumed(record("lse:q=[1]", Status.FAIL))
+    assert resumed.line == "3/10 judged · 2 failed · 0:30 · about 3:30 left · B lse"
+
+
+def test_times_as_they_are_read() -> None:
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
+
+
+def test_a_pipe_gets_ten_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    counting = Progress(200)
+    with live(lambda: counting.line):
+        for number in range(200):
+            counting(record(f"lse:q=[{number}]"))
+    printed = capsys.readouterr().out
+    assert re.findall(r"^… (\d+)/200 judged · 0 failed · ", printed, re.MULTILINE) == [
+        str(n) for n in range(20, 201, 20)
+    ]
+    assert len(printed.splitlines()) == 10 and not ESCAPE.search(printed) and "\r" not in printed
+
+
+def printed_on_a_terminal(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> str:
+    """What a terminal is sent while standard output is one."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        act()
+        say("the end")
+        printed = b""
+        while b"the end" not in printed:
+            printed += os.read(ours, 2**16)
+    os.close(ours)
+    return printed.decode().partition("the end")[0]
+
+
+def test_a_terminal_has_one_line_that_is_drawn_anew_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = (f"{number} judged \x1b]0;title\x07" for number in itertools.count())
+
+    def wait() -> None:
+        with live(lambda: next(shown)):
+            time.sleep(0.6)
+
+    printed = printed_on_a_terminal(monkeypatch, wait)
+    drawn = re.findall(r"(\d+) judged", printed)
+    assert len(drawn) >= 2 and printed.count("\r\x1b[2K") >= len(drawn) - 1 and printed.count("\n") == 1
+    assert printed.endswith("\x1b[1A\x1b[2K") and "\x1b]0;" not in printed and "\x07" not in printed
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true")])
+def test_a_job_with_a_terminal_has_no_live_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+
+    def nothing() -> None:
+        with live(lambda: "judged"):
+            pass
+
+    assert printed_on_a_terminal(monkeypatch, nothing) == ""
+
+
+def many() -> BackendSummary:
+    names = [f"capability_{'x' * (number % 9)}{number}" for number in range(60)]
+    statuses = [Status.UNSUPPORTED if number % 3 == 0 else Status.PASS for number in range(60)]
+    records = [record(f"{name}:q=[{n}]", status) for name, status in zip(names, statuses, strict=True) for n in (1, 2)]
+    return BackendSummary(BackendFacts("B"), summarise(records, dict.fromkeys(names, 2)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_what_passed_is_compact_and_what_is_unsupported_one_line(width: int) -> None:
+    lines = list(backend_lines(many(), width))
+    assert lines[0] == "B ✔ passed 80/80 cases, 40/40 capabilities"
+    assert all(len(line) <= width for line in lines)
+    (unsupported,) = [line for line in lines if "unsupported" in line]
+    shown, more = re.fullmatch(r"  – 20 unsupported: (.*) and (\d+) more", unsupported).groups()  # type: ignore[union-attr]
+    assert len(shown.split(", ")) + int(more) == 20
+    passed = [text for line in lines[1:] if line is not unsupported for text in line.strip(" ✔,").split(", ")]
+    assert len(passed) == 40 and all(re.fullmatch(r"capability_x*\d+ 2", text) for text in passed)
+
+
+def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
+    cases = {"a": [Status.PASS], "b": [Status.FAIL, Status.PASS], "c": [Status.PASS, Status.UNSUPPORTED], "d": []}
+    cases["e"] = [Status.PASS, Status.UNAVAILABLE, Status.EXPECTED_FAILURE]
+    records = [record(f"{name}:q=[{n}]", status) for name, group in cases.items() for n, status in enumerate(group)]
+    summary = BackendSummary(BackendFacts("B"), summarise(records, {"d": 4}), stopped="gave up")
+    assert list(backend_lines(summary, 80)) == [
+        "B ✘ passed 4/11 cases, 3/5 capabilities",
+        "  ✘ b 1/2",
+        "  ? d 0/4",
+        "  ✔ a 1, c 1 of 2, e 1 of 3 (1 unavailable) (1 expected to fail)",
+        "  4 NOT RUN: gave up",
+    ]
+
+
+def test_a_class_that_all_roles_declare_is_said_once() -> None:
+    rounding = {"p": "model", "lse": "exact", "decode: p": "model", "decode: lse": "approximate-exp"}
+    assert declared(BackendFacts("B", rounding=rounding)) == (
+        "declares p model, lse exact (prefill), lse approximate-exp (decode); 0 deviations, listed in the report"
+    )
+    alone = {"decode: p": "model", "decode: partial_outputs": "float32"}
+    assert declared(BackendFacts("B", rounding=alone)).startswith("declares p model, partial outputs float32; ")
+
+
+def test_a_replay_line_is_whole_and_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failure = record("lse:q=[1x48]", Status.FAIL, reference=f"{tmp_path}/my kernels/{'x' * 70}.py:B")
+    summary = BackendSummary(BackendFacts("B"), summarise([failure], {}))
+    *_, line = cause_lines(RunSummary({}, (summary,)), 60)
+    words = shlex.split(line.partition("replay: ")[2])
+    assert words == ["mla-conformance", "replay", "lse:q=[1x48]", "--backend", f"my kernels/{'x' * 70}.py:B"]
+    monkeypatch.chdir("/")
+    *_, elsewhere = cause_lines(RunSummary({}, (summary,)), 60)
+    assert f"{str(tmp_path)[1:]}/my kernels" in elsewhere
