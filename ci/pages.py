@@ -1,4 +1,7 @@
-"""The pages of docs/ that follow from the code: every command's help, and every field of a case id. ``python ci/pages.py``."""
+"""The pages of docs/ that follow from the code: ``python ci/pages.py``.
+
+Every command's help, and every field of a case id.
+"""
 
 import argparse
 import inspect
@@ -27,7 +30,8 @@ _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 def commands() -> str:
     """The help of every command, at a width that a page holds."""
     os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
-    return "\n\n".join(f"## {name}\n\n```text\n{parser.format_help().strip()}\n```" for name, parser in _leaves(_parser()))
+    told = ((name, parser.format_help().strip()) for name, parser in _leaves(_parser()))
+    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in told)
 
 
 def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -41,7 +45,7 @@ def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Arg
 
 
 def case_fields() -> str:
-    """A table of the fields that all cases have, one of what those over a cache have beside, and one of each role's own."""
+    """Tables of the fields that all cases have, of what those over a cache have beside, and of each role's own."""
     common, cached = _names(Case), _names(CachedCase)
     tables = [("All cases", Case, common), ("All but the role prefill", CachedCase, cached - common)]
     tables += [(f"The role {case.role.value}", case, _names(case) - common - cached) for case in _ROLES]

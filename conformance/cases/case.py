@@ -94,7 +94,8 @@ class Case(ABC):
         kv: context tokens of each request; empty for new_tokens. A decode finds q + kv tokens in the cache.
         page: tokens of a page of the latent cache.
         workspace: tokens of the context workspace, which decides the chunks.
-        scale: softmax scale in percent of (P + R)^-1/2; 159 is DeepSeek-V2-Lite's and 187 DeepSeek-R1's, YaRN's factor included.
+        scale: softmax scale in percent of (P + R)^-1/2; YaRN's factor included, 159 is DeepSeek-V2-Lite's and 187
+            DeepSeek-R1's.
         data: name of the data regime.
         layout: memory layout of the operands.
         lse: whether new_tokens is asked for the LSE, and whether that of a decode is judged.

@@ -170,9 +170,7 @@ def test_the_page_holds_the_stored_section() -> None:
 @pytest.mark.parametrize(
     "text", ["", "<!-- defects:end --><!-- defects:begin -->", 2 * "<!-- defects:begin -->x<!-- defects:end -->"]
 )
-def test_a_page_without_a_place_for_the_section(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_without_a_place_for_the_section(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "page.md").write_text(text)
     assert main(["defects", "--page", str(tmp_path / "page.md")]) == 2
     assert "expected <!-- defects:begin --> and <!-- defects:end -->, once each" in capsys.readouterr().err
