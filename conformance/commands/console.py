@@ -137,7 +137,9 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
 def _show_outcome(summary: RunSummary, report: Path | None) -> None:
     for line in outcome_lines(summary, columns()):
         say(line)
-    _say_wrapped(closing_line(summary) + (f" · report {near(report)}" if report else ""))
+    _say_wrapped(closing_line(summary))
+    if report:
+        say(f"report {near(report)}")
 
 
 def _say_wrapped(text: str) -> None:

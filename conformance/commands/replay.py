@@ -22,7 +22,7 @@ from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import say
+from mla_conformance.report.terminal import from_here, say
 
 
 @dataclass(frozen=True)
@@ -134,4 +134,4 @@ def _tell(minimum: Minimum, out: Path | None) -> None:
     found = "the simplest" if minimum.complete else "the simplest so far (--tries)"
     say(f"{found} of {minimum.tries} cases, {minimum.record.status}: {minimum.record.message}")
     say(f"case file: {path}")
-    say(f"replay: {replay_line(minimum.case.id, minimum.record.reference)}")
+    say(f"replay: {replay_line(minimum.case.id, from_here(minimum.record).reference)}")

@@ -93,8 +93,8 @@ def _classes(rounding: dict[str, str]) -> Iterator[str]:
         found.setdefault(name.replace("_", " "), {}).setdefault(value, []).append(role)
     roles = {role for values in found.values() for having in values.values() for role in having}
     for name, values in found.items():
-        for value, having in values.items():
-            yield f"{name} {value}" + ("" if set(having) == roles else f" ({', '.join(having)})")
+        told = (value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items())
+        yield f"{name} {', '.join(told)}"
 
 
 def ran(traced: Traced) -> Iterator[str]:

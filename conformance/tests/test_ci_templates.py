@@ -16,8 +16,8 @@ from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md")]
-READ = [ROOT / "docs" / name for name in ("bump.md", "runners.md", "release.md")]
-"""Pages whose commands want a GPU, a cluster or an index of packages."""
+READ = [ROOT / "docs" / name for name in ("bump.md", "runners.md", "release.md", "watch.md")]
+"""Pages whose commands want a GPU, a cluster or an index of packages, or do not end."""
 TEMPLATES = [ROOT / "ci" / name for name in ("github-actions.yml", "buildkite.yml")]
 SCRIPTS = [ROOT / "ci" / "gate.sh", ROOT / ".ci" / "run"]
 

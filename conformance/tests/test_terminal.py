@@ -169,7 +169,7 @@ def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
 def test_a_class_that_all_roles_declare_is_said_once() -> None:
     rounding = {"p": "model", "lse": "exact", "decode: p": "model", "decode: lse": "approximate-exp"}
     assert declared(BackendFacts("B", rounding=rounding)) == (
-        "declares p model, lse exact (prefill), lse approximate-exp (decode); 0 deviations, listed in the report"
+        "declares p model, lse exact (prefill), approximate-exp (decode); 0 deviations, listed in the report"
     )
     alone = {"decode: p": "model", "decode: partial_outputs": "float32"}
     assert declared(BackendFacts("B", rounding=alone)).startswith("declares p model, partial outputs float32; ")
