@@ -15,9 +15,14 @@ import yaml
 from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md")]
-READ = [ROOT / "docs" / name for name in ("bump.md", "runners.md", "release.md", "watch.md")]
-"""Pages whose commands want a GPU, a cluster or an index of packages, or do not end."""
+PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md", "tutorial.md")]
+READ = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if page not in PAGES
+    and re.search(r"^```(?:ba)?sh\n(?:(?!^```)[\s\S])*?mla-conformance ", page.read_text("utf-8"), re.MULTILINE)
+]
+"""Pages whose commands want a GPU, a cluster, an engine, an index of packages or minutes, or do not end."""
 TEMPLATES = [ROOT / "ci" / name for name in ("github-actions.yml", "buildkite.yml")]
 SCRIPTS = [ROOT / "ci" / "gate.sh", ROOT / ".ci" / "run"]
 
@@ -36,7 +41,7 @@ def commands(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         bare = re.sub(r"\$\{\{.*?\}\}|\{\{.*?\}\}", "X", line).partition(" # ")[0]
         bare = bare.removeprefix('run "').rstrip('"') if bare.startswith('run "') else bare
-        for call in re.findall(r"(?:^|[\s!&])mla-conformance ([^|&>]*)", bare):
+        for call in re.findall(r"(?:^|[\s!&])(?<!-n )mla-conformance ([^|&>]*)", bare):
             if not line.lstrip().startswith("#") and "`" not in call:
                 yield [word for word in shlex.split(call) if word not in ("${expectations[@]}", "$@")]
 
