@@ -20,7 +20,7 @@ from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import closing_line, columns, header, near, put, say, wrapped
+from mla_conformance.report.terminal import closing_line, columns, header, near, put, say, side_by_side
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -143,5 +143,5 @@ def _show_outcome(summary: RunSummary, report: Path | None) -> None:
 
 
 def _say_wrapped(text: str) -> None:
-    for line in wrapped(text, columns()):
+    for line in side_by_side(text.split(" · "), " · ", columns()):
         say(line)

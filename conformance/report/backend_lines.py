@@ -8,11 +8,11 @@ from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.traced import Traced
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, by_backend, summarise
-from mla_conformance.report.terminal import SIGN, columns, wrapped
+from mla_conformance.report.terminal import SIGN, columns, side_by_side, wrapped
 
 _TOUCHED = 0.01
 _SHOWN_KERNELS, _NAME_LENGTH = 2, 60
-_DETAIL, _FURTHER, _UNBROKEN = "  ", "    ", "\xa0"
+_DETAIL = "  "
 _LISTED = (Outcome.FAIL, Outcome.NOT_RUN, Outcome.UNAVAILABLE, Outcome.PASS)
 
 
@@ -33,10 +33,10 @@ def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
     yield f"{sign} passed {passed}" if applicable else f"{sign} unsupported"
     for outcome in _LISTED:
         texts = [capability_text(each) for each in applicable if each.outcome is outcome]
-        yield from _listed(SIGN[outcome], texts, width) if texts else ()
+        yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
     yield from _unsupported([each.name for each in backend.capabilities if each not in applicable], width)
     for remark in _remarks(backend):
-        yield from wrapped(remark, width, _DETAIL, _FURTHER)
+        yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
 
 def capability_text(capability: CapabilitySummary) -> str:
@@ -49,12 +49,6 @@ def capability_text(capability: CapabilitySummary) -> str:
         text += f" of {counts.listed}"
     text += f" ({counts.unavailable} unavailable)" if counts.unavailable else ""
     return text + (f" ({counts.waived} expected to fail)" if counts.waived else "")
-
-
-def _listed(sign: str, texts: Sequence[str], width: int) -> Iterator[str]:
-    """Texts side by side, none of them on two lines."""
-    whole = ", ".join(text.replace(" ", _UNBROKEN) for text in texts)
-    yield from (line.replace(_UNBROKEN, " ") for line in wrapped(f"{sign} {whole}", width, _DETAIL, _FURTHER))
 
 
 def _unsupported(names: Sequence[str], width: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The outcome of a run as text for a terminal."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -28,7 +28,7 @@ def put(text: str, error: bool = False) -> None:
 SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
 _LINE_WIDTH = 118
 _MOST_CAUSES = 7
-_INDENT = " " * 7
+_INDENT, _UNBROKEN = " " * 7, "\xa0"
 
 
 def header(environment: dict[str, str], cases: int, drawn: int = 0, model: str = "") -> str:
@@ -99,6 +99,12 @@ def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[s
     return wrap(
         text, width, initial_indent=first, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
     )
+
+
+def side_by_side(texts: Iterable[str], mark: str, width: int, indent: str = "") -> list[str]:
+    """Texts with a mark between them, in lines of ``width`` columns; none of them is divided."""
+    whole = mark.join(text.replace(" ", _UNBROKEN) for text in texts)
+    return [line.replace(_UNBROKEN, " ") for line in wrapped(whole, width, indent, 2 * indent)]
 
 
 def counted(number: int, what: str) -> str:
