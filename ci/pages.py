@@ -3,12 +3,10 @@
 Every command's help, and every field of a case id.
 """
 
-import argparse
 import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from mla_conformance.cases.layer import LayerCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.cli import _parser
+from mla_conformance.commands.examples import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
 
@@ -30,18 +29,8 @@ _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 def commands() -> str:
     """The help of every command, at a width that a page holds."""
     os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
-    told = ((name, parser.format_help().strip()) for name, parser in _leaves(_parser()))
+    told = ((name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance"))
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in told)
-
-
-def _leaves(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Parsers that carry something out, each with the words that lead to it."""
-    rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not rooms:
-        yield parser.prog, parser
-    for room in rooms:
-        for inner in room.choices.values():
-            yield from _leaves(inner)
 
 
 def case_fields() -> str:
