@@ -1,13 +1,14 @@
 """What a newcomer reads first: short, with links that lead somewhere and commands that are what it says they are."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
@@ -41,4 +42,7 @@ def test_every_link_leads_to_a_file_and_a_place_in_it(page: Path) -> None:
         path, _, place = target.partition("#")
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{page.name}: {target}"
+        # The site is made of docs/ alone.
+        inside = Path(os.path.normpath(page.parent / path)).is_relative_to(DOCS)
+        assert inside or not page.is_relative_to(DOCS), f"{page.name}: {target} leads out of docs/"
         assert not place or place in anchors(there), f"{page.name}: {target}"
