@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import patch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
@@ -28,8 +29,8 @@ _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 
 def commands() -> str:
     """The help of every command, at a width that a page holds."""
-    os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"
-    told = ((name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance"))
+    with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
+        told = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in told)
 
 

@@ -55,7 +55,6 @@ def _require_agreement(found: Reproduced, ran: Ran) -> None:
     wanted = int(found.verdict.status is Status.FAIL)
     if ran.status != wanted:
         judge = found.verdict.message or "pass"
-        last = "\n".join(ran.printed.splitlines()[-5:])
-        raise NotWritable(
-            f"one call alone does not show it: the script ended with {ran.status}, the judge says: {judge}\n{last}"
-        )
+        printed = " · ".join(ran.printed.splitlines()[-5:])
+        said = f"the script ended with {ran.status}, the judge says: {judge}; it printed: {printed}"
+        raise NotWritable(f"one call alone does not show it: {said}")

@@ -53,7 +53,7 @@ def _unreached(subject: Subject, space: Space) -> Iterator[str]:
         f"{len(without)} values and {len(pairs)} pairs of the others unreached"
     )
     if without:
-        yield _wrapped("no case:", without)
+        yield from _wrapped("no case:", without)
     yield from _partners(pairs, space)
 
 
@@ -64,12 +64,12 @@ def _partners(pairs: Sequence[Combination], space: Space) -> Iterator[str]:
         first, second = sorted(pair, key=lambda value: order.index(value[0]))
         found.setdefault(first, []).append(second)
     for first, others in found.items():
-        yield _wrapped(f"{_named(first)} never with", others)
+        yield from _wrapped(f"{_named(first)} never with", others)
 
 
-def _wrapped(head: str, values: Sequence[tuple[str, str]]) -> str:
+def _wrapped(head: str, values: Sequence[tuple[str, str]]) -> list[str]:
     text = f"{head} {', '.join(map(_named, values))}"
-    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _named(value: tuple[str, str]) -> str:

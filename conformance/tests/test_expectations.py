@@ -215,6 +215,7 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
     request = Request.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
         run.folder.journal.append("verdict", record=FAILURE.to_json())
+        run.resume()
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE
         assert run.folder.journal.records() == {("MINE", FAILURE.case): FAILURE}

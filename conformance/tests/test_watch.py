@@ -43,6 +43,8 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        # Who is started in the background inherits that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def told() -> str:
