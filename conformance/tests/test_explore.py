@@ -78,7 +78,7 @@ def drawn(count: int) -> list[Case]:
 
 
 def test_every_role_is_drawn_with_what_is_special_to_it() -> None:
-    found = drawn(250)
+    found = drawn(1000)  # what is drawn depends on the modules that are loaded, too
     assert {case.capability for case in found} == DRAWN.keys() and {case.call for case in found} == OPTIONS.keys()
     of_prefills = ({"quant": "fp8"}, {"merge": "own"}, {"dtype": "e4m3"}, {"out": True}, {"pad": 3}, {"inflate": 100})
     of_caches = ({"cache": "fp8_ds_mla"}, {"ranks": 2}, {"order": "decodes_first"}, {"layers": 3}, {"tails": "huge"})
