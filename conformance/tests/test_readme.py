@@ -1,7 +1,9 @@
 """What a newcomer reads first: short, with links that lead somewhere and commands that are what it says they are."""
 
+import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,14 @@ def test_every_link_leads_to_a_file_and_a_place_in_it(page: Path) -> None:
         inside = Path(os.path.normpath(page.parent / path)).is_relative_to(DOCS)
         assert inside or not page.is_relative_to(DOCS), f"{page.name}: {target} leads out of docs/"
         assert not place or place in anchors(there), f"{page.name}: {target}"
+
+
+def test_pages_that_follow_from_the_code_are_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("ci_pages", ROOT / "ci" / "pages.py")
+    assert spec is not None and spec.loader is not None
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    commands, fields = pages.sections(ROOT)
+    assert fields[0].content.strip() == fields[1], "run: python ci/pages.py"
+    if sys.version_info[:2] == (3, 11):  # argparse lays out its help otherwise elsewhere
+        assert commands[0].content.strip() == commands[1].strip(), "run: python ci/pages.py"
