@@ -1,14 +1,17 @@
-"""The pages of docs/ that follow from the code: ``python ci/pages.py``.
+"""What pages show of the code, and of what commands printed: ``python ci/pages.py``.
 
-Every command's help, and every field of a case id.
+Every command's help, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
 """
 
 import inspect
 import os
 import re
 import sys
+import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from mla_conformance.cases.cached import CachedCase
@@ -24,6 +27,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
 
 ROOT = Path(__file__).parents[1]
+_LONG_SECONDS = 20
 _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 
 
@@ -72,22 +76,46 @@ def _attributes(case: type[Case]) -> dict[str, str]:
     return found
 
 
-def sections(root: Path) -> list[tuple[Section, str]]:
+def stored() -> dict[str, dict[str, Any]]:
+    """What commands printed, by name."""
+    return {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted((ROOT / "ci" / "seen").glob("*.toml"))}
+
+
+def printed(seen: dict[str, Any]) -> str:
+    """A command with its output, where and when."""
+    return f"```text\n$ {seen['command']}\n{seen['output']}```\n\n*{seen['on']}, {seen['date']}*"
+
+
+def times(runs: list[dict[str, Any]]) -> str:
+    """A row for each command."""
+    rows = ["| command | on | seconds | CPU seconds |", "|---|---|---|---|"]
+    for seen in runs:
+        rows.append(f"| `{seen['command']}` | {seen['on']} | {seen['seconds']:.0f} | {seen['cpu_seconds']:.0f} |")
+    return "\n".join(rows)
+
+
+def sections(root: Path) -> Iterator[tuple[Section, str]]:
     """The sections of the pages under ``root``, each with what it should hold.
 
     Raises:
         InputError: a section's markers are missing.
     """
-    return [
-        (Section.of(root / "docs" / "commands.md", "commands"), commands()),
-        (Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()),
-    ]
+    docs, seen = root / "docs", stored()
+    yield Section.of(docs / "commands.md", "commands"), commands()
+    yield Section.of(docs / "case-ids.md", "fields"), case_fields()
+    of_models = [run for run in seen.values() if " --model " in run["command"]]
+    long = [run for run in seen.values() if run not in of_models and run["seconds"] >= _LONG_SECONDS]
+    yield Section.of(docs / "cost.md", "times"), times(long)
+    yield Section.of(docs / "certify-a-model.md", "times-model"), times(of_models)
+    for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
+        for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
+            yield Section.of(page, f"seen:{name}"), printed(seen[name])
 
 
 def main() -> None:
     """Rewrite the sections in place."""
     try:
-        for section, content in sections(ROOT):
+        for section, content in sections(ROOT):  # each is read behind the writing of the one before
             section.write(content)
     except InputError as error:
         sys.exit(str(error))

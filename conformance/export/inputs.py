@@ -29,7 +29,7 @@ def unpacked(text, dtype, *shape):  # the bytes of a tensor
 """
 MOST_ELEMENTS = 2**27
 """Elements of a tensor that a script draws at most."""
-_MOST_BYTES = 6000
+MOST_BYTES = 6000
 """Packed bytes that fit into a script at most."""
 _MOST_CHANGES = 4
 
@@ -146,10 +146,10 @@ def _first(x: torch.Tensor) -> str:
 def _packed(name: str, tensor: torch.Tensor) -> list[str]:
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     text = base64.b85encode(zlib.compress(data, 9)).decode()
-    if len(text) > _MOST_BYTES:
+    if len(text) > MOST_BYTES:
         raise NotWritable(
             f"{name} is not made by its seed alone and takes {len(text)} characters, a script has room for "
-            f"{_MOST_BYTES}; export a smaller case (mla-conformance minimize makes one)"
+            f"{MOST_BYTES}; export a smaller case (mla-conformance minimize makes one)"
         )
     rows = [text[at : at + WIDTH] for at in range(0, len(text), WIDTH)]
     return [f'{name} = unpacked("""', *rows, f'""", {", ".join([str(tensor.dtype), *map(str, tensor.shape)])})']
@@ -160,7 +160,7 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
     where = "" if tensor.device.type == "cpu" else ", device=DEVICE"
     if tensor.numel() > 1 and _is_uniform(tensor):
         return folded(f"{name} = torch.full({tuple(tensor.shape)}, {_value(tensor)}, dtype={tensor.dtype}{where})")
-    if (tensor.numel() <= _MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
+    if (tensor.numel() <= MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
         return folded(f"{name} = torch.tensor({tensor.tolist()}, dtype={tensor.dtype}{where})")
     return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
 

@@ -1,0 +1,209 @@
+"""Figures of README and docs: outputs and times are shown as they are stored, every other one follows from the code."""
+
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import pytest
+
+from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.decode import DecodeCase
+from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
+from mla_conformance.cases.long_contexts import LONG_CONTEXTS
+from mla_conformance.cli import _parser
+from mla_conformance.defects.explain import ALIKE
+from mla_conformance.defects.report import PROMISED
+from mla_conformance.engine.log import KEPT_BYTES
+from mla_conformance.engine.run import GIVE_UP_AFTER
+from mla_conformance.export.heat import MOST_HEADS, MOST_ROWS
+from mla_conformance.export.inputs import MOST_BYTES
+from mla_conformance.export.script import MOST_LINES
+from mla_conformance.files.inputs import MOST_MEBIBYTES
+from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS
+from mla_conformance.judging.record import detection
+from mla_conformance.models.caselist import cases_of
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.library import find_model
+from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
+from mla_conformance.proof.prove import FAR
+from mla_conformance.proof.their_layer import CALLS
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.shown import MESSAGE
+from mla_conformance.report.terminal import columns
+from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
+from mla_conformance.version import SUITE_VERSION
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+ELSEWHERE = ("spec.md", "findings.md", "commands.md", "case-ids.md", "seed-names.md")
+"""Pages that hold the specification, have a test of their own, or are made of the code or of vLLM's names."""
+UNIT = "× % ms s min MiB KiB GiB MB GB TFLOP useful drawn lines? words cases? capabilities requests tokens heads keys"
+UNIT += " bytes columns pixels characters times of.each more.of"
+LIST = [case for capability in CAPABILITIES.values() for case in capability.cases]
+NUMBER = re.compile(r"(?<![\w.#])\d+(?:\.\d+)?(?:e[+-]\d+)?")
+FIGURE = re.compile(rf"(?<![\w.,/-])\d[\d.,]*(?:e[+-]?\d+|\^\d+)?\s*(?:{UNIT.replace(' ', '|')})(?!\w)")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ci_{name}", ROOT / "ci" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(page: Path) -> str:
+    """A page without blocks of code, links' targets and what commands write into it, on one line."""
+    text = re.sub(r"<!-- ([\w:-]+):begin -->.*?<!-- \1:end -->", "", page.read_text("utf-8"), flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "", text))
+
+
+def short(number: float) -> str:
+    """2e13, and not 2e+13."""
+    return f"{number:.0e}".replace("e+", "e").replace("e-0", "e-")
+
+
+def mebibytes(number: int) -> str:
+    return f"{number // 2**20} MiB"
+
+
+def width(columns_variable: str) -> int:
+    with patch.dict(os.environ, {"COLUMNS": columns_variable}):
+        return columns()
+
+
+def smoke(capability: str) -> tuple[Case, ...]:
+    return CAPABILITIES[capability].select(Tier.SMOKE)
+
+
+def lines_of_the_tutorials_kernel() -> int:
+    tutorial = (DOCS / "tutorial.md").read_text("utf-8")
+    return tutorial.partition("```python\n")[2].partition("```")[0].count("\n")
+
+
+def of_models() -> Iterator[str]:
+    """What is said of the cases of a model, here DeepSeek-V3, and of caches and kernels."""
+    profile = find_model("deepseek-v3")
+    cases = cases_of(profile, Deployment.of(profile, 8, "auto"))
+    decodes = [case for case in cases if isinstance(case, DecodeCase)]
+    requests, pages = [len(case.q) for case in decodes], sorted({case.page for case in decodes} - {64})
+    tokens = max(max(case.kv) for case in decodes)
+    yield f"batches of {min(requests)} to {max(requests)} requests, up to {tokens:,} tokens"
+    yield f"pages of 64 tokens and a few cases with pages of {', '.join(map(str, pages[:-1]))} and {pages[-1]};"
+    few, many = FlashMLASparseBackend.supported_heads
+    yield f"take {few} heads or {many}, and engines fill up the heads of a rank. With fewer than {few} heads per rank"
+    yield from (f"{TILED_FORMATS[name].width} bytes a token" for name in ("fp8_ds_mla", "fp8_v4"))
+    window = find_model("deepseek-v4-flash").selection
+    assert window is not None
+    yield f"has a window of {window.topk} keys"
+
+
+def of_the_proof() -> Iterator[str]:
+    """What is said of the calls and of the stored table."""
+    first, _, last = (stop - start for start, stop in CALLS)
+    yield f"a prefill of {first} tokens, a decode step, and {last} tokens more"
+    yield f"Its epsilon is {short(CLASS_EPSILON)} in all of these classes"
+    yield f"sets that to {short(CONFIGURED_EPSILON)} everywhere"
+    yield f"its {CALLS[-1][1]} tokens reach"
+    table = (DOCS / "models.md").read_text("utf-8").partition("stays in float32")[2].partition("<!-- proof:end")[0]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("|")]
+    far = [float(row[rows[0].index(f"angles from {FAR:,}")]) for row in rows[2:] if row[3] != "–"]
+    yield f"at position {FAR:,} outputs and index scores are off by {short(min(far))} to {short(max(far))}."
+
+
+@cache
+def stated() -> dict[str, list[str]]:
+    """Sentences of each page with the figures that the code has today."""
+    return {
+        "README.md": [f"has one in {lines_of_the_tutorials_kernel()} lines"],
+        "docs/bump.md": [f"no error grew by over {DRIFT} of its budget"],
+        "docs/certify-a-model.md": [*of_models()],
+        "docs/cost.md": [
+            f"more than {short(FULL_OPERATIONS['cuda'])} useful operations",
+            f"({short(FULL_OPERATIONS['cpu'])} on a CPU)",
+            f"{DRAWN_ROWS} drawn ones",
+            f"touches 1 % of the rows is among them: {detection(DRAWN_ROWS, 0.01):.3f}",
+            f"results, up to {mebibytes(GOLDEN_BYTES['cpu'])} on a CPU and {mebibytes(GOLDEN_BYTES['cuda'])} on a GPU",
+            f"up to {mebibytes(PROBLEM_BYTES['cpu'])} and {mebibytes(PROBLEM_BYTES['cuda'])}; every",
+            f"contexts up to {max(max(case.kv, default=0) for case in LONG_CONTEXTS):,} tokens",
+        ],
+        "docs/gate-your-repository.md": [
+            f"`{len(smoke('context_chunk'))} of {len(LIST)} cases, 0 of {len(CAPABILITIES)} capabilities`",
+            f"uses over {DRIFT} more of its error budget",
+            f"refuse those above {MOST_MEBIBYTES} MiB",
+            f"a case of more than {MOST_REQUESTS:,} requests or 2^{LARGEST.bit_length() - 1} tokens",
+            f"of a long message {MESSAGE // 2**10} KiB",
+        ],
+        "docs/known-defects.md": [f"promises {PROMISED[Tier.SMOKE]:.0%} of them".replace("%", " %")],
+        "docs/models.md": [*of_the_proof()],
+        "docs/reading-a-report.md": [
+            f"reproduces {100 * ALIKE:.0f} % of the wrong numbers",
+            f"the first {KEPT_BYTES // 2**20} MiB of it",
+            f"by default {GIVE_UP_AFTER}, the rest",
+        ],
+        "docs/reproduce.md": [
+            f"has at most {MOST_LINES} lines and",
+            f"more than {MOST_LINES} lines |",
+            f"more than {MOST_BYTES} characters",
+            f"at most {max(MOST_HEADS, MOST_ROWS)} of each",
+        ],
+        "docs/tutorial.md": [f"`✔ new_tokens {len(smoke('new_tokens'))}`"],
+        "docs/watch.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
+    }
+
+
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.name not in ELSEWHERE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_figure_of_a_page_follows_from_the_code(page: Path) -> None:
+    text = prose(page)
+    for sentence in stated().get(str(page.relative_to(ROOT)), []):
+        assert sentence in text, f"{page.name}: expected: {sentence}"
+        text = text.replace(sentence, "")
+    assert not FIGURE.findall(re.sub(r"`[^`]*`", "", text))
+
+
+def test_pages_show_what_commands_print_and_what_the_code_says() -> None:
+    for section, content in load("pages").sections(ROOT):
+        if section.path.name != "commands.md" or sys.version_info[:2] == (3, 11):  # argparse's layout differs
+            assert section.content.strip() == content.strip(), f"{section.path.name}: run python ci/pages.py"
+
+
+STORED = load("pages").stored()
+
+
+@pytest.mark.parametrize("name", [name for name, seen in STORED.items() if seen["command"].startswith("mla-conf")])
+def test_what_is_stored_is_of_a_command_that_exists_and_of_this_suite(name: str) -> None:
+    seen = STORED[name]
+    _, extra = _parser().parse_known_args(shlex.split(seen["command"])[1:])
+    assert not extra and seen["output"], f"run: python ci/seen.py {name}"
+    told = re.findall(r"suite (\S+) ", seen["output"])
+    assert set(told) <= {SUITE_VERSION} or "H200" in seen["on"], f"run: python ci/seen.py {name}"
+
+
+def test_what_a_failure_looks_like_is_what_is_printed_today() -> None:
+    """But for the last digits of numbers, which are the machine's."""
+    stored = load("seen").Seen.of("base2")
+    printed = stored.again()
+    assert printed.status == stored.status and words(printed.output) == words(stored.output)
+    assert numbers(printed.output) == pytest.approx(numbers(stored.output), rel=0.05)
+
+
+def words(output: str) -> list[str]:
+    return re.sub(r"torch \S+", "torch", NUMBER.sub("#", output)).split()
+
+
+def numbers(output: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(re.sub(r"torch \S+", "", output))]
