@@ -26,8 +26,7 @@ def words(heat_map: HeatMap) -> str:
 
 def picture(heat_map: HeatMap) -> str:
     """The cells as an element of a page, whose styles decide the colours: ``ground``, ``over`` and ``between``."""
-    down, right = len(heat_map.lines), len(heat_map.lines[0])
-    cell = min(_CELL, _SIDE // max(down, right))
+    down, right, cell = len(heat_map.lines), len(heat_map.lines[0]), _cell(heat_map)
     between = [f"M0 {y}h{right}" for y in range(1, down)] + [f"M{x} 0v{down}" for x in range(1, right)]
     return (
         f'<svg role="img" viewBox="0 0 {right} {down}" width="{right * cell}" height="{down * cell}">\n'
@@ -41,7 +40,7 @@ def picture(heat_map: HeatMap) -> str:
 def picture_file(heat_map: HeatMap) -> str:
     """The picture as an SVG file, which says in words what it shows."""
     said = _text(words(heat_map))
-    width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + _SIDE
+    width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + len(heat_map.lines) * _cell(heat_map)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
         f"<title>{said}</title>\n"
@@ -49,6 +48,10 @@ def picture_file(heat_map: HeatMap) -> str:
         f'<text y="{_MARGIN - 8}" font-family="sans-serif" font-size="11">{said}</text>\n'
         f'<g transform="translate(0 {_MARGIN})">{picture(heat_map)}</g>\n</svg>\n'
     )
+
+
+def _cell(heat_map: HeatMap) -> int:
+    return min(_CELL, _SIDE // max(len(heat_map.lines), len(heat_map.lines[0])))
 
 
 def _over(heat_map: HeatMap, digit: int) -> str:
