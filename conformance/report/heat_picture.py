@@ -16,7 +16,7 @@ _MARGIN, _LETTER = 24, 6
 
 def words(heat_map: HeatMap) -> str:
     """What the picture shows, for who sees none and for who does not know what it means."""
-    several = "the worst of several in a cell, " if heat_map.cells < heat_map.heads * heat_map.rows else ""
+    several = "the worst of several in a cell; " if heat_map.cells < heat_map.heads * heat_map.rows else ""
     return (
         f"{heat_map.part}: {heat_map.wrong} of {counted(heat_map.cells, 'cell')} over their budget; "
         f"{counted(heat_map.heads, 'head')} down, {counted(heat_map.rows, 'row')} to the right; "
