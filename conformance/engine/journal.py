@@ -14,6 +14,7 @@ import msgspec
 from mla_conformance.engine.messages import Question, question_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
+from mla_conformance.report.heat_map import HeatMap
 
 JOURNAL_NAME = "journal.jsonl"
 
@@ -42,6 +43,12 @@ class _Verdict(_Event, tag="verdict"):
 class _Traced(_Event, tag="traced"):
     backend: str
     traced: Traced
+
+
+class _Heat(_Event, tag="heat"):
+    backend: str
+    case: str
+    heat: HeatMap
 
 
 class _GaveUp(_Event, tag="gave_up"):
@@ -129,7 +136,7 @@ def _read(line: bytes) -> dict[str, Any]:
     """
     try:
         plain = json.loads(line, parse_constant=_refuse)  # unlike msgspec it reads the half of a pair, as of a message
-        event = msgspec.convert(plain, _Plan | _Resume | _Started | _Verdict | _Traced | _GaveUp | _End)
+        event = msgspec.convert(plain, _Plan | _Resume | _Started | _Verdict | _Traced | _Heat | _GaveUp | _End)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     found: dict[str, Any] = msgspec.to_builtins(event)

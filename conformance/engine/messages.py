@@ -9,6 +9,7 @@ import msgspec
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traced import Traced
+from mla_conformance.report.heat_map import HeatMap
 
 Question = tuple[str, str]
 """What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
@@ -45,7 +46,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
         before: (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
             imported only.
         fresh: in a process that has judged nothing.
-        explain: tell, too, what a failure looks like.
+        explain: tell, too, what a failure looks like and where its errors are.
         told: what other failures of the backend look like; only whether this one does as well is to be told.
     """
 
@@ -125,12 +126,14 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         record: of what was judged.
         facts: of what was described.
         traced: what was seen to run.
+        heat: where the errors of what was judged are.
         leaves: this process ends now; the next task is another's.
     """
 
     record: dict[str, Any] | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
+    heat: HeatMap | None = None
     leaves: bool = False
 
 

@@ -27,6 +27,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.heat_map import HeatMap, is_mapped
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -222,6 +223,18 @@ class Run:
         told = (event for event in self._events if event["event"] == "traced")
         return {event["backend"]: msgspec.convert(event["traced"], Traced) for event in told}
 
+    def _keep_heat(self, outcome: Outcome) -> None:
+        """Journal where the errors of a failure are, if that was told."""
+        if outcome.heat and isinstance(outcome.task, Judge):
+            told = msgspec.to_builtins(outcome.heat)
+            self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
+
+    def _heat(self, records: Sequence[Record]) -> dict[str, HeatMap]:
+        """Where the errors of each case are that fails by a wrong number, as far as it was told."""
+        told = {(event["backend"], event["case"]): event["heat"] for event in self._events if event["event"] == "heat"}
+        wrong = {record.case: told.get((record.reference, record.case)) for record in records if is_mapped(record)}
+        return {case: msgspec.convert(heat, HeatMap) for case, heat in wrong.items() if heat}
+
     def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
         """Fill ``records``; the outcomes of failures."""
         tasks, patience = Tasks.of(list(self._left(records))), Patience(self.limits.give_up_after)
@@ -279,6 +292,7 @@ class Run:
                 confirmation = of_task[id(outcome.task)]
                 settled = confirmation.settled(outcome.task, outcome.record)
                 if settled:
+                    self._keep_heat(outcome)
                     yield settled
                 else:
                     pending.append(confirmation)
@@ -289,7 +303,10 @@ class Run:
         tasks = Tasks.of([[task] for group in groups for task in comparisons(group)])
         for outcome in self.supervisor.run(tasks):
             assert outcome.record is not None and isinstance(outcome.task, Judge)
-            found = compared(records[outcome.task.question], outcome.record)
+            failure = records[outcome.task.question]
+            if outcome.record.check == failure.check:
+                self._keep_heat(outcome)
+            found = compared(failure, outcome.record)
             if found:
                 yield found
 
@@ -333,6 +350,7 @@ class Run:
                 () if facts.reasons else summarise(groups.get(facts.name, []), self.request.expected),
                 given_up.get(facts.reference, ""),
                 traced.get(facts.reference, NOTHING_TRACED),
+                self._heat(groups.get(facts.name, [])),
             )
             for facts in self.facts
         )

@@ -17,6 +17,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,6 +48,7 @@ class Outcome:
         record: of what was judged, or what the end of the process says of it.
         facts: of what was described; None if the process ended over it, which ``ended`` tells.
         traced: what was seen to run.
+        heat: where the errors of what was judged are.
         ended: how the process ended, if it did.
         history: what the same process was given to judge before, the task included.
     """
@@ -55,6 +57,7 @@ class Outcome:
     record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
+    heat: HeatMap | None = None
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 
@@ -210,7 +213,7 @@ class Supervisor:
         elif isinstance(event, Answer) and place.task is not None:
             task, place.task = place.task, None
             record = Record.from_json(event.record) if event.record else None
-            yield Outcome(task, record, event.facts, event.traced, history=tuple(place.history))
+            yield Outcome(task, record, event.facts, event.traced, event.heat, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
             given, place.task = place.task, None

@@ -24,6 +24,7 @@ from mla_conformance.engine.messages import (
     Event,
     Explore,
     Hello,
+    Judge,
     Judged,
     Setup,
     Started,
@@ -34,6 +35,7 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.engine.others import Others
+from mla_conformance.export.heat import heat_of
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
@@ -103,18 +105,23 @@ class Worker:
             return self._explored(task)
         if isinstance(task, Trace):
             return self._traced(task)
+        return self._judged(task)
+
+    def _judged(self, task: Judge) -> Answer:
         subject = self._subject(task.reference)
         for reference, case in task.before:
             earlier = self._subject(reference)
             if case:  # without one it is imported, which is all
                 self._judge(earlier, case)
         trial, record = self._judge(subject, task.case)
+        heat = None
         if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
             self._send(Judged(record.to_json()))
+            heat = heat_of(trial, record)
             record = replace(record, explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return Answer(record.to_json(), leaves=self._leaves(record, disturbed))
+        return Answer(record.to_json(), heat=heat, leaves=self._leaves(record, disturbed))
 
     def _described(self, reference: str) -> BackendFacts:
         subject = self._subject(reference)

@@ -1,4 +1,4 @@
-"""Reproducers: one call of a backend as a script that needs torch and the backend's library, and nothing of ours.
+"""What a failure is handed on as: one call as a script that needs nothing of ours, its tensors, a map of its errors.
 
-Imports from: files, cases, problems, driving, judging, trials.
+Imports from: files, cases, problems, driving, judging, trials, report.
 """

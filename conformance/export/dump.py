@@ -5,21 +5,18 @@ from pathlib import Path
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.driving.subject import Subject
 from mla_conformance.export.failing import watched
-from mla_conformance.export.heat import heat, svg
+from mla_conformance.export.heat import compared, heat_maps
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
-from mla_conformance.judging.judge import measure
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.trials.trial import Observed
+from mla_conformance.report.heat_picture import picture_file
 
 _TENSORS, _README = "tensors.pt", "README.md"
 _TOLD = """# {case}
@@ -58,8 +55,8 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         raise InputError(f"--dump: {error}") from error
     if trial.last is None or trial.ran is None:
         raise InputError(f"--dump: nothing was run, the verdict is {verdict.status}: {verdict.message}")
-    parts = _parts(trial.last, trial.declaration)
-    pictures = {f"{name.replace(' ', '-')}.svg": svg(name, heat(part)) for name, part in parts.items()}
+    parts = compared(trial.last, trial.declaration)
+    pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
     for name, text in ({_README: _told(subject, case, verdict, list(pictures))} | pictures).items():
         write_output(folder / name, text)
     data = {"case": case.id, "operands": trial.ran.caller_owned, **_tensors(trial.last.observation, parts)}
@@ -67,14 +64,6 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         torch.save(data, folder / _TENSORS)
     except OSError as error:
         raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
-
-
-def _parts(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
-    """What was compared, by name: output and LSE of each call, then of all calls merged."""
-    calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
-    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.judges_lse]]
-    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
-    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
 
 
 def _tensors(observation: Observation, parts: Mapping[str, Measured]) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,50 +1,53 @@
-"""Where errors are, by head and row, as a picture that needs nothing else: an SVG file."""
+"""Where errors are, by head and row: maps of what was compared, one for each output and each LSE."""
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.judging.judge import measure
 from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.record import Record
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.memory import out_of_memory
+from mla_conformance.report.heat_map import BEYOND, MOST, HeatMap, is_mapped
+from mla_conformance.trials.trial import Observed, Trial
 
-MOST_HEADS, MOST_ROWS = 64, 64
-"""Heads and rows that a picture tells apart."""
-_CELL = 10
-_MARGIN = 24
-_BEYOND = 9
+
+def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
+    """What was compared, by name: output and LSE of each call, then of all calls merged; nothing of an indexer."""
+    calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
+    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.judges_lse]]
+    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
+    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
 
 
-def heat(measured: Measured) -> list[list[int]]:
-    """For each head, from each row, how far the error is over its budget; of several rows or heads the largest.
-
-    0 is within the budget, n above it and at most 10^n times it, 9 that or anything beyond, NaN included.
-
-    Args:
-        measured: an output [T, N, V], of which the worst column counts, or an LSE [N, T].
-    """
+def heat_map(part: str, measured: Measured) -> HeatMap:
+    """The map of an output [T, N, V], of which the worst column counts, or of an LSE [N, T]; neither may be empty."""
     error = torch.where(measured.got == measured.golden, 0.0, (measured.got - measured.golden).abs())
     share = torch.where(error == 0, 0.0, error / measured.allowed).nan_to_num(torch.inf, torch.inf)
     by_head = share.amax(dim=-1).mT if share.dim() > 2 else share
-    size = min(by_head.shape[0], MOST_HEADS), min(by_head.shape[1], MOST_ROWS)
-    largest = torch.nn.functional.adaptive_max_pool2d(by_head[None].double().contiguous(), size)[0]
-    return [[int(digit) for digit in line] for line in largest.log10().ceil().clamp(0, _BEYOND).tolist()]
+    heads, rows = by_head.shape
+    cells = min(heads, MOST), min(rows, MOST)
+    largest = torch.nn.functional.adaptive_max_pool2d(by_head[None].double().contiguous(), cells)[0]
+    digits = largest.log10().ceil().clamp(0, BEYOND).int().tolist()
+    return HeatMap(part, heads, rows, tuple("".join(map(str, line)) for line in digits))
 
 
-def svg(name: str, lines: list[list[int]]) -> str:
-    """The picture: a cell for each head and row, the darker the further over the budget; words for who sees none."""
-    rows, heads = len(lines[0]), len(lines)
-    wrong = sum(digit > 0 for line in lines for digit in line)
-    words = f"{name}: {wrong} of {rows * heads} cells over their budget; {heads} heads down, {rows} rows to the right"
-    cells = "\n".join(
-        f'<rect x="{x * _CELL}" y="{_MARGIN + y * _CELL}" width="{_CELL}" height="{_CELL}" '
-        f'opacity="{0.2 + 0.8 * digit / _BEYOND:.2f}"><title>up to 10^{digit} times</title></rect>'
-        for y, line in enumerate(lines)
-        for x, digit in enumerate(line)
-        if digit
-    )
-    width, height = max(rows * _CELL, 6 * len(words)), _MARGIN + heads * _CELL
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
-        f"<title>{words}</title>\n"
-        f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
-        f'<text y="{_MARGIN - 8}" font-family="sans-serif" font-size="11">{words}</text>\n'
-        f'<rect y="{_MARGIN}" width="{rows * _CELL}" height="{heads * _CELL}" fill="#eef1f4"/>\n'
-        f'<g fill="#a8071a">\n{cells}\n</g>\n</svg>\n'
-    )
+def heat_maps(parts: dict[str, Measured]) -> list[HeatMap]:
+    """The maps of all parts that have numbers."""
+    return [heat_map(name, part) for name, part in parts.items() if part.got.numel()]
+
+
+def heat_of(trial: Trial, record: Record) -> HeatMap | None:
+    """The map of the part that has most cells over their budget, of a trial that failed by a wrong number.
+
+    None where no element that was judged last is over its own, as where only the RMS of a row is, or memory runs out.
+    """
+    if not is_mapped(record) or trial.last is None:
+        return None
+    try:
+        maps = heat_maps(compared(trial.last, trial.declaration))
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            return None
+        raise
+    return max((each for each in maps if each.wrong), key=lambda each: each.wrong, default=None)

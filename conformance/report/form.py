@@ -11,10 +11,11 @@ from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.counts import Counts, Number
+from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.summary import Outcome
 
 SCHEMA_NAME = "mla-conformance-report"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 ENVIRONMENT = ("tier", "device", "torch")
 """What of the environment every view shows."""
@@ -115,6 +116,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, the cause of most failures first.")]
+    heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 
 

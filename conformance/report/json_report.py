@@ -58,6 +58,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
         deviations=tuple(DeviationForm(library=library, adapter=adapter) for library, adapter in facts.deviations),
         fingerprint=facts.fingerprint,
         causes=tuple(map(_cause, backend.causes)),
+        heat=dict(backend.heat),
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
         records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
     )

@@ -24,6 +24,7 @@ from mla_conformance.report.form import (
     ReportForm,
     Said,
 )
+from mla_conformance.report.heat_map import is_mapped
 from mla_conformance.report.json_report import report_form
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
@@ -96,8 +97,16 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
+    unmapped = part.heat.keys() - {record.case for record in records if is_mapped(record)}
+    if unmapped:
+        raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
-    facts = BackendFacts(
+    capabilities = () if part.reasons else summarise(records, listed)
+    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat)
+
+
+def _facts(name: str, part: BackendForm) -> BackendFacts:
+    return BackendFacts(
         name=name,
         reference=part.reference,
         reasons=part.reasons,
@@ -107,7 +116,6 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
         rounding=part.rounding,
         fingerprint=part.fingerprint,
     )
-    return BackendSummary(facts, () if part.reasons else summarise(records, listed), part.stopped, part.traced)
 
 
 def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:

@@ -89,4 +89,5 @@ def _joined(parts: Sequence[BackendSummary], position: dict[str, int]) -> Backen
         return first
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     traced = reduce(Traced.joined, (part.traced for part in parts))
-    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, traced)
+    heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
+    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, traced, heat)

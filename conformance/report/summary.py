@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.heat_map import HeatMap
 
 
 class Outcome(StrEnum):
@@ -81,12 +82,14 @@ class BackendSummary:
         capabilities: one entry per selected capability; none if it is unavailable.
         stopped: why the rest of its cases was not run, or empty.
         traced: what was seen to run.
+        heat: where the errors of a failure are, by case, of those that were explained.
     """
 
     facts: BackendFacts
     capabilities: tuple[CapabilitySummary, ...] = ()
     stopped: str = ""
     traced: Traced = NOTHING_TRACED
+    heat: Mapping[str, HeatMap] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

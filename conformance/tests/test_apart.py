@@ -64,6 +64,13 @@ def test_a_backend_has_the_verdict_that_it_deserves(folder: Path, name: str) -> 
     assert record.confirmation == ("alone" if record.failed else "")
 
 
+def test_the_judge_tells_where_the_errors_of_a_wrong_output_are(folder: Path) -> None:
+    parts = {each.name: [heat_map.part for heat_map in each.heat.values()] for each in load_report(folder).backends}
+    assert parts == {
+        name: ["output of new tokens"] if check == Check.OUTPUT else [] for name, (_, check, _) in OUTCOMES.items()
+    }
+
+
 def test_a_report_says_that_it_was_judged_apart_and_a_resumed_run_is(folder: Path) -> None:
     assert load_report(folder).environment["judge"] == "inputs, kernel and judge apart"
     assert Plan.recorded(Journal.inside(folder)).apart

@@ -21,6 +21,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board
@@ -47,6 +48,10 @@ const shown = () => entries.filter((entry) => entry.checkVisibility()).length;
 const name = (each) => (each.getAttribute("aria-label") ?? each.labels?.[0]?.textContent ?? each.textContent).trim();
 const type = (text) => { filter.value = text; filter.dispatchEvent(new Event("input")); };
 
+told.maps = all("figure svg[role=img]").map((each) => {
+  const { width, height } = each.getBoundingClientRect(), cells = each.viewBox.baseVal;
+  return [each.querySelector("title").textContent, width / cells.width === height / cells.height, width > 100];
+});
 told.width = [document.documentElement.scrollWidth, innerWidth];
 told.all = shown();
 press("/"); told.filterHasFocus = document.activeElement === filter;
@@ -102,7 +107,8 @@ def report() -> str:
     for name in ("wanted", LONG):
         records = [_record(name, case, outcomes[i] if i < 4 else Status.PASS) for i, case in enumerate(cases)]
         records += [_record(name, cases[-1].replace("decode:", "decode_lse:"), Status.FAIL)]
-        backends.append(BackendSummary(BackendFacts(name, name), summarise(records, {})))
+        heat = {records[0].case: HeatMap(f"LSE of {LONG}", 128, 200, ("0123456789" * 6 + "0000",) * 64)}
+        backends.append(BackendSummary(BackendFacts(name, name), summarise(records, {}), heat=heat))
     told = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
     return html(RunSummary(told, tuple(backends), tuple(cases), date="2026-11-22"))
 
@@ -176,6 +182,7 @@ def test_a_page_works_by_keys_and_fits_its_window(seen: dict[str, dict[str, Any]
     told = seen[f"{kind}-{width}"]
     assert told["complaints"] == []
     assert told["sticksOut"] == [] and told["width"] == told["widthWhenOpen"] == [width, width]
+    assert told["maps"] == [[f"LSE of {LONG}, by head and row", True, True]] * (4 if kind == "report" else 0)
     assert told["filterHasFocus"] and told["keysAreTextInTheFilter"]
     assert 0 < told["filtered"] < told["all"] and told["strangers"] == 0
     assert told["says"] == f"{told['filtered']} of {told['all']} shown"

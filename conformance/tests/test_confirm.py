@@ -163,6 +163,13 @@ def test_a_failure_that_never_repeats_is_one_all_the_same(records: dict[tuple[st
     assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")
 
 
+def test_only_what_fails_again_by_itself_has_a_map_of_its_errors(
+    records: dict[tuple[str, str], Record], folder: Path
+) -> None:
+    maps = {(backend.name, case) for backend in load_report(folder / "out").backends for case in backend.heat}
+    assert maps == {("Always", SECOND), ("Remembers", THIRD)}
+
+
 def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
     record = Record("B", "b.py:B", "lse", case, Status.FAIL, "LSE is 5", check, seconds=seconds)
     return replace(record, explanation=explanation)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -20,13 +19,11 @@ from mla_conformance.driving.subject import Subject
 from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
-from mla_conformance.export.heat import heat, svg
 from mla_conformance.export.literals import NotWritable, folded
 from mla_conformance.export.program import written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, script_of
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.measured import Measured
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -242,17 +239,3 @@ def test_replay_refuses_a_folder_in_use_before_it_runs(tmp_path: Path, capsys: p
     assert main(["replay", CASE, "--backend", "TORCH_SDPA", "--dump", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert "expected a new or an empty folder" in captured.err and captured.out == ""
-
-
-def test_a_picture_shows_where_errors_are() -> None:
-    got, golden = torch.zeros(200, 3, 2), torch.zeros(200, 3, 2)
-    got[-1, 2, 0], got[0, 1, 1], got[1, 1, 0] = torch.nan, 1.0, 25.0
-    lines = heat(Measured(got.double(), golden.double(), torch.ones(200, 3, 1).double()))
-    assert lines == [[0] * 64, [2] + [0] * 63, [0] * 63 + [9]]
-    picture = svg("output of decode", lines)
-    assert "2 of 192 cells over their budget; 3 heads down, 64 rows to the right" in picture
-    assert re.findall(r'<rect x="(\d+)" y="(\d+)".* opacity="([\d.]+)"', picture) == [
-        ("0", "34", "0.38"),
-        ("630", "44", "1.00"),
-    ]
-    assert ElementTree.fromstring(picture).tag.endswith("svg")

@@ -44,6 +44,9 @@ def test_the_last_verdict_on_a_question_counts(tmp_path: Path) -> None:
 
 NO_EVENTS = [b"{", b"[1]", b"\xff\xfe\x00", b'{"event": "verdict", "record": {"backend": 1}}', b"[" * 10**5]
 NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}', b'{"event": "traced", "backend": "EAGER", "traced": 7}']
+NO_EVENTS += [
+    b'{"event": "heat", "backend": "E", "case": "c", "heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
+]
 
 
 @pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))

@@ -148,8 +148,8 @@ def test_a_file_without_a_case(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"schema": "mla-conformance-report/99"}', "is newer than mla-conformance-report/4"),
-        ('{"schema": "mla-conformance-report/4"}', "missing required field"),
+        ('{"schema": "mla-conformance-report/99"}', "is newer than mla-conformance-report/5"),
+        ('{"schema": "mla-conformance-report/5"}', "missing required field"),
         ("", "not JSON (cut off?)"),
     ],
 )

@@ -36,19 +36,20 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
+from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.shown import LINE
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 
 EACH = 20
-CASES = [case.id for case in CAPABILITIES["lse"].cases[:3]]
+CASES = [case.id for case in CAPABILITIES["lse"].cases[:4]]
 TOLD = {"suite": SUITE_VERSION, "version": "1", "tier": "full", "device": "cpu", "torch": "2.13.0"}
 """Of a run that failed, so that no gate may open on it whatever else is wrong with its report."""
 
 
 def run_of_a_shard() -> RunSummary:
-    """A failure with all that is said of one, an expected one, a pass, and a backend that could not be judged."""
+    """Failures with all that is said of one, an expected one, a pass, and a backend that could not be judged."""
     passed = Record(
         "MINE", "MINE", "lse", CASES[0], Status.PASS, used={"lse": 0.3}, evidence={"kernel": "k"}, seconds=1
     )
@@ -58,9 +59,11 @@ def run_of_a_shard() -> RunSummary:
         after=(CASES[0],),
     )  # fmt: skip
     known = Record("MINE", "MINE", "lse", CASES[2], Status.EXPECTED_FAILURE, judged=Status.FAIL, expectation="known")
+    wrong = Record("MINE", "MINE", "lse", CASES[3], Status.FAIL, "LSE is 2", "lse", "4.2", explanation="base 2")
+    heat = {wrong.case: HeatMap("LSE of new tokens", 2, 3, ("012", "900"))}
     facts = BackendFacts("MINE", "MINE", (), {"lib": "1.2"}, False, (("l", "a"),), {"p": "m"}, "f")
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
-    mine = BackendSummary(facts, summarise([passed, failed, known], {}), "gave up", traced)
+    mine = BackendSummary(facts, summarise([passed, failed, known, wrong], {}), "gave up", traced, heat)
     absent = BackendSummary(BackendFacts("GONE", "GONE", ("why",)))
     return RunSummary(TOLD, (mine, absent), tuple(CASES), Shard(1, 1, tuple(CASES)))
 
@@ -86,6 +89,8 @@ def journal(folder: Path) -> str:
     written.append("started", case=CASES[0], backend="EAGER")
     written.append("verdict", record=run_of_a_shard().records[1].to_json())
     written.append("traced", backend="EAGER", traced={"kernels": {"lse": ["k"]}, "libraries": {}})
+    heat = {"part": "LSE of new tokens", "heads": 1, "rows": 2, "lines": ["09"]}
+    written.append("heat", backend="EAGER", case=CASES[1], heat=heat)
     written.append("gave_up", backend="EAGER", reason="5 equal failures")
     return written.path.read_text(encoding="ascii")
 
@@ -131,7 +136,7 @@ def _expectations(folder: Path) -> str:
         backend="MINE", case=CASES[1], check="call", reason="known", link="here", category="design",
         when="torch >= 2.9 and not lib < 1.0", until="2099-01-01",
     )  # fmt: skip
-    others = Expectation(backend="*", case=(CASES[2], "merge*"), reason="known as well", until="2999.1")
+    others = Expectation(backend="*", case=(*CASES[2:], "merge*"), reason="known as well", until="2999.1")
     return to_toml(entries) + to_toml(others)
 
 
@@ -178,7 +183,7 @@ _TEXTS = [
     "lse:q=[1];heads=" + "9" * 5000, "lse:q=[2147483647,2147483647]", "lse:q=[1]\n",
     "chunked_context:q=[1];kv=[2000000000];workspace=1;page=1", "lse:q=[1];dims=" + "9" * 5000 + "-1-1-1",
     "../../etc/passwd", "2026." + "9" * 5000, "9" * 5000, "9999-99-99", "<script>", "|`*_[](x)",
-    "mla-conformance-report/4",
+    "mla-conformance-report/5",
 ]  # fmt: skip
 _VALUES: list[Any] = [None, True, 7, -1, 0, 10**30, 2**63, 1e308, -0.5, [], {}, [[]], {"odd": {}}, ["lse:q=[1]"] * 3]
 _BYTES = [b"\x00", b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b"\r\n", b"\xef\xbb\xbf", b"\\ud800", b'"', b"}"]
@@ -297,6 +302,7 @@ def stopped(run: Run, **_: object) -> int:
     """Stands for the run, behind everything that is read before it."""
     run.folder.journal.records()
     run._traced()
+    run._heat([])
     run.folder.discard()
     return 0
 

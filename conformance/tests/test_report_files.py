@@ -73,6 +73,14 @@ def test_every_record_is_in_the_report(report: Json, real_run: Path) -> None:
     assert refusals and all("e4m3 output not declared" in record["message"] for record in refusals)
 
 
+def test_every_failure_by_a_wrong_number_that_was_explained_has_a_map(report: Json) -> None:
+    broken, eager = (report["backends"][name] for name in ("Broken", "EAGER"))
+    failures = [failure for capability in broken["capabilities"].values() for failure in capability["failures"]]
+    told = {failure["case"] for failure in failures if failure["check"] == "lse" and failure["confirmation"]}
+    assert told and told <= broken["heat"].keys() <= {failure["case"] for failure in failures} and eager["heat"] == {}
+    assert {each["part"] for each in broken["heat"].values()} == {"LSE of new tokens"}
+
+
 def test_a_report_reads_back_as_it_was(report: Json, real_run: Path) -> None:
     run = load_report(real_run / "report.json")
     assert json.loads(json.dumps(report_json(run))) == report
@@ -98,20 +106,30 @@ def _capability(report: Json) -> Json:
     return found
 
 
+def _heat(report: Json) -> Json:
+    """The map of the first failure that has one."""
+    maps: dict[str, Json] = report["backends"]["Broken"]["heat"]
+    return next(iter(maps.values()))
+
+
 EDITS: list[tuple[Callable[[Json], object], str]] = [
-    (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/4"),
-    (lambda r: r.update(schema="mla-conformance-report/2"), "is older than mla-conformance-report/4"),
-    (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/4, got \"other/2\""),
+    (lambda r: r.update(schema="mla-conformance-report/99"), "is newer than mla-conformance-report/5"),
+    (lambda r: r.update(schema="mla-conformance-report/2"), "is older than mla-conformance-report/5"),
+    (lambda r: r.update(schema="other/2"), "expected a report with schema mla-conformance-report/5, got \"other/2\""),
     (lambda r: r.pop("backends"), "object missing required field `backends`"),
     (lambda r: r.update(backends=[]), "backends: expected `object`, got `array`"),
     (lambda r: r.update(more=1), "object contains unknown field `more`"),
     (lambda r: r["backends"]["Broken"].update(status="pass"), 'Broken.status is "pass", but "fail" follows'),
     (lambda r: _capability(r).update(passed=3), "Broken.capabilities.lse.passed is 3, but 0 follows"),
-    (lambda r: _capability(r)["failures"].pop(), "Broken.capabilities.lse."),
+    (lambda r: (r["backends"]["Broken"].update(heat={}), _capability(r)["failures"].pop()), "Broken.capabilities.lse."),
     (lambda r: _capability(r)["failures"][0].update(replay="true"), 'replay is "true"'),
     (lambda r: r["backends"]["EAGER"]["records"].pop(), 'EAGER.status is "pass", but "not_run" follows'),
     (lambda r: r["backends"]["EAGER"]["records"].extend(r["backends"]["EAGER"]["records"][:1]), "two records of one"),
     (lambda r: r["backends"]["EAGER"]["records"][0].update(status="good"), "records[0].status: expected one of the v"),
+    (lambda r: _heat(r).update(lines=["5"] * 65), "expected `array` of length <= 64"),
+    (lambda r: _heat(r).update(lines=["five"]), "expected `str` matching regex"),
+    (lambda r: _heat(r).update(heads=65), "lines of "),
+    (lambda r: r["backends"]["EAGER"].update(heat=r["backends"]["Broken"]["heat"]), "EAGER has a heat map of \"lse:"),
     (lambda r: r["cases"].pop(), "one of a case that is not listed"),
     (lambda r: r["cases"].append(r["cases"][0]), "holds a case twice"),
 ]  # fmt: skip

@@ -16,6 +16,8 @@ from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.commands import FORMATS
+from mla_conformance.report.heat_map import HeatMap
+from mla_conformance.report.heat_picture import words
 from mla_conformance.report.html import html
 from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
@@ -60,7 +62,8 @@ class Page(HTMLParser):
 def nasty_run() -> RunSummary:
     record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL, NASTY, "lse", "4.2", explanation=NASTY)
     facts = BackendFacts("B'", "my file.py:B'", emulated=True, deviations=((NASTY, NASTY),))
-    failing = BackendSummary(facts, summarise([record], {"lse": 2}))
+    heat = {record.case: HeatMap(NASTY, 1, 3, ("019",))}
+    failing = BackendSummary(facts, summarise([record], {"lse": 2}), heat=heat)
     absent = BackendSummary(BackendFacts("C", reasons=(NASTY,)))
     return RunSummary(ENVIRONMENT, (failing, absent), ("lse:q=[1]", "lse:q=[2]"))
 
@@ -96,7 +99,28 @@ def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
     page = Page(text)
     assert 'lang="en"' in text and 'name="viewport"' in text and "prefers-color-scheme: dark" in text
     assert page.tags.count("th") == len(page.values("scope")) > 0
-    assert page.tags.count("svg") == len([label for label in page.values("aria-label") if "cases, median" in label]) > 0
+    named = [label for label in page.values("aria-label") if "cases, median" in label]
+    titled = re.findall(r'<svg role="img"[^>]*>\n<title>LSE of [a-z 0-9]+, by head and row</title>', text)
+    assert page.tags.count("svg") == len(named) + len(titled) and named and titled
+
+
+def test_the_page_shows_where_the_errors_of_a_failure_are(real_run: Path) -> None:
+    (broken,) = (each for each in load_report(real_run / "report.json").backends if each.name == "Broken")
+    page = (real_run / "report.html").read_text(encoding="utf-8")
+    shown = [" ".join(re.sub("<.*?>", "", each).split()) for each in re.findall("<figcaption>(.*?)</figcaption>", page)]
+    examples = [cause.example for cause in broken.causes]
+    examples += [capability.failures[0] for capability in broken.capabilities if capability.failures]
+    assert shown == [words(broken.heat[example.case]) for example in examples]
+    assert shown[0].startswith("LSE of new tokens: 16 of 16 cells over their budget; 4 heads down, 4 rows to the right")
+
+
+def test_where_the_example_has_no_map_that_of_another_failure_is_named() -> None:
+    run = nasty_run()
+    (record,), (backend, _) = run.records, run.backends
+    records = [replace(record, case="lse:q=[1]"), replace(record, case="lse:q=[2]")]
+    other = replace(backend, capabilities=summarise(records, {}), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
+    text = html(replace(run, backends=(other,)))
+    assert text.count(", in <code>lse:q=[2]</code></figcaption>") == text.count("<figure>") == 2
 
 
 def _luminance(colour: str) -> float:
@@ -122,11 +146,16 @@ def test_text_stands_out_in_light_and_dark() -> None:
         for front, back in pairs:
             low, high = sorted((_luminance(colours[front]), _luminance(colours[back])))
             assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
+        least = [
+            0.44 * int(colours["code"][i : i + 2], 16) + 0.56 * int(colours["fail"][i : i + 2], 16) for i in (0, 2, 4)
+        ]
+        low, high = sorted((_luminance(colours["code"]), _luminance("".join(f"{round(part):02x}" for part in least))))
+        assert (high + 0.05) / (low + 0.05) >= 3, "the least that is over its budget, on the ground of a map"
 
 
 def test_nothing_of_a_report_is_markup() -> None:
     page = Page(html(nasty_run()))
-    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 9
+    assert page.tags.count("script") == 1 and sum('<script>alert("x")' in words for words in page.words) == 13
     text = markdown(nasty_run())
     assert "<script" not in text.replace(r"\<script", "") and r"a\|b \`c\`" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]

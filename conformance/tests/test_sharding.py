@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.merging import merge_shards
 
 Json = dict[str, Any]
 CASES = [f"lse:q=[{i}]" for i in range(1, 8)]
@@ -68,6 +71,16 @@ def test_the_merge_of_all_shards_is_the_unsharded_report(
     assert main(["report", "merge", *paths, "--out", str(tmp_path / "all.json")]) == 0
     assert settled(tmp_path / "all.json") == settled(whole)
     assert main(["report", "diff", str(whole), str(tmp_path / "all.json")]) == 0
+
+
+def test_the_merge_keeps_where_the_errors_of_each_shard_are(shards: list[Path]) -> None:
+    runs = [load_report(path) for path in shards]
+    maps = [HeatMap("LSE of new tokens", 1, 1, (digit,)) for digit in "123"]
+    mapped = [
+        replace(run, backends=(replace(run.backends[0], heat={run.judged_cases[0]: found}),))
+        for run, found in zip(runs, maps, strict=True)
+    ]
+    assert merge_shards(mapped).backends[0].heat == dict(zip(CASES[:3], maps, strict=True))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from mla_conformance.files import inputs
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
+from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 
@@ -131,7 +132,9 @@ def test_no_view_is_obeyed(write_report: Write, kind: str) -> None:
     (capability,) = backend.capabilities
     forged = replace(FAILED, message=FORGED, finding=FORGED, reference=FORGED, detail=FORGED)
     facts = replace(backend.facts, name=FORGED, rounding={FORGED: FORGED}, deviations=((FORGED, FORGED),))
-    forgery = replace(backend, facts=facts, capabilities=(replace(capability, records=(forged,)),), stopped=FORGED)
+    heat = {forged.case: HeatMap(FORGED, 1, 1, ("9",))}
+    kept = (replace(capability, records=(forged,)),)
+    forgery = replace(backend, facts=facts, capabilities=kept, stopped=FORGED, heat=heat)
     absent = replace(backend, facts=replace(facts, reasons=(FORGED,)), capabilities=())
     text = FORMATS[kind](replace(run, environment=dict.fromkeys(run.environment, FORGED), backends=(forgery, absent)))
     assert all(character.isprintable() or character == "\n" for character in text)

@@ -95,6 +95,8 @@ def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatc
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, Judged) and not judged.record["explanation"]
     assert answer.record["explanation"] == "as one that is off by one" and not answer.leaves
+    assert (answer.heat.part, answer.heat.wrong) == ("LSE of new tokens", 2 * 14)
+    assert asked(Wrong)[-1].heat is None
 
 
 def test_a_process_that_a_backend_changed_judges_no_other_case() -> None:

@@ -1,0 +1,56 @@
+"""Where the errors of a failure are, by head and row, as plain data. No torch: it travels."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import ARITHMETIC
+
+MOST = 64
+"""Heads, and rows, that a map tells apart."""
+BEYOND = 9
+
+# In Python a line's end may stand behind what matches `$`.
+_Digits = Annotated[str, Meta(pattern=r"^[0-9]{1,64}$(?!\n)")]
+_Size = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
+    """How far an output or an LSE is over its budget; of several heads or rows in a cell the largest counts.
+
+    Attributes:
+        part: what was compared, such as "LSE of new tokens".
+        heads: heads that the lines stand for.
+        rows: judged rows of the batch that the digits of a line stand for.
+        lines: a line for each head, up to 64, with a digit for each row, up to 64: 0 is within the budget, n above it
+            and at most 10^n times it, 9 that or anything beyond, NaN included.
+
+    Raises:
+        ValueError: the lines have not the form that so many heads and rows have.
+    """
+
+    part: str
+    heads: _Size
+    rows: _Size
+    lines: Annotated[tuple[_Digits, ...], Meta(min_length=1, max_length=MOST)]
+
+    def __post_init__(self) -> None:
+        down, right = min(self.heads, MOST), min(self.rows, MOST)
+        if list(map(len, self.lines)) != [right] * down:
+            raise ValueError(f"expected {down} lines of {right} digits for {self.heads} heads and {self.rows} rows")
+
+    @property
+    def cells(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.lines))
+
+    @property
+    def wrong(self) -> int:
+        """How many are over their budget."""
+        return self.cells - sum(line.count("0") for line in self.lines)
+
+
+def is_mapped(record: Record) -> bool:
+    """Whether a record may have a map: it fails by a wrong number."""
+    return record.failed and record.check in ARITHMETIC
