@@ -24,7 +24,6 @@ from mla_conformance.defects.explain import ALIKE
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.engine.log import KEPT_BYTES
 from mla_conformance.engine.run import GIVE_UP_AFTER
-from mla_conformance.export.heat import MOST_HEADS, MOST_ROWS
 from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.script import MOST_LINES
 from mla_conformance.files.inputs import MOST_MEBIBYTES
@@ -38,6 +37,7 @@ from mla_conformance.proof.prove import FAR
 from mla_conformance.proof.their_layer import CALLS
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.heat_map import MOST
 from mla_conformance.report.shown import MESSAGE
 from mla_conformance.report.terminal import columns
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
@@ -156,7 +156,7 @@ def stated() -> dict[str, list[str]]:
             f"has at most {MOST_LINES} lines and",
             f"more than {MOST_LINES} lines |",
             f"more than {MOST_BYTES} characters",
-            f"at most {max(MOST_HEADS, MOST_ROWS)} of each",
+            f"at most {MOST} of each",
         ],
         "docs/tutorial.md": [f"`✔ new_tokens {len(smoke('new_tokens'))}`"],
         "docs/watch.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
