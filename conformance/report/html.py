@@ -1,18 +1,19 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.causes import Cause
 from mla_conformance.report.cells import Cell, cell, definition
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import SIGN, closing_line, counted
+from mla_conformance.report.terminal import SIGN, cases_of, closing_line, counted
 
 _CLOSEST = 8
 
@@ -43,6 +44,7 @@ def html(run: RunSummary) -> str:
         picture=picture,
         words=words,
         counted=counted,
+        cases_of=cases_of,
     )
 
 
@@ -51,17 +53,25 @@ def _outcome(run: RunSummary) -> str:
 
 
 def _verdict(backend: BackendSummary) -> str:
-    """What is said of a backend in one sentence, with the likely cause of most of its failures."""
+    """What is said of a backend in one sentence, with the likely cause of its failures, or what is seen of most."""
     counts = backend.counts
     if backend.causes:
-        more = f"; {counted(len(backend.causes) - 1, 'other cause')}" if len(backend.causes) > 1 else ""
-        return f"{counted(counts.failed, 'case')} wrong, most likely because: {backend.causes[0].sentence}{more}"
+        return f"{counted(counts.failed, 'case')} wrong{_because(backend.causes)}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not Outcome.PASS:
         return "nothing was judged"
     waived = f"; {counted(counts.waived, 'case')} wrong as expected" if counts.waived else ""
     return f"{counted(counts.passed, 'case')} right{waived}"
+
+
+def _because(causes: Sequence[Cause]) -> str:
+    first, *others = causes
+    part = f", {len(first.failures)} of them" if others else ""
+    because = ", most likely because" if first.kind == "likely" else ""
+    likely = sum(cause.kind == "likely" for cause in others)
+    more = f"; {counted(likely, 'other likely cause')}" if likely else ""
+    return f"{part}{because}: {first.sentence}{more}"
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:

@@ -6,7 +6,7 @@ from mla_conformance.report.answer import answers
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
-from mla_conformance.report.terminal import closing_line, counted
+from mla_conformance.report.terminal import cases_of, closing_line, counted
 
 SIGN = {
     Outcome.PASS: "✅",
@@ -63,12 +63,12 @@ def _worst(backend: BackendSummary) -> str:
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {inline(_said(cause))}"
+        yield f"**{inline(backend.name)} · {cases_of(cause)}** · {inline(_said(cause))}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
         yield from ("", "```sh", shown_line(cause.example.replay), "```", "")
-    hidden = len(backend.causes) - _MOST_CAUSES
-    if hidden > 0:
-        yield from (f"… and {counted(hidden, 'more cause')} of {inline(backend.name)} in the report", "")
+    hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
+    if hidden:
+        yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
 
 
 def _said(cause: Cause) -> str:
@@ -76,7 +76,7 @@ def _said(cause: Cause) -> str:
 
 
 def _example(cause: Cause) -> Iterator[str]:
-    """The smallest case, with what was seen, and what confirming it found."""
+    """The simplest case, with what was seen, and what confirming it found."""
     example = cause.example
     yield f"{example.case}: {example.message}"
     if example.confirmed:
@@ -104,7 +104,7 @@ def annotations(run: RunSummary) -> str:
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
     text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
-    title = f"{backend.name}: {counted(len(cause.failures), 'case')} of {', '.join(cause.capabilities)}"
+    title = f"{backend.name}: {cases_of(cause)}; {', '.join(cause.capabilities)}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 
