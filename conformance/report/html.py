@@ -68,10 +68,10 @@ def _verdict(backend: BackendSummary) -> str:
 def _because(causes: Sequence[Cause]) -> str:
     first, *others = causes
     part = f", {len(first.failures)} of them" if others else ""
-    because = ", most likely because" if first.kind == "likely" else ""
+    if first.kind == "likely":
+        part = f"{part or ','} most likely because"
     likely = sum(cause.kind == "likely" for cause in others)
-    more = f"; {counted(likely, 'other likely cause')}" if likely else ""
-    return f"{part}{because}: {first.sentence}{more}"
+    return f"{part}: {first.sentence}" + (f"; {counted(likely, 'other likely cause')}" if likely else "")
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:

@@ -104,7 +104,7 @@ def annotations(run: RunSummary) -> str:
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
     text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
-    title = f"{backend.name}: {cases_of(cause)}; {', '.join(cause.capabilities)}"
+    title = f"{backend.name}: {cases_of(cause, ' of ' + ', '.join(cause.capabilities))}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 

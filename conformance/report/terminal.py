@@ -71,11 +71,11 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
 
 
-def cases_of(cause: Cause) -> str:
-    """How many cases fail of a cause, and of what more they may be."""
+def cases_of(cause: Cause, where: str = "") -> str:
+    """How many cases fail of a cause, ``where``, and whether they may have the origin of others."""
     if cause.kind == "further":
-        return f"{counted(len(cause.failures), 'further case')}, which may have the same origin"
-    return counted(len(cause.failures), "case")
+        return f"{counted(len(cause.failures), 'further case')}{where}, which may have the same origin"
+    return counted(len(cause.failures), "case") + where
 
 
 def _extent(causes: Sequence[Cause]) -> str:

@@ -30,11 +30,11 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
-    said = "The LSE is in base 2, expected the natural logarithm, as reported in sgl-project/sglang#"
-    assert f"wrong: Base2, 1 cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
+    said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
+    assert f"wrong: Base2, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
     assert command == "mla-conformance" and main(arguments) == 1
-    assert "wrong: Base2, 1 cause, 1 case: The LSE is in base 2" in capsys.readouterr().out
+    assert "wrong: Base2, 1 likely cause, 1 case: The LSE is in base 2" in capsys.readouterr().out
 
 
 def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(
