@@ -57,6 +57,11 @@ class Cause:
         return (min(exceeding), max(exceeding)) if exceeding else None
 
     @property
+    def reserve(self) -> str:
+        """What is to be said behind its number of cases, where a likely cause stands beside it."""
+        return ", which may have the same origin" if self.kind == "further" else ""
+
+    @property
     def extent(self) -> str:
         """Use of the error budget and clauses, in words; empty if there is neither."""
         least, most = (f"{share:.3g}" for share in self.used) if self.used else ("", "")

@@ -63,7 +63,7 @@ def _worst(backend: BackendSummary) -> str:
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {cases_of(cause)}** · {inline(_said(cause))}"
+        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(_said(cause))}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
         yield from ("", "```sh", shown_line(cause.example.replay), "```", "")
     hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
@@ -104,7 +104,7 @@ def annotations(run: RunSummary) -> str:
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
     text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
-    title = f"{backend.name}: {cases_of(cause, ' of ' + ', '.join(cause.capabilities))}"
+    title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 

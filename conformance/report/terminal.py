@@ -65,17 +65,15 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             head = f"wrong: {backend.name}, {_extent(backend.causes)}"
             if len(backend.causes) > 1:
                 yield from [head] if number == 1 else []
-                head = f"    {number}. {cases_of(cause)}"
+                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
         if hidden:
             yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
 
 
-def cases_of(cause: Cause, where: str = "") -> str:
-    """How many cases fail of a cause, ``where``, and whether they may have the origin of others."""
-    if cause.kind == "further":
-        return f"{counted(len(cause.failures), 'further case')}{where}, which may have the same origin"
-    return counted(len(cause.failures), "case") + where
+def cases_of(cause: Cause) -> str:
+    """How many cases fail of a cause."""
+    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
 
 
 def _extent(causes: Sequence[Cause]) -> str:
