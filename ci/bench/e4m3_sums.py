@@ -1,7 +1,4 @@
-"""How many bits a sum of e4m3 products keeps in the tensor core: ends with status 1 if one has fewer than float32 has.
-
-Needs torch and a GPU that multiplies e4m3 operands. Written by hand: no library but torch's is called.
-"""
+"""How many bits a sum of e4m3 products keeps in the tensor core of a GPU that multiplies them; needs torch alone."""
 
 import sys
 
@@ -9,7 +6,7 @@ import torch
 
 LENGTH, STEP = 128, 32  # products of a sum, and of an instruction
 LARGE = 2.0**8
-BITS = 20  # float32 would keep 23
+BITS = 20  # looked for; float32 would keep 23
 
 
 def small_is_kept(bits: int, place: int, fast: bool) -> bool:
@@ -26,17 +23,13 @@ def small_is_kept(bits: int, place: int, fast: bool) -> bool:
     return found[0, 0].item() > LARGE
 
 
-def main() -> int:
-    """One line for each place and mode; the exit status."""
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    fewest = BITS
+def main() -> None:
+    """One line for each place and mode."""
     for fast in (False, True):
         for place in (1, *range(STEP, LENGTH, STEP)):
             kept = max((bits for bits in range(1, BITS) if small_is_kept(bits, place, fast)), default=0)
-            fewest = min(fewest, kept)
-            print(f"fast accumulation {fast}: 2^8 at 0 and 2^(8 - n) at {place}: kept up to n = {kept}")
-    return int(fewest < BITS - 1)
+            sys.stdout.write(f"fast accumulation {fast}, 2^8 at 0, 2^(8 - n) at {place}: kept up to n = {kept}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
