@@ -23,10 +23,6 @@ MEASURED = re.compile(
 )
 """What was found by running something. Versions of three parts, powers of two, lengths and head dims are none."""
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "ci" / "bench" / "h200-findings.txt").exists(), reason="the run on an H200 is not stored yet"
-)
-
 
 def unprinted(prose: str) -> list[str]:
     """The measured figures that no transcript shows."""
