@@ -69,7 +69,7 @@ class Environment:
         What it prints is kept or shown.
 
         Raises:
-            Stopped: by a signal, which what runs was sent as well; nothing of it is left.
+            Stopped: by a signal, which what runs was sent as well.
         """
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])

@@ -16,14 +16,15 @@ def carry_out(
     """Carry a command out; what it prints is kept or shown.
 
     Raises:
-        Stopped: by a signal, which the command and whatever is in its session was sent as well; none of them is left.
+        Stopped: by a signal, which the command and whatever is in its process group was sent as well; nothing of that
+            is left.
     """
     told, running = list[int](), list[int]()
 
     def forward(number: int, _: object) -> None:
         told.append(number)
-        for session in running:
-            _signal(session, number)
+        for group in running:
+            _signal(group, number)
 
     to = subprocess.PIPE if capture else None
     with heeded(forward):
@@ -41,6 +42,6 @@ def carry_out(
     return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
-def _signal(session: int, number: int) -> None:
+def _signal(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(session, number)
+        os.killpg(group, number)

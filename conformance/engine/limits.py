@@ -65,8 +65,9 @@ def renounce_signals() -> None:
     """
     if sys.platform != "linux":
         return
-    libc, scope = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # of files and ports all stays
-    rules = libc.syscall(_LANDLOCK_CREATE_RULESET, scope, ctypes.c_size_t(ctypes.sizeof(scope)), 0)
+    libc, nothing = ctypes.CDLL(None), 0
+    forbidden = (ctypes.c_uint64 * 3)(nothing, nothing, _LANDLOCK_SCOPE_SIGNAL)  # of files, of networks, of processes
+    rules = libc.syscall(_LANDLOCK_CREATE_RULESET, forbidden, ctypes.c_size_t(ctypes.sizeof(forbidden)), 0)
     if rules >= 0:
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
