@@ -152,6 +152,7 @@ def stated() -> dict[str, list[str]]:
             f"none reproduced as much as {100 * UNALIKE:.0f} %",
             f"the first {KEPT_BYTES // 2**20} MiB of it",
             f"by default {GIVE_UP_AFTER}, the rest",
+            f"up to {MOST} × {MOST}: 0",
         ],
         "docs/reproduce.md": [
             f"has at most {MOST_LINES} lines and",
