@@ -50,7 +50,7 @@ class Candidate:
         """What a failure that looks like it is said to be; the numbers of a known defect are those of that defect."""
         source = self.sources[0] if self.sources else ""
         if self.id:
-            return f"like the known defect {self.id}{f' ({source})' if source else ''}: {self.sentence}"
+            return f"what the known defect {self.id}{f' ({source})' if source else ''} does: {self.sentence}"
         return self.sentence + (f", like {source}" if source else "")
 
     @staticmethod
