@@ -21,10 +21,11 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
+from mla_conformance.report.closing import of_cases, worst_error
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.report.terminal import SIGN, cause_lines, columns, say, worst_error
+from mla_conformance.report.terminal import SIGN, cause_lines, columns, say
 
 _LOOKS = 0.3
 """Seconds between two looks at the file."""
@@ -141,9 +142,7 @@ class _Watch:
         """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
         outcome = Outcome.FAIL if counts.failed else Outcome.NOT_RUN if counts.not_run else Outcome.PASS
-        told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
-        told += [f"{counts.not_run} NOT RUN"] if counts.not_run else []
-        self._say(SIGN[outcome], " · ".join([*told, worst_error(records), took]))
+        self._say(SIGN[outcome], " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
         summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
         for line in cause_lines(summary, columns()):
             say(line)

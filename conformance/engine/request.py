@@ -101,6 +101,16 @@ class Request:
         """The same, of a deployed model."""
         return replace(self, deployment=deployment)
 
+    @property
+    def names_all(self) -> bool:
+        """Whether it is about every registered backend, of which those that cannot run here were not asked for."""
+        return set(self.backends) == set(known_backends())
+
+    @property
+    def of_what(self) -> str:
+        """What its cases are of, in words: a deployed model, or a tier; nothing where they were named."""
+        return str(self.deployment) if self.deployment else "" if self.cases else f"tier {self.tier.value}"
+
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability, in all shards."""
         if capability not in self.capabilities:

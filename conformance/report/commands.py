@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.compare import DRIFT, compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
@@ -17,7 +18,7 @@ from mla_conformance.report.merging import merge_shards
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import closing_line, columns, put, say
+from mla_conformance.report.terminal import columns, put, say
 
 _INCOMPLETE = 3
 

@@ -7,12 +7,13 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import SIGN, closing_line, counted
+from mla_conformance.report.terminal import SIGN, counted
 
 _CLOSEST = 8
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from mla_conformance.report.answer import answers
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
-from mla_conformance.report.terminal import closing_line, counted
+from mla_conformance.report.terminal import counted
 
 SIGN = {
     Outcome.PASS: "✅",
