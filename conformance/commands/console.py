@@ -105,7 +105,7 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
             run.judge(_ignore)
         else:
             with live(lambda: progress.line):
-                run.judge(progress)
+                run.judge(progress, progress.phase)
     except RunError as error:
         return str(error), 0
     except Stopped as stop:

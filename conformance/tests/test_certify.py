@@ -31,6 +31,7 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
     assert printed.endswith(f"\nreport {tmp_path / 'out' / 'report.html'}, and report.json beside it\n")
+    assert " · judging 1 failure again, and looking for an explanation\n" in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, as reported in sgl-project/sglang#"
     assert f"wrong: Base2, 1 cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
