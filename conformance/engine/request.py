@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from mla_conformance.backends.nearest import did_you_mean
+from mla_conformance.backends.nearest import unknown
 from mla_conformance.backends.references import (
     BackendReference,
     BackendReferenceError,
     known_backends,
     known_variants,
     parse_reference,
+    require_class,
 )
 from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.cases.case import Case, CaseError
@@ -81,6 +82,8 @@ class Request:
         """
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
+            for reference in backends:
+                require_class(reference)
             parsed = tuple(Case.parse(text) for text in cases)
             wanted = [_capability(name) for name in [*capabilities, *(case.capability for case in parsed)]]
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
@@ -155,10 +158,9 @@ class Request:
 
 
 def _capability(name: str) -> str:
-    try:
-        return find_capability(name).name
-    except CapabilityError as error:
-        raise CapabilityError(f"{error}{did_you_mean(name, CAPABILITIES)}") from error
+    if name not in CAPABILITIES:
+        raise CapabilityError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+    return name
 
 
 def _require_device(name: str | None) -> None:

@@ -39,7 +39,7 @@ FORMATS: dict[str, Callable[[RunSummary], str]] = {
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add ``report`` with its own commands."""
     report = commands.add_parser("report", help="show, compare and merge report.json files")
-    kinds = report.add_subparsers(dest="report_command", required=True)
+    kinds = report.add_subparsers(required=True)
     render = kinds.add_parser("render", help="a report for people")
     render.add_argument("report", type=Path, metavar="REPORT")
     render.add_argument("--format", choices=FORMATS, default="text")
