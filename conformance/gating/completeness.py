@@ -45,9 +45,10 @@ def incomplete(reports: Sequence[RunSummary], tier: Tier | None) -> Iterator[Row
         judged = {record.key for _, backend in run for record in backend.records}
         wanted = [*dict.fromkeys([*cases, *listed])] if run else []
         if left := [key for key in wanted if key not in judged]:
-            yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), f"of the {tier} tier" if tier else "of its list")
+            of_what = f"of the {tier} tier" if tier else "of its list"
+            yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
         for capability, count in count_by_capability(left).items():
-            yield Row(Finding.INCOMPLETE, name, capability, f"{count} cases of the list have no verdict")
+            yield Row(Finding.INCOMPLETE, name, capability, f"{count} cases of the list have no verdict", count)
     if not any(report.records for report in reports):
         yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
 
