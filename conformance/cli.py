@@ -42,7 +42,7 @@ _CUT_OFF = 141
 
 
 def command() -> NoReturn:
-    """The console script."""
+    """Run a command, and end the process with its exit status."""
     try:
         status = main()
     except BrokenPipeError:  # who read what is printed has read enough
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_anywhere()
     # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         status: int = options.run(options)
     except InputError as error:
         say(f"mla-conformance: {cut(str(error))}", error=True)

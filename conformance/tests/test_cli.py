@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.capabilities import Tier, find_capability
@@ -264,6 +265,18 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
     assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
+
+
+def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "mla_conformance.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "mla_conformance.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    with pytest.raises(SystemExit, match=r"^130$"):
+        start()
 
 
 def test_a_reader_that_has_enough_is_no_traceback() -> None:
