@@ -8,7 +8,7 @@ from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.traced import Traced
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, by_backend, summarise
-from mla_conformance.report.terminal import SIGN, columns, fitting, side_by_side, wrapped
+from mla_conformance.report.terminal import SIGN, columns, counted, fitting, side_by_side, wrapped
 
 _TOUCHED = 0.01
 _SHOWN_KERNELS, _NAME_LENGTH = 2, 60
@@ -72,7 +72,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
 def declared(facts: BackendFacts) -> str:
     """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
     classes = ", ".join(_classes(facts.rounding))
-    return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
+    return f"declares {classes}; {counted(len(facts.deviations), 'deviation')}, listed in the report"
 
 
 def _classes(rounding: dict[str, str]) -> Iterator[str]:
@@ -106,8 +106,8 @@ def sampled(backend: BackendSummary) -> Iterator[str]:
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
         seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
         yield (
-            f"{len(chosen)} cases judged by chosen rows, at least {least['rows']} of {least['of']} with every head; "
-            f"a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
+            f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
+            f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
 
 

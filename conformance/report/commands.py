@@ -18,7 +18,7 @@ from mla_conformance.report.merging import merge_shards
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import columns, put, say
+from mla_conformance.report.terminal import columns, counted, put, say
 
 _INCOMPLETE = 3
 
@@ -88,7 +88,7 @@ def _diff(options: argparse.Namespace) -> int:
     for change in changes:
         say(change.line)
     regressions = sum(change.regression for change in changes)
-    say(f"{regressions} regressions, {len(changes) - regressions} other changes")
+    say(f"{counted(regressions, 'regression')}, {counted(len(changes) - regressions, 'other change')}")
     return 1 if regressions else 0
 
 

@@ -13,7 +13,7 @@ from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import SIGN, counted
+from mla_conformance.report.terminal import SIGN, counted, from_here
 
 _CLOSEST = 8
 
@@ -40,6 +40,7 @@ def html(run: RunSummary) -> str:
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
         anchor=_anchor,
+        replay=lambda record: from_here(record).replay,
         first_map=_first_map,
         picture=picture,
         words=words,
@@ -61,8 +62,10 @@ def _verdict(backend: BackendSummary) -> str:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not Outcome.PASS:
         return "nothing was judged"
-    waived = f"; {counted(counts.waived, 'case')} wrong as expected" if counts.waived else ""
-    return f"{counted(counts.passed, 'case')} right{waived}"
+    rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
+    rest += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
+    rest += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:

@@ -95,7 +95,7 @@ def test_an_incomplete_run_and_an_empty_one_do_not_pass(
     write_report: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = gate(capsys, write_report("a.json", PASSED, CASES[:6]))
-    assert status == 1 and "not run          MINE lse · 2 cases of the list have no verdict" in out
+    assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
     status, out, _ = gate(capsys, write_report("b.json", []))
     assert status == 1 and "nothing was judged" in out
 
