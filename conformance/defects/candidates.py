@@ -47,8 +47,11 @@ class Candidate:
 
     @property
     def told(self) -> str:
-        """What a failure that looks like it is said to be."""
-        return self.sentence + (f", as reported in {self.sources[0]}" if self.sources else "")
+        """What a failure that looks like it is said to be; the numbers of a known defect are those of that defect."""
+        source = self.sources[0] if self.sources else ""
+        if self.id:
+            return f"what the known defect {self.id}{f' ({source})' if source else ''} does: {self.sentence}"
+        return self.sentence + (f", like {source}" if source else "")
 
     @staticmethod
     def of(entry: KnownDefect) -> "Candidate":

@@ -155,7 +155,7 @@ class NoKeys(OnlineSoftmax):
 
 @suspect("indexing")
 class FirstTileTwice(OnlineSoftmax):
-    """The first tile of keys is counted twice."""
+    """The first tile of keys is counted twice (a tile of 128, for example)."""
 
     def _tiles(self, keys):
         tiles = list(super()._tiles(keys))
@@ -164,7 +164,7 @@ class FirstTileTwice(OnlineSoftmax):
 
 @suspect("indexing")
 class LastTileDropped(OnlineSoftmax):
-    """The last, partly filled tile of 128 keys is dropped."""
+    """The last, partly filled tile of keys is dropped (of tiles of 128, for example)."""
 
     def _tiles(self, keys):
         return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == self.key_tile)

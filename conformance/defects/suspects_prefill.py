@@ -59,7 +59,7 @@ class LastKeyDropped(EagerPrefillBackend):
 
 @suspect("indexing")
 class LastPageDropped(EagerPrefillBackend):
-    """The last, partly filled page of 16 keys of a context is dropped."""
+    """The last, partly filled page of a context's keys is dropped (of pages of 16, for example)."""
 
     def _attend(self, q, k, v, causal):
         kept = k.shape[0] if causal else k.shape[0] // 16 * 16
@@ -100,7 +100,7 @@ class SwappedRequests(EagerPrefillBackend):
 
 @suspect("indexing")
 class RowsNeverWritten(EagerPrefillBackend):
-    """Rows from the second tile of 64 queries on are never written."""
+    """Only the first rows are ever written (the first 64, for example)."""
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)

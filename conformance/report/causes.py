@@ -2,37 +2,20 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.shown import MESSAGE
+from mla_conformance.report.symptoms import symptom
 
-WRONG: dict[str, str] = {
-    Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
-    Check.DTYPE: "a tensor of a wrong dtype was returned",
-    Check.DEVICE: "a tensor on a wrong device was returned",
-    Check.MASK: "rows without keys, NaN or infinities are not as they have to be",
-    Check.LSE: "the LSE is wrong",
-    Check.OUTPUT: "the output is wrong",
-    Check.OUT_TENSOR: "the given output tensor is not what was returned",
-    Check.CACHE: "the cache does not hold what was to be written",
-    Check.MUTATED_INPUT: "inputs were changed",
-    Check.OUT_OF_BOUNDS_WRITE: "memory beside the output tensor was written",
-    Check.PROCESS_STATE: "the state of the process was changed",
-    Check.STALE_RESULT: "an earlier result was overwritten",
-    Check.NONDETERMINISM: "the same call returns other bits",
-    Check.BATCH_DEPENDENCE: "a result depends on the other requests of its batch",
-    Check.NONLINEARITY: "the output is not linear in V",
-    Check.UNDECLARED_SUPPORT: "what is declared unsupported is accepted, and comes out wrong",
-    Check.UNSAFE_REFUSAL: "a refusal comes too late",
-}
-"""What failing a check means, of failures of which nothing more is known."""
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
+Kind = Literal["likely", "further", "seen"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +24,20 @@ class Cause:
 
     Attributes:
         sentence: what is wrong; the text of an exception where one was raised.
-        failures: at least one, in the order of the run.
+        failures: at least one.
+        kind: "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside
+            such a one, and may come of it; "seen" otherwise, and for what was raised.
     """
 
     sentence: str
     failures: tuple[Record, ...]
+    kind: Kind = "seen"
 
     @cached_property
     def example(self) -> Record:
-        """The failure of the smallest case; of failures that need others before them, one that tells which."""
+        """The failure of the simplest case; of failures that need others before them, one that tells which."""
         conditional = [record for record in self.failures if record.confirmed]
-        return min(conditional or self.failures, key=lambda record: _size(record.case))
+        return min(conditional or self.failures, key=_simplicity)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -71,6 +57,11 @@ class Cause:
         return (min(exceeding), max(exceeding)) if exceeding else None
 
     @property
+    def reserve(self) -> str:
+        """What is to be said behind its number of cases, where a likely cause stands beside it."""
+        return ", which may have the same origin" if self.kind == "further" else ""
+
+    @property
     def extent(self) -> str:
         """Use of the error budget and clauses, in words; empty if there is neither."""
         least, most = (f"{share:.3g}" for share in self.used) if self.used else ("", "")
@@ -79,32 +70,61 @@ class Cause:
 
 
 def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
-    """The causes of the failures among the records of one backend, the one with most cases first."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
+    alike: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.failed:
-            groups.setdefault(_key(record), []).append(record)
-    found = [Cause(_sentence(group), tuple(group)) for group in groups.values()]
-    return tuple(sorted(found, key=lambda cause: -len(cause.failures)))
+            alike.setdefault(_key(record), []).append(record)
+    said: dict[str, list[Record]] = {}
+    for group in alike.values():
+        said.setdefault(_sentence(group), []).extend(group)
+    likely = _likely(said)
+    found = [
+        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely))
+        for sentence, group in said.items()
+    ]
+    return tuple(sorted(found, key=lambda cause: (cause.kind != "likely", -len(cause.failures))))
+
+
+def _likely(said: Mapping[str, Sequence[Record]]) -> set[str]:
+    """The sentences that name a mistake, but for those that leave open whether it is one of the others."""
+    named = {sentence for sentence, group in said.items() if any(map(_named, group))}
+    return {one for one in named if not any(other in one for other in named - {one})}
+
+
+def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> Kind:
+    if sentence in likely:
+        return "likely"
+    return "further" if likely and not _is_exception(group[0]) else "seen"
 
 
 def _key(record: Record) -> tuple[str, str]:
-    """What failures of one cause have in common: finding or explanation, the text of an exception, or the check."""
-    if told := record.finding or (record.explanation if record.is_explained else ""):
+    """What failures of one cause have in common: finding or explanation, the text of an exception, or what was seen."""
+    if told := _named(record):
         return "", told
     if _is_exception(record):
         return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE]))
-    return record.check or record.status, ""
+    return record.check or record.status, symptom(record)
+
+
+def _named(record: Record) -> str:
+    """The mistake that its numbers give away or that does the same; empty if there is none."""
+    return record.finding or (record.explanation if record.is_explained else "")
 
 
 def _sentence(group: Sequence[Record]) -> str:
-    first = next((record for record in group if record.is_explained), group[0])
-    if first.is_explained:
-        return first.explanation
-    if _is_exception(first):
-        return _raised(min(group, key=lambda record: _size(record.case)))
-    what = first.finding or (WRONG.get(first.check, first.check) if first.check else first.message)
-    return f"{what}, {UNLIKE}" if any(record.explanation == UNLIKE for record in group) else what
+    explained = next((record.explanation for record in group if record.is_explained), "")
+    if not explained and _is_exception(group[0]):
+        return _raised(min(group, key=_simplicity))
+    return explained or group[0].finding or symptom(group[0])
+
+
+def _compared(group: Sequence[Record]) -> str:
+    """How many were compared with everything that is known, if that was in vain."""
+    unlike = sum(record.explanation == UNLIKE for record in group)
+    if not unlike or any(record.is_explained for record in group):
+        return ""
+    return f", {UNLIKE}" if unlike == len(group) else f"; compared in {unlike} of {len(group)} cases, {UNLIKE}"
 
 
 def _is_exception(record: Record) -> bool:
@@ -117,7 +137,7 @@ def _raised(record: Record) -> str:
     return raised[1] if (raised := _RAISED.search(text)) else text
 
 
-def _size(case: str) -> tuple[int, int, str]:
-    """Tokens × heads, new ones and those of the context; then the length of the id."""
-    parsed = Case.parse(case)
-    return parsed.heads * (sum(parsed.q) + sum(parsed.kv)), len(case), case
+def _simplicity(record: Record) -> tuple[int, int, str]:
+    """Fields that its case sets, which are those that differ from the default; then heads × tokens, old and new."""
+    case = Case.parse(record.case)
+    return record.case.count(";"), case.heads * (sum(case.q) + sum(case.kv)), record.case

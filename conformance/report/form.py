@@ -10,6 +10,7 @@ from mla_conformance.judging.record import Confirmation, Share, Used
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
+from mla_conformance.report.causes import Kind
 from mla_conformance.report.counts import Counts, Number
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.summary import Outcome
@@ -85,10 +86,11 @@ class CauseForm(_Form, frozen=True, kw_only=True):
     """What is wrong with a backend, and the failures of it."""
 
     sentence: str
+    kind: Annotated[Kind, Meta(description="Likely, further and perhaps of the same origin, or only seen.")]
     capabilities: tuple[str, ...]
     clauses: Annotated[tuple[str, ...], Meta(description="Clauses of SPEC.md that are broken.")]
     cases: Annotated[tuple[str, ...], Meta(description="Ids of the cases that fail of it.")]
-    example: Annotated[str, Meta(description="The smallest of them, by tokens × heads.")]
+    example: Annotated[str, Meta(description="The simplest of them: fewest fields, then least heads × tokens.")]
     replay: Annotated[str, Meta(description="The command that runs the example again.")]
     used: Annotated[tuple[float, float] | None, Meta(description="Least and largest error by its budget.")]
 
@@ -115,7 +117,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
     capabilities: dict[str, CapabilityForm]
-    causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, the cause of most failures first.")]
+    causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]
     heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 

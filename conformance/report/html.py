@@ -1,11 +1,12 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.causes import Cause
 from mla_conformance.report.cells import Cell, cell, definition
 from mla_conformance.report.closing import closing_line
 from mla_conformance.report.heat_map import HeatMap
@@ -13,7 +14,7 @@ from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import SIGN, counted, from_here
+from mla_conformance.report.terminal import SIGN, cases_of, counted, from_here
 
 _CLOSEST = 8
 
@@ -45,6 +46,7 @@ def html(run: RunSummary) -> str:
         picture=picture,
         words=words,
         counted=counted,
+        cases_of=cases_of,
     )
 
 
@@ -53,11 +55,10 @@ def _outcome(run: RunSummary) -> str:
 
 
 def _verdict(backend: BackendSummary) -> str:
-    """What is said of a backend in one sentence, with the likely cause of most of its failures."""
+    """What is said of a backend in one sentence, with the likely cause of its failures, or what is seen of most."""
     counts = backend.counts
     if backend.causes:
-        more = f"; {counted(len(backend.causes) - 1, 'other cause')}" if len(backend.causes) > 1 else ""
-        return f"{counted(counts.failed, 'case')} wrong, most likely because: {backend.causes[0].sentence}{more}"
+        return f"{counted(counts.failed, 'case')} wrong{_because(backend.causes)}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not Outcome.PASS:
@@ -66,6 +67,15 @@ def _verdict(backend: BackendSummary) -> str:
     rest += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
     rest += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
     return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
+
+
+def _because(causes: Sequence[Cause]) -> str:
+    first, *others = causes
+    part = f", {len(first.failures)} of them" if others else ""
+    if first.kind == "likely":
+        part = f"{part or ','} most likely because"
+    likely = sum(cause.kind == "likely" for cause in others)
+    return f"{part}: {first.sentence}" + (f"; {counted(likely, 'other likely cause')}" if likely else "")
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:

@@ -67,6 +67,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
 def _cause(cause: Cause) -> CauseForm:
     return CauseForm(
         sentence=cause.sentence,
+        kind=cause.kind,
         capabilities=cause.capabilities,
         clauses=cause.clauses,
         cases=tuple(record.case for record in cause.failures),

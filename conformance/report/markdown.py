@@ -7,7 +7,7 @@ from mla_conformance.report.causes import Cause
 from mla_conformance.report.closing import closing_line
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
-from mla_conformance.report.terminal import counted, from_here
+from mla_conformance.report.terminal import cases_of, counted, from_here
 
 SIGN = {
     Outcome.PASS: "✅",
@@ -64,12 +64,12 @@ def _worst(backend: BackendSummary) -> str:
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {counted(len(cause.failures), 'case')}** · {inline(_said(cause))}"
+        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(_said(cause))}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
         yield from ("", "```sh", shown_line(from_here(cause.example).replay), "```", "")
-    hidden = len(backend.causes) - _MOST_CAUSES
-    if hidden > 0:
-        yield from (f"… and {counted(hidden, 'more cause')} of {inline(backend.name)} in the report", "")
+    hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
+    if hidden:
+        yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
 
 
 def _said(cause: Cause) -> str:
@@ -77,7 +77,7 @@ def _said(cause: Cause) -> str:
 
 
 def _example(cause: Cause) -> Iterator[str]:
-    """The smallest case, with what was seen, and what confirming it found."""
+    """The simplest case, with what was seen, and what confirming it found."""
     example = cause.example
     yield f"{example.case}: {example.message}"
     if example.confirmed:
@@ -105,7 +105,7 @@ def annotations(run: RunSummary) -> str:
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
     text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {from_here(cause.example).replay}"))
-    title = f"{backend.name}: {counted(len(cause.failures), 'case')} of {', '.join(cause.capabilities)}"
+    title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
     return f"::error title={_property(title)}::{_data(text)}"
 
 

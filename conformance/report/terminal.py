@@ -41,23 +41,41 @@ def header(environment: dict[str, str], cases: int, drawn: int = 0, of: str = ""
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
     """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
     for backend in run.backends:
-        failed = sum(len(cause.failures) for cause in backend.causes)
-        told = backend.causes[:_MOST_CAUSES]
+        told, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
         for number, cause in enumerate(told, start=1):
-            head = f"wrong: {backend.name}, {counted(len(backend.causes), 'cause')}, {counted(failed, 'case')}"
+            head = f"wrong: {backend.name}, {_extent(backend.causes)}"
             if len(backend.causes) > 1:
                 yield from [head] if number == 1 else []
-                head = f"    {number}. {counted(len(cause.failures), 'case')}"
+                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
-        if hidden := len(backend.causes) - len(told):
-            yield f"    … and {counted(hidden, 'more cause')} in the report"
+        if hidden:
+            yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
+
+
+def cases_of(cause: Cause) -> str:
+    """How many cases fail of a cause."""
+    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
+
+
+def _extent(causes: Sequence[Cause]) -> str:
+    """How much is wrong with a backend: how many causes of it are likely, and of how many cases none is."""
+    likely = [cause for cause in causes if cause.kind == "likely"]
+    if not likely:
+        return counted(_failures(causes), "case")
+    further = _failures(causes) - _failures(likely)
+    cases = counted(further, "further case") if further else counted(_failures(likely), "case")
+    return f"{counted(len(likely), 'likely cause')}, {cases}"
+
+
+def _failures(causes: Iterable[Cause]) -> int:
+    return sum(len(cause.failures) for cause in causes)
 
 
 def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
-    smallest = "" if len(cause.failures) == 1 else "smallest case: "
-    details = ["" if said.endswith(cause.sentence) else f"{smallest}{said}", example.confirmed]
+    simplest = "" if len(cause.failures) == 1 else "simplest case: "
+    details = ["" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
     yield from wrapped(head, width, further=_INDENT)
     for detail in details:
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)

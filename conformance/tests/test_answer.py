@@ -106,7 +106,7 @@ def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
         "  A  prefill 1/1",
         "nothing right for: decode, sparse decode",
     ]
-    assert lines[3].startswith("wrong: B, 1 cause, 1 case: ") and lines[-2] == "wrong, part by part:"
+    assert lines[3].startswith("wrong: B, 1 case: ") and lines[-2] == "wrong, part by part:"
 
 
 def test_without_a_right_backend_the_first_line_says_so() -> None:

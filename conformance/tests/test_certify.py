@@ -33,12 +33,12 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert printed.endswith(f"\nreport {tmp_path / 'out' / 'report.html'}, and report.json beside it\n")
     assert " · judging 1 failure again, and looking for an explanation\n" in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
-    said = "The LSE is in base 2, expected the natural logarithm, as reported in sgl-project/sglang#"
-    assert f"wrong: Base2, 1 cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
+    said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
+    assert f"wrong: Base2, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
     assert command == "mla-conformance" and main(arguments) == 1
     printed = capsys.readouterr().out
-    assert "wrong: Base2, 1 cause, 1 case: The LSE is in base 2" in printed
+    assert "wrong: Base2, 1 likely cause, 1 case: The LSE is in base 2" in printed
     assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 

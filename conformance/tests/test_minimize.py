@@ -121,7 +121,7 @@ def test_a_failure_of_a_report_runs_again(
     path = write_report("report.json", [Record("Wrong", wrong, "lse", case, Status.FAIL) for case in cases])
     assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert printed.count("wrong: Wrong, 1 cause, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
+    assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
     assert main(["replay", "--report", str(path), "--failure", "3"]) == 2
     assert "expected the number of one of its 2 failures, got 3" in capsys.readouterr().err
 

@@ -272,7 +272,7 @@ def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
     ("kind", "said"),
     [
         ("junit", '<testsuite name="Broken"'),
-        ("text", "wrong: Broken, 1 cause, 4 cases: The LSE is in base 2, expected the natural"),
+        ("text", "wrong: Broken, 1 likely cause, 4 cases: The LSE is in base 2, "),
         ("markdown", "| Broken |"),
         ("annotations", "::error title=Broken%3A 4 cases of lse%2C quant_output_fp8::"),
     ],
