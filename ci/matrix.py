@@ -39,7 +39,8 @@ def overview(records: list[Shown]) -> str:
 def _brief(record: Shown) -> str:
     counts, told = record.counts, record.versions or record.pins.versions
     library = " ".join(next(iter(told.items()), ()))
-    return _row([record.backend, library, f"{counts.passed} of {counts.judged}", counts.waived or ""])
+    judged = counts.passed + counts.failed + counts.waived
+    return _row([record.backend, library, f"{counts.passed} of {judged}", counts.waived or ""])
 
 
 def kernels(records: list[Shown]) -> str:

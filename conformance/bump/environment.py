@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from mla_conformance.bump.found import Found
 from mla_conformance.bump.pin import Pin
+from mla_conformance.bump.process import carry_out
 from mla_conformance.files.inputs import InputError, decode
 from mla_conformance.report.terminal import say
 
@@ -48,12 +49,16 @@ class Environment:
 
         Raises:
             InputError: the folder cannot be written, or pip fails; its last lines are shown.
+            Stopped: by a signal.
         """
         made = Environment(folder, pin)
         try:
-            venv.EnvBuilder(symlinks=True, with_pip=find_spec("pip") is None).create(folder)
+            venv.EnvBuilder(symlinks=True).create(folder)
+            if find_spec("pip") is None:
+                pip = made.run("ensurepip", "--default-pip", capture=True)
+                _require_success(pip, f"{folder} gets no pip, ensurepip failed")
             made._lay_on_this_one()
-        except (OSError, subprocess.CalledProcessError) as error:
+        except OSError as error:
             raise InputError(f"{folder}: no virtual environment can be made: {error}") from error
         made._install(["--no-index", "--find-links", str(wheels)] if wheels else [])
         return made
@@ -62,11 +67,14 @@ class Environment:
         """Run a module by the environment's Python, which finds programs as if the environment were activated.
 
         What it prints is kept or shown.
+
+        Raises:
+            Stopped: by a signal, which what runs was sent as well.
         """
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         active = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
-        return subprocess.run(command, capture_output=capture, text=True, stdin=subprocess.DEVNULL, env=active)
+        return carry_out(command, active, capture)
 
     @property
     def python(self) -> Path:

@@ -23,8 +23,13 @@ def covered(rows: Iterable[Row], dimensions: Dimensions, strength: int) -> set[C
 
 def required(dimensions: Dimensions, strength: int, allowed: Allowed) -> list[Combination]:
     """Every combination that some allowed row holds, in the order of the dimensions and values."""
-    every = _every(dimensions, strength)
-    return [combination for combination in every if _completed(dict(combination), dimensions, allowed) is not None]
+    usual = {name: values[0] for name, values in dimensions.items()}
+
+    def can_be(combination: Combination) -> bool:
+        row = dict(combination)  # mostly the first values of the other dimensions go with it
+        return allowed({**usual, **row}) or _completed(row, dimensions, allowed) is not None
+
+    return [combination for combination in _every(dimensions, strength) if can_be(combination)]
 
 
 def cover(dimensions: Dimensions, strength: int, given: Iterable[Row], allowed: Allowed) -> list[Row]:

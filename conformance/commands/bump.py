@@ -10,7 +10,9 @@ from mla_conformance.bump.environment import Environment
 from mla_conformance.bump.outcome import Bump, Judged
 from mla_conformance.bump.pin import Pin, two_versions
 from mla_conformance.bump.views import bump_lines, bump_markdown
+from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
+from mla_conformance.engine.supervisor import Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.loading import load_report
@@ -32,16 +34,24 @@ def bump(options: argparse.Namespace) -> int:
     if not options.backend:
         raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
     out = _new_folder(options.out)
-    # Both before anything is judged: a version that cannot be installed is known at once.
-    environments = [_installed(out / side, pin, options.find_links) for side, pin in zip(_SIDES, pins, strict=True)]
-    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
-    found = Bump(*(_judged(environment, names, _selection(options)) for environment in environments))
+    try:
+        found = _carried_out(pins, out, options)
+    except Stopped as stop:
+        say(f"mla-conformance: ended by {stop}", error=True)
+        return status_of(stop)
     for line in bump_lines(found):
         say(line)
     say(f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
     if options.markdown:
         write_output(options.markdown, bump_markdown(found))
     return found.exit_status
+
+
+def _carried_out(pins: tuple[Pin, Pin], out: Path, options: argparse.Namespace) -> Bump:
+    # Both before anything is judged: a version that cannot be installed is known at once.
+    environments = [_installed(out / side, pin, options.find_links) for side, pin in zip(_SIDES, pins, strict=True)]
+    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
+    return Bump(*(_judged(environment, names, _selection(options)) for environment in environments))
 
 
 def _new_folder(named: Path | None) -> Path:

@@ -20,7 +20,7 @@ from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import Record, replay_line
+from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import from_here, say
 
@@ -57,7 +57,7 @@ def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str = "") -> Iterator[Run]:
+def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
     """A run of one case in a folder that does not stay."""
     try:
         request = Request.of([backend], device=options.device, cases=[case], salt=salt)
@@ -98,7 +98,7 @@ def case_id(text: str) -> str:
 
 def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
-    with _one_case(case_id(options.case), options.backend, options) as run, run:
+    with _one_case(case_id(options.case), options.backend, options, options.salt) as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases
@@ -134,4 +134,4 @@ def _tell(minimum: Minimum, out: Path | None) -> None:
     found = "the simplest" if minimum.complete else "the simplest so far (--tries)"
     say(f"{found} of {minimum.tries} cases, {minimum.record.status}: {minimum.record.message}")
     say(f"case file: {path}")
-    say(f"replay: {replay_line(minimum.case.id, from_here(minimum.record).reference)}")
+    say(f"replay: {from_here(minimum.record).replay}")

@@ -24,6 +24,7 @@ def add_commands(commands: Any) -> None:
     replay.set_defaults(run=_replay)
     minimize = commands.add_parser("minimize", help="find the simplest case that fails in the same way")
     minimize.add_argument("case", metavar="CASE_ID|FILE.json")
+    minimize.add_argument("--salt", default="", metavar="TEXT", help="draw the inputs that this text stands for")
     minimize.add_argument("--backend", required=True, metavar=REFERENCE)
     minimize.add_argument("--device", metavar=DEVICE)
     minimize.add_argument("--timeout", type=seconds, default=60.0, metavar="TIME", help="a longer case hangs")

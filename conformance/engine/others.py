@@ -25,6 +25,7 @@ from mla_conformance.engine.limits import (
     leave,
     limit_memory,
     machine_memory,
+    renounce_signals,
     renounce_tracing,
 )
 
@@ -99,6 +100,7 @@ def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 def _serve_kernel(shared: Shared, stacks: int, connection: socket.socket) -> None:
     hide_memory(False)
     renounce_tracing()
+    renounce_signals()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     kernel_side.serve(connection, shared)
 

@@ -7,12 +7,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
 from mla_conformance.engine.log import BoundedLog
 from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
+from mla_conformance.engine.signals import heeded
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
@@ -20,7 +20,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunError(RuntimeError):
@@ -119,15 +118,13 @@ class Supervisor:
         self._signal = 0
         self._tasks = Tasks.of(())
         self._told: tuple[int, int] = (-1, -1)
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._heeding = heeded(self._note)
         self._before: set[int] = set()
 
     def __enter__(self) -> "Supervisor":
         self._before = children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Those that were ignored from the start, as under nohup, stay so.
-        heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, self._note) for number in heeded}
+        self._heeding.__enter__()
         adopt_orphans()
         return self
 
@@ -141,8 +138,7 @@ class Supervisor:
         end_children(self._before)
         adopt_orphans(False)
         self.log.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._heeding.__exit__(None, None, None)
         for descriptor in self._told:
             os.close(descriptor)
 

@@ -1,6 +1,5 @@
 """Reading a model's ``config.json`` of Hugging Face's form. No torch."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from msgspec import Meta
 from mla_conformance.files.inputs import InputError, convert, decode, read_text
 from mla_conformance.models.families import FAMILIES, Attends, Family
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
+from mla_conformance.reference.yarn import Yarn
 
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -38,9 +38,9 @@ class _Rope(msgspec.Struct):
 
     @property
     def softmax_factor(self) -> float:
-        """What YaRN multiplies the softmax scale by: the square of its mscale."""
-        extends = self.kind != "default" and self.factor > 1
-        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2 if extends else 1.0
+        """What YaRN multiplies the softmax scale by, whatever the length is that it extends."""
+        yarn = Yarn(factor=self.factor, original_positions=1, mscale_all_dim=self.mscale_all_dim)
+        return yarn.softmax_factor if self.kind != "default" else 1.0
 
 
 class _LinearAttention(msgspec.Struct):

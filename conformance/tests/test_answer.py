@@ -166,6 +166,6 @@ def test_a_deployed_model_is_judged_and_the_run_resumed(
     assert lines[at + 1] == "  TORCH_SDPA  prefill 1/1 · decode 1/1"
     journal = (out / "journal.jsonl").read_text().splitlines(keepends=True)
     (out / "journal.jsonl").write_text("".join(journal[:-3]))  # as if it had been killed before its last verdict
-    assert main(["certify", "--resume", str(out)]) == 0
+    assert main(["certify", "--resume", str(out), "-n1"]) == 0
     assert "right for youtu-llm-2b at TP 8:" in capsys.readouterr().out
     assert load_report(out).deployment == Deployment(model="youtu-llm-2b", tp=8, kv_cache="auto", heads=2)

@@ -1,5 +1,6 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
+import ctypes
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +31,14 @@ from mla_conformance.report.loading import load_report
 
 CPU = torch.device("cpu")
 CASE = "no_side_effects:q=[7,4];out=1"
+FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
+"""Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
 OUTCOMES = {
     "EAGER": (Status.PASS, "", ""),
     "LooksForTheRightResult": (Status.PASS, "", ""),
     "RewritesTheJudge": (Status.FAIL, Check.OUTPUT, "new tokens: output is"),
     "Forges": (Status.FAIL, Check.CALL, "an answer of the kernel's process that is none"),
+    "Signals": (Status.FAIL, Check.CALL, "PermissionError") if FORBIDS_SIGNALS else (Status.PASS, "", ""),
     "Subclass": (Status.FAIL, Check.SHAPE, "expected a strided torch.Tensor as output, got a Refusing"),
     "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT, "overwrote the result of an earlier one"),
     "Segfault": (Status.CRASH, "", "the process died during this case: Segmentation fault"),

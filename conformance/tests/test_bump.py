@@ -1,6 +1,9 @@
 """Two versions of a library: installed beside each other, judged by the same list, and told apart honestly."""
 
-from collections.abc import Callable
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
@@ -125,6 +128,47 @@ def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.Capt
     assert "No matching distribution found for fake-attention==3.0" in said
     assert main([*command, f"--out={tmp_path}"]) == 2
     assert "expected a new or an empty folder" in capsys.readouterr().err
+
+
+PIP = """
+import os, signal, time
+told, number = open(os.environ["TOLD"], "w"), int(os.environ["NUMBER"])
+told.write("begun")
+told.flush()
+signal.signal(number, signal.SIG_IGN)
+if os.fork():
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getppid(), number)
+else:
+    os.closerange(1, 3)
+time.sleep(100)
+"""
+"""It has a child that does not heed signals; as long as one of the two runs, somebody may write into the fifo."""
+
+
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
+def number(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal that this process does not ignore, as it may where it is in the background."""
+    number = int(request.param)
+    before = signal.signal(number, lambda *_: None)
+    yield number
+    signal.signal(number, before)
+
+
+def test_a_signal_reaches_what_runs_and_all_that_it_started(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pip.py").write_text(PIP)
+    os.mkfifo(told := tmp_path / "told")
+    for name, value in {"PYTHONPATH": str(tmp_path), "TOLD": str(told), "NUMBER": str(number)}.items():
+        monkeypatch.setenv(name, value)
+    writers = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    command = ["bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path / 'out'}"]
+    assert main(command) == 128 + number
+    assert capsys.readouterr().err == f"mla-conformance: ended by {signal.Signals(number).name}\n"
+    assert os.read(writers, 100) == b"begun"
+    assert select.select([writers], [], [], 60)[0] and os.read(writers, 100) == b""
+    os.close(writers)
 
 
 @pytest.mark.parametrize(

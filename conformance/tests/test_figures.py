@@ -151,6 +151,7 @@ def stated() -> dict[str, list[str]]:
             f"reproduces {100 * ALIKE:.0f} % of the wrong numbers",
             f"the first {KEPT_BYTES // 2**20} MiB of it",
             f"by default {GIVE_UP_AFTER}, the rest",
+            f"up to {MOST} × {MOST}: 0",
         ],
         "docs/reproduce.md": [
             f"has at most {MOST_LINES} lines and",

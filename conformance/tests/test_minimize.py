@@ -8,16 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
+from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.minimize import NothingToMinimize, minimize
 from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
 
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
@@ -83,15 +87,17 @@ def test_what_passes_is_not_minimised() -> None:
 def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case, found = tmp_path / "case.json", tmp_path / "found.json"
     write_case(case, Case.parse("lse:dims=small;q=[5,9,2];heads=2;data=needle;pad=2"))
-    options = ["--backend", wrong, "--device", "cpu", "--timeout", "2", "--out", str(found)]
+    options = ["--backend", wrong, "--salt", "s1", "--device", "cpu", "--timeout", "2", "--out", str(found)]
     assert main(["minimize", str(case), *options]) == 0
     assert read_case(found) == Case.of(capability="lse", q=(7,), heads=1, dims="small")
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("replay: ")]
-    assert "fail: new tokens: LSE is" in printed
+    subject = Subject.of(wrong, torch.device("cpu"))
+    salted, plain = (judge_one(subject, read_case(found), Context(salt)).message for salt in ("s1", ""))
+    assert f"fail: {salted}" in printed and "LSE is" in salted != plain
     command, *arguments = shlex.split(line.removeprefix("replay: "))
     assert command == "mla-conformance" and main(arguments) == 1
-    assert "LSE is" in capsys.readouterr().out
+    assert salted.partition(", expected")[0] in capsys.readouterr().out
 
 
 def test_minimising_can_be_ended(

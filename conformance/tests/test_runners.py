@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 EDITS = {
-    "--device cuda": "--device cpu --capability softmax_scale --tier smoke",
+    "--device cuda": "--device cpu --capability softmax_scale --tier smoke -n1",
     " --must-pass": " --require-tier none",
 }
 """What is edited in every template before it is run: the list is the smallest that makes two shards."""

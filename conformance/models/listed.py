@@ -1,0 +1,18 @@
+"""Cases as lists of them are written: fields, each beside the capability that they decide. No torch."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mla_conformance.cases.prefill_caselists import Fields, each
+
+Listed = Iterator[tuple[str, Fields]]
+
+
+def having(listed: Iterable[tuple[str, Fields]], further: Fields) -> Listed:
+    """The same with further fields."""
+    return ((capability, {**fields, **further}) for capability, fields in listed)
+
+
+def deciding(capability: str, *fields: Fields, **further: Any) -> Listed:
+    """Cases of one capability, all with the further fields."""
+    return ((capability, case) for case in each(fields, **further))
