@@ -4,8 +4,24 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean X?``, for the end of what is said of an unknown name; empty if no known one is like it."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like another one; empty if none is like it."""
     folded = {other.casefold(): other for other in known}
     found = get_close_matches(name.casefold(), folded, n=1)
-    return f"; did you mean {folded[found[0]]}?" if found else ""
+    return folded[found[0]] if found else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str], listed_by: str, further: str = "") -> str:
+    """What is said of an unknown name: which one was meant, or all there are if none is like it.
+
+    Args:
+        what: it should have named.
+        name: the name.
+        known: the names there are.
+        listed_by: the command that lists them.
+        further: what else may stand there, for the end of a list.
+    """
+    names = list(known)
+    if meant := nearest(name, names):
+        return f"unknown {what} '{name}'; did you mean {meant}? '{listed_by}' lists all"
+    return f"unknown {what} '{name}'; expected one of {', '.join(names)}{further}"

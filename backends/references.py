@@ -5,14 +5,16 @@ NAME is a member of an enumeration, or of several in as many roles, or an entry 
 """
 
 import ast
+import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from mla_conformance.backends.nearest import did_you_mean
+from mla_conformance.backends.nearest import nearest, unknown
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
+_MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
 
 
 class BackendReferenceError(ValueError):
@@ -93,15 +95,27 @@ def parse_reference(reference: str) -> BackendReference:
     return BackendReference(class_name, reference)
 
 
+def require_class(reference: str) -> None:
+    """Refuse a class of a file in which its name does not stand; nothing of the file is carried out.
+
+    Raises:
+        BackendReferenceError: it is not there, and nothing in the file makes names while it is imported.
+    """
+    location, _, name = reference.rpartition(":")
+    if not location.endswith(".py"):
+        return
+    source = _existing(location, reference).read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(name)}\b", source) and not _MAKES_NAMES.search(source):
+        raise BackendReferenceError(f"no class {name} in {location}; {_classes(Path(location), location, name)}")
+
+
 def _require_known(name: str) -> None:
     if name.endswith(".py"):
         raise BackendReferenceError(f"'{name}': expected {name}:Class; {_classes(_existing(name, name), name)}")
     names = [backend.name for backend in (*known_backends(), *known_variants())]
     if name not in names:
-        raise BackendReferenceError(
-            f"unknown backend '{name}'; expected one of {', '.join(names)}, "
-            f"or package.module:Class, or path/to/file.py:Class{did_you_mean(name, names)}"
-        )
+        further = ", or package.module:Class, or path/to/file.py:Class"
+        raise BackendReferenceError(unknown("backend", name, names, "mla-conformance backends", further))
 
 
 def _existing(location: str, reference: str) -> Path:
@@ -111,11 +125,12 @@ def _existing(location: str, reference: str) -> Path:
     return path
 
 
-def _classes(path: Path, location: str) -> str:
-    """What of a file's own classes may be meant; nothing of the file is carried out."""
+def _classes(path: Path, location: str, name: str = "") -> str:
+    """What of a file's own classes may be meant: the one that is most like a name, or all of them."""
     try:
         statements = ast.parse(path.read_bytes(), path.name).body
     except (SyntaxError, ValueError) as error:
         return f"the file is no Python: {error}"
     names = [node.name for node in statements if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
-    return f"did you mean {' or '.join(f'{location}:{name}' for name in names)}?" if names else "it defines no class"
+    meant = [near] if (near := nearest(name, names)) else names
+    return f"did you mean {' or '.join(f'{location}:{each}' for each in meant)}?" if meant else "it defines no class"

@@ -1,5 +1,17 @@
-"""``python -m mla_conformance``: the command line in an environment that has no script of it."""
+"""The console script, and ``python -m mla_conformance`` in an environment that has none."""
 
-from mla_conformance.cli import command
+import sys
+from typing import NoReturn
 
-command()
+
+def start() -> NoReturn:
+    """Carry out the command line; who ends it while it is imported is told nothing."""
+    try:
+        from mla_conformance.cli import command
+    except KeyboardInterrupt:
+        sys.exit(130)
+    command()
+
+
+if __name__ == "__main__":
+    start()

@@ -23,20 +23,26 @@ from mla_conformance.commands import (
     watch_cli,
 )
 from mla_conformance.commands.examples import add_examples
+from mla_conformance.commands.parser import Parser
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report import commands as report_commands
 from mla_conformance.report.shown import cut
-from mla_conformance.report.terminal import say
+from mla_conformance.report.terminal import put, say
 from mla_conformance.version import SUITE_VERSION, __version__
 
+_FIRST = """to begin with:
+  mla-conformance certify --backend TORCH_SDPA                 judge a kernel
+  mla-conformance certify --backend my_backend.py:MyBackend    judge your own
+  mla-conformance backends                                     which can run here
+  mla-conformance --help                                       all commands"""
 _USAGE = 2
 _INTERRUPTED = 130
 _CUT_OFF = 141
 
 
 def command() -> NoReturn:
-    """The console script."""
+    """Run a command, and end the process with its exit status."""
     try:
         status = main()
     except BrokenPipeError:  # who read what is printed has read enough
@@ -50,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_anywhere()
     # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         status: int = options.run(options)
     except InputError as error:
         say(f"mla-conformance: {cut(str(error))}", error=True)
@@ -69,10 +75,17 @@ def _print_anywhere() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _tell_how_to_begin(parser: argparse.ArgumentParser) -> int:
+    """Of a call without a command, which is none."""
+    put(f"{parser.format_usage()}\n{parser.description}\n\n{_FIRST}", error=True)
+    return _USAGE
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mla-conformance", description="Decides whether an MLA kernel is right.")
+    parser = Parser("mla-conformance", description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.set_defaults(run=lambda options: _tell_how_to_begin(parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     rooms = (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands)
     for room in (*rooms, scoreboard_cli):
         room.add_commands(commands)

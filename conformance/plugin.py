@@ -58,12 +58,13 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     names = [match[2] for match in _KEYWORD.finditer(expression)]
     if not names:
         return
+    from mla_conformance.backends.nearest import unknown
     from mla_conformance.engine.request import known_names
 
     known = known_names(config.option.backend)
     for name in names:
         if name not in known:
-            raise pytest.UsageError(f"-k: unknown backend '{name}'; known backends: {', '.join(known)}")
+            raise pytest.UsageError(f"-k: {unknown('backend', name, known, 'mla-conformance backends')}")
     config.option.keyword = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
 
 

@@ -23,8 +23,8 @@ def test_every_variant_loads_by_name(reference: Any) -> None:
     assert f"[{loaded.variant}]" in reference.name
 
 
-def test_an_unknown_variant_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BackendReferenceError, match=r"FLASH_ATTN\[fa3\]"):
+def test_an_unknown_variant_is_refused_with_one_that_exists() -> None:
+    with pytest.raises(BackendReferenceError, match=r"did you mean FLASH_ATTN\[fa4\]"):
         parse_reference("FLASH_ATTN[fa5]")
 
 

@@ -15,12 +15,13 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import closing_line, columns, header, near, put, say, side_by_side
+from mla_conformance.report.terminal import columns, header, near, put, say, side_by_side
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -51,19 +52,23 @@ def run_and_report(
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
         if not as_json:
-            shard = f" · shard {run.request.shard} of {len(run.request.case_ids)}" if run.request.shard else ""
-            what = str(run.request.deployment or "")
-            _say_wrapped(header(run.environment, len(run.request.judged_ids), run.request.explore, what) + shard)
+            _say_wrapped(_header(run))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        _show_outcome(summary, report if keep_report else None)
+        _show_outcome(summary, run.request.names_all, report if keep_report else None)
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
+
+
+def _header(run: Run) -> str:
+    asked = run.request
+    shard = f" · shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
+    return header(run.environment, len(asked.judged_ids), asked.explore, asked.of_what) + shard
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
@@ -100,7 +105,7 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
             run.judge(_ignore)
         else:
             with live(lambda: progress.line):
-                run.judge(progress)
+                run.judge(progress, progress.phase)
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
@@ -134,12 +139,12 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
     return ""
 
 
-def _show_outcome(summary: RunSummary, report: Path | None) -> None:
-    for line in outcome_lines(summary, columns()):
+def _show_outcome(summary: RunSummary, brief: bool, report: Path | None) -> None:
+    for line in outcome_lines(summary, columns(), brief):
         say(line)
     _say_wrapped(closing_line(summary))
     if report:
-        say(f"report {near(report)}")
+        say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it")
 
 
 def _say_wrapped(text: str) -> None:

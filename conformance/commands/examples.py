@@ -42,7 +42,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str]] = {
     "bench": (("--suite TORCH_SDPA --tier smoke", "--kernels --device cuda"), "0 measured · 2 usage"),
     "gate": (
         (
-            "reports/*/report.json --require TORCH_SDPA --must-pass",
+            "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
             "after/report.json --baseline before/report.json --require-tier smoke",
         ),
         "0 open · 1 closed · 2 usage",

@@ -2,35 +2,45 @@
 
 import argparse
 import os
+import shlex
 import subprocess
+from dataclasses import replace
 
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
+from mla_conformance.defects.explain import explain
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import find_device
-from mla_conformance.export.checked import Ran, run_alone
-from mla_conformance.export.failing import Reproduced, reproduced, require_writable
-from mla_conformance.export.literals import NotWritable
+from mla_conformance.export.checked import RIGHT, WRONG, Ran, run_alone
+from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
+from mla_conformance.export.literals import NotWritable, TooLong
 from mla_conformance.export.script import script_of
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judged_trial
 
 
 def export(options: argparse.Namespace) -> int:
     """Write a script, and run it; the exit status."""
     case, path = Case.parse(case_id(options.case)), options.out
+    require_writable(path)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.py")
     try:
-        require_writable(case)
+        require_one_call(case)
         found = reproduced(_subject(options), case)
+        found = replace(found, looks_like=_looks_like(found))
         text = call_foreign(lambda: script_of(found, path), passing=(NotWritable,))
         write_output(draft, text)
         _require_agreement(found, run_alone(draft))
-        draft.replace(path)
+        write_output(path, text)
+    except TooLong as error:
+        raise InputError(f"export: {error}; {_further(options)}") from error
     except (NotWritable, ForeignError, BackendReferenceError, subprocess.TimeoutExpired) as error:
         raise InputError(f"export: {error}") from error
     finally:
@@ -50,11 +60,33 @@ def _subject(options: argparse.Namespace) -> Subject:
     return subject
 
 
+def _looks_like(found: Reproduced) -> str:
+    """What a failure looks like, judged again: by now all is loaded, so that it is soon compared; empty if unlike."""
+    trial, record = judged_trial(found.subject, found.case, Context())
+    if record.check != (found.verdict.check or ""):
+        return ""
+    looks_like = replace(record, explanation=explain(trial, record)).looks_like
+    return "" if looks_like == UNLIKE else looks_like
+
+
+def _further(options: argparse.Namespace) -> str:
+    """What to do with a case that is too large for a script."""
+    place = f"--backend {shlex.quote(options.backend)}" + (f" --device {options.device}" if options.device else "")
+    case, out = shlex.quote(options.case), shlex.quote(str(options.out))
+    return (
+        f"a smaller case may fit: mla-conformance minimize {case} {place} --out case.json && "
+        f"mla-conformance export case.json {place} --out {out}; or hand over its tensors: "
+        f"mla-conformance replay {case} {place} --dump failure"
+    )
+
+
 def _require_agreement(found: Reproduced, ran: Ran) -> None:
     """Refuse a script that does not find what the judge found."""
-    wanted = int(found.verdict.status is Status.FAIL)
-    if ran.status != wanted:
-        judge = found.verdict.message or "pass"
-        printed = " · ".join(ran.printed.splitlines()[-5:])
-        said = f"the script ended with {ran.status}, the judge says: {judge}; it printed: {printed}"
-        raise NotWritable(f"one call alone does not show it: {said}")
+    if ran.verdict == (WRONG if found.verdict.status is Status.FAIL else RIGHT):
+        return
+    printed = " · ".join(ran.printed.splitlines()[-5:])
+    if not ran.verdict:
+        raise NotWritable(f"the script cannot be run alone: it ended with {ran.status}; it printed: {printed}")
+    judge = found.verdict.message or "pass"
+    said = f"the script says {ran.verdict}, the judge: {judge}; it printed: {printed}"
+    raise NotWritable(f"one call alone does not show it: {said}")

@@ -51,7 +51,7 @@ def update_expectations(options: argparse.Namespace) -> int:
     say(f"{len(update.added)} added, {len(update.removed)} removed, {len(update.kept)} kept in {options.dir}")
     without = sum(not entry.reason.strip() for entry in (*update.kept, *update.added))
     if without:
-        say(f"{without} entries need a reason; the gate refuses them until they have one")
+        say(f"entries without a reason: {without}; the gate refuses them until a person has written one")
     return 0
 
 

@@ -30,12 +30,17 @@ class Progress:
     def __call__(self, record: Record) -> None:
         """Take one record."""
         if record.confirmation or record.is_explained:
-            self._now = "failures once more"  # it was counted when it was judged first
-            return
+            return  # it was counted when it was judged first
         self.done += 1
         self.failed += record.failed
         self._now = f"{record.backend} {record.capability}"
         if not is_live() and self._part(self.done) > self._part(self.done - 1):
+            say(f"… {self.line}")
+
+    def phase(self, what: str) -> None:
+        """Tell what goes on once everything is judged."""
+        self._now = what
+        if self.parts and not is_live():
             say(f"… {self.line}")
 
     def _part(self, done: int) -> int:
@@ -48,7 +53,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Judged of all, failed, time since it began, what is left of it at this rate, and what was judged last."""
+        """Judged of all, failed, time since it began, what is left of it at this rate, and what goes on."""
         return " · ".join(
             filter(None, (f"{self.done}/{self.total} judged", f"{self.failed} failed", *self._times(), self._now))
         )

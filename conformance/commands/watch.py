@@ -16,18 +16,16 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import Patience, RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import LOOKS, Patience, RunError, Stopped, Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
+from mla_conformance.report.closing import of_cases, worst_error
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.report.terminal import SIGN, cause_lines, columns, say, worst_error
-
-_LOOKS = 0.3
-"""Seconds between two looks at the file."""
+from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, say
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -79,7 +77,7 @@ class _Watch:
             while True:
                 self._judge()
                 while not self._has_changed():
-                    run.supervisor.pause(_LOOKS)
+                    run.supervisor.pause(LOOKS)
                 self._seen = self._state()
                 # Bytecode counts as current for a file of the same size and second, which two quick edits have.
                 Path(cache_from_source(self.file)).unlink(missing_ok=True)
@@ -104,21 +102,24 @@ class _Watch:
         cases = list(dict.fromkeys([*self.failed, *self.run.request.case_ids]))
         progress = Progress(len(cases), parts=0)
         with live(lambda: progress.line):
-            records = self._explained(self._records(cases, progress))
+            records = self._records(cases, progress)
+            if failed := [record for record in records if record.failed]:
+                progress.phase(f"looking for what explains {counted(len(failed), 'failure')}")
+                records = self._explained(records)
         left = set(self.failed) - {record.case for record in records}
-        self.failed = [*(record.case for record in records if record.failed), *sorted(left)]
+        self.failed = [*(record.case for record in failed), *sorted(left)]
         if not self._has_changed():  # else it is judged again at once
             self._tell(records, len(cases), clock(progress.elapsed))
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
-        """One of each case, but of those that had not begun when the file changed or the backend was given up."""
+        """One of each case, but of those that had no verdict when the file changed or the backend was given up."""
         tasks = Tasks.of([[Judge(self._backend.reference, case)] for case in cases])
         patience, records = Patience(self.run.limits.give_up_after), list[Record]()
-        for outcome in self.run.supervisor.run(tasks):
+        for outcome in self.run.supervisor.run(tasks, self._has_changed):
             assert outcome.record is not None
             records.append(outcome.record)
             progress(outcome.record)
-            if self._has_changed() or patience.exhausted(outcome.record):
+            if patience.exhausted(outcome.record):
                 tasks.dropped.add(self._backend.reference)
         return records
 
@@ -131,8 +132,8 @@ class _Watch:
         return list(found.values())
 
     def _compare(self, tasks: Sequence[Judge], found: dict[str, Record]) -> None:
-        wanted = [task for task in tasks if found[task.case].status is Status.FAIL and not self._has_changed()]
-        for outcome in self.run.supervisor.run(Tasks.of([[task] for task in wanted])):
+        wanted = [task for task in tasks if found[task.case].status is Status.FAIL]
+        for outcome in self.run.supervisor.run(Tasks.of([[task] for task in wanted]), self._has_changed):
             if outcome.record is not None and outcome.record.case in found:
                 failure = found[outcome.record.case]
                 found[failure.case] = compared(failure, outcome.record) or failure
@@ -141,9 +142,7 @@ class _Watch:
         """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
         outcome = Outcome.FAIL if counts.failed else Outcome.NOT_RUN if counts.not_run else Outcome.PASS
-        told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
-        told += [f"{counts.not_run} NOT RUN"] if counts.not_run else []
-        self._say(SIGN[outcome], " · ".join([*told, worst_error(records), took]))
+        self._say(SIGN[outcome], " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
         summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
         for line in cause_lines(summary, columns()):
             say(line)

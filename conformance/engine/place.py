@@ -119,8 +119,9 @@ class Place:
             self.connection.sendall(address(self._process, task))
 
     def renew(self) -> None:
-        """Have the worker replaced by one that has judged nothing."""
-        if self.history:
+        """Have the worker replaced by one that has judged nothing, whatever it is doing."""
+        if self.history or self.task:
+            self.task, self._killed = None, True
             self._end_worker()
 
     def read(self) -> Iterator[Event]:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from mla_conformance.backends.nearest import did_you_mean
+from mla_conformance.backends.nearest import unknown
 from mla_conformance.backends.references import (
     BackendReference,
     BackendReferenceError,
     known_backends,
     known_variants,
     parse_reference,
+    require_class,
 )
 from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.cases.case import Case, CaseError
@@ -81,6 +82,8 @@ class Request:
         """
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
+            for reference in backends:
+                require_class(reference)
             parsed = tuple(Case.parse(text) for text in cases)
             wanted = [_capability(name) for name in [*capabilities, *(case.capability for case in parsed)]]
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
@@ -100,6 +103,16 @@ class Request:
     def about(self, deployment: Deployment | None) -> "Request":
         """The same, of a deployed model."""
         return replace(self, deployment=deployment)
+
+    @property
+    def names_all(self) -> bool:
+        """Whether it is about every registered backend, of which those that cannot run here were not asked for."""
+        return set(self.backends) == set(known_backends())
+
+    @property
+    def of_what(self) -> str:
+        """What its cases are of, in words: a deployed model, or a tier; nothing where they were named."""
+        return str(self.deployment) if self.deployment else "" if self.cases else f"tier {self.tier.value}"
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
         """The cases of one capability, in all shards."""
@@ -145,10 +158,9 @@ class Request:
 
 
 def _capability(name: str) -> str:
-    try:
-        return find_capability(name).name
-    except CapabilityError as error:
-        raise CapabilityError(f"{error}{did_you_mean(name, CAPABILITIES)}") from error
+    if name not in CAPABILITIES:
+        raise CapabilityError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+    return name
 
 
 def _require_device(name: str | None) -> None:

@@ -29,6 +29,7 @@ from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap, is_mapped
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
 CPU_TIMEOUT = 300.0
@@ -186,8 +187,12 @@ class Run:
         self._events = list(self.folder.journal.events())
         self._write("resume")
 
-    def judge(self, on_record: Callable[[Record], None]) -> None:
-        """Judge what has no verdict yet, then confirm what failed; each record is handed over once it is journalled.
+    def judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None] = lambda what: None) -> None:
+        """Judge what has no verdict yet, then confirm what failed.
+
+        Args:
+            on_record: is given each record once it is journalled.
+            on_phase: is told what goes on once every case is judged.
 
         Raises:
             Stopped: by a signal or the deadline.
@@ -197,13 +202,15 @@ class Run:
         records = self.verdicts
         failures = self._judge(records, on_record)
         while pending := self._unconfirmed(records, failures):
+            on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
             for record in self._confirmed(pending):
                 records[question_of(record)] = record
                 self._keep(record, on_record)
-        for record in self._compared(records):
+        for record in self._compared(records, on_phase):
             records[question_of(record)] = record
             self._keep(record, on_record)
         if self.device == "cuda":
+            on_phase("looking which kernels run")
             self._trace(list(records.values()))
         self._append("end")
 
@@ -297,11 +304,13 @@ class Run:
                 else:
                     pending.append(confirmation)
 
-    def _compared(self, records: Mapping[Question, Record]) -> Iterator[Record]:
+    def _compared(self, records: Mapping[Question, Record], on_phase: Callable[[str], None]) -> Iterator[Record]:
         """Failures that look like another one of their backend that is explained."""
         groups = by_backend(list(records.values())).values()
-        tasks = Tasks.of([[task] for group in groups for task in comparisons(group)])
-        for outcome in self.supervisor.run(tasks):
+        tasks = [[task] for group in groups for task in comparisons(group)]
+        if tasks:
+            on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+        for outcome in self.supervisor.run(Tasks.of(tasks)):
             assert outcome.record is not None and isinstance(outcome.task, Judge)
             failure = records[outcome.task.question]
             if outcome.record.check == failure.check:

@@ -20,6 +20,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
+LOOKS = 0.3
+"""Seconds between two looks at what may end a wait."""
 
 
 class RunError(RuntimeError):
@@ -162,16 +164,20 @@ class Supervisor:
         select.select([self._told[0]], [], [], seconds)
         self._require_going_on()
 
-    def run(self, tasks: Tasks) -> Iterator[Outcome]:
+    def run(self, tasks: Tasks, is_enough: Callable[[], bool] | None = None) -> Iterator[Outcome]:
         """Have all tasks carried out; an outcome for each.
+
+        Args:
+            tasks: what is to be done.
+            is_enough: is asked every :data:`LOOKS` whether to leave off; the places are to be renewed after that.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
         self._tasks = tasks
-        while self._deal():
-            yield from self._events()
+        while not (is_enough and is_enough()) and self._deal():
+            yield from self._events(LOOKS if is_enough else float("inf"))
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
@@ -185,9 +191,9 @@ class Supervisor:
                     place.give(task)
         return any(place.task for place in self.places) or tasks.is_left()
 
-    def _events(self) -> Iterator[Outcome]:
-        """Wait for what comes next, or for a deadline; outcomes of tasks."""
-        until = min((self._ends_at, *(place.deadline for place in self.places)))
+    def _events(self, most: float = float("inf")) -> Iterator[Outcome]:
+        """Wait for what comes next, or for a deadline, or for so many seconds at most; outcomes of tasks."""
+        until = min((self._ends_at, time.monotonic() + most, *(place.deadline for place in self.places)))
         seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
         descriptors = [descriptor for place in self.places for descriptor in place.descriptors]
         ready, _, _ = select.select([*descriptors, self._told[0]], [], [], seconds)

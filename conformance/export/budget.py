@@ -7,7 +7,7 @@ from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF, Roundoffs
 
-_MARGIN = 96
+_MARGIN = 107
 
 
 def budget_lines(found: Reproduced) -> dict[str, str]:
@@ -45,7 +45,9 @@ def _of_lse(allowed: Roundoffs) -> dict[str, float]:
 
 
 def _sum(factors: dict[str, float], limit: float) -> str:
-    """Those that count, each before its sum."""
+    """Those that count, each before its sum; in brackets, if they take several lines."""
     counted = {name: f"{limit * factor:.9g}" for name, factor in factors.items() if factor}
     terms = " + ".join(f"{factor} * {name}" if name else factor for name, factor in counted.items())
-    return "\n        ".join(textwrap.wrap(terms, _MARGIN))
+    if len(terms) <= _MARGIN:
+        return terms
+    return "\n        ".join(["(", *textwrap.wrap(terms, _MARGIN)]) + "\n    )"

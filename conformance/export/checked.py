@@ -15,6 +15,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SECONDS = 600
 """A library may compile for minutes at its first call."""
+WRONG, RIGHT = "WRONG", "right"
+_STATUS = {WRONG: 1, RIGHT: 0}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Ran:
 
     status: int
     printed: str
+
+    @property
+    def verdict(self) -> str:
+        """WRONG or RIGHT, if it printed that and ended with the status for it; empty if it did anything else."""
+        said = [line for line in self.printed.splitlines() if line in _STATUS][-1:]
+        return said[0] if said and _STATUS[said[0]] == self.status else ""
 
 
 def run_alone(script: Path) -> Ran:

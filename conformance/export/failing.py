@@ -13,6 +13,7 @@ from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.subject import Subject
 from mla_conformance.export.literals import NotWritable
+from mla_conformance.export.merged import wrong_call
 from mla_conformance.judging.verdict import ARITHMETIC, Nonconformance, Status, Verdict
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall
@@ -35,13 +36,17 @@ class Reproduced:
         problem: inputs of the call that decided, the only one of its problem.
         verdict: pass, or a failure by a wrong number.
         excused: requests whose inputs were spoiled, so that their own rows are not judged.
+        is_redrawn: whether the call is one of several, with other operands than the case gives it.
+        looks_like: what the failure looks like; empty where nothing explains it.
     """
 
     subject: Subject
     case: Case
     problem: Problem
     verdict: Verdict
-    excused: tuple[int, ...]
+    excused: tuple[int, ...] = ()
+    is_redrawn: bool = False
+    looks_like: str = ""
 
     @property
     def call(self) -> AttentionCall:
@@ -60,18 +65,16 @@ class Watched(Trial):
         return super().run(instance, problem, prepare)
 
 
-def require_writable(case: Case) -> None:
+def require_one_call(case: Case) -> None:
     """Refuse what no script of one call can show.
 
     Raises:
-        NotWritable: another role, several calls, codes for output, or a cache of tiles.
+        NotWritable: another role, parts of several ranks, codes for output, or a cache of tiles.
     """
     if not isinstance(case, PrefillCase | DecodeCase):
         raise NotWritable(f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case")
-    if case.is_merged:
-        raise NotWritable(
-            "the case merges what several calls return; export one of new_tokens, context_chunk or decode"
-        )
+    if isinstance(case, DecodeCase) and case.is_merged:
+        raise NotWritable("the case merges what several ranks return; `replay --dump` writes all of it")
     if isinstance(case, PrefillCase) and case.quant != "none":
         raise NotWritable("an output in e4m3 codes is judged by intervals, which a script does not hold")
     if isinstance(case, DecodeCase) and case.cache not in _CACHES:
@@ -87,6 +90,9 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
     trial, verdict = watched(subject, case)
     if verdict.status is not Status.PASS and (verdict.status is not Status.FAIL or verdict.check not in ARITHMETIC):
         raise NotWritable(f"a script shows wrong numbers; the verdict is {verdict.status}: {verdict.message}")
+    if trial.ran is not None and trial.last is not None and case.is_merged:
+        alone = wrong_call(trial.ran, trial.last, trial.declaration)
+        return Reproduced(subject, case, alone, verdict, is_redrawn=True)
     if trial.ran is None or len(trial.ran.calls) != 1:
         raise NotWritable("a script holds one call; this case was decided otherwise")
     judged = trial.last.problem if trial.last else trial.ran

@@ -11,7 +11,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.export.failing import cached_entries, changed_rows, equal_elements, same
-from mla_conformance.export.literals import WIDTH, NotWritable, folded, literal
+from mla_conformance.export.literals import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.operands import Draw
@@ -57,14 +57,14 @@ def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Ten
     """Statements that make the named tensors that are used, and what the reference is computed from.
 
     Raises:
-        NotWritable: they are too many bytes to be written down.
+        TooLong: they are too many bytes to be written down.
     """
     if max(tensor.numel() for tensor in tensors.values()) > MOST_ELEMENTS:
-        raise NotWritable("its inputs are too large for a script")
+        raise TooLong("its inputs are too large for a script")
     lines = _decode_operands(case, call) if isinstance(call, DecodeCall) else _prefill_operands(case, call)
     made = {"q", "k", "v"} if isinstance(call, PrefillCall) else {"ql_nope", "q_pe", "kv_cache", "block_table"}
     lines += [line for name in tensors if name in used and name not in made for line in _plain(name, tensors[name])]
-    return lines + [line for name in tensors if name in made for line in _placed(name, tensors[name])]
+    return lines + _placed({name: tensors[name] for name in tensors if name in made})
 
 
 def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
@@ -94,7 +94,6 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
         "    token = torch.arange(stop - start)",
         f"    block = block_table[request, token // {page}].long()",
         f"    kv_cache.view(torch.uint8)[block, token % {page}] = latents[start:stop].view(torch.uint8)",
-        "block_table = block_table.to(DEVICE)",
         f"ql_nope, q_pe = queries[..., :{latent}], queries[..., {latent}:]",
     ]
     return lines
@@ -147,9 +146,8 @@ def _packed(name: str, tensor: torch.Tensor) -> list[str]:
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     text = base64.b85encode(zlib.compress(data, 9)).decode()
     if len(text) > MOST_BYTES:
-        raise NotWritable(
-            f"{name} is not made by its seed alone and takes {len(text)} characters, a script has room for "
-            f"{MOST_BYTES}; export a smaller case (mla-conformance minimize makes one)"
+        raise TooLong(
+            f"{name} is not made by its seed alone and takes {len(text)} characters, a script has room for {MOST_BYTES}"
         )
     rows = [text[at : at + WIDTH] for at in range(0, len(text), WIDTH)]
     return [f'{name} = unpacked("""', *rows, f'""", {", ".join([str(tensor.dtype), *map(str, tensor.shape)])})']
@@ -169,14 +167,18 @@ def _value(tensor: torch.Tensor) -> str:
     return literal(tensor.flatten()[0].item())
 
 
-def _placed(name: str, tensor: torch.Tensor) -> list[str]:
-    """An operand on its device, in its memory layout."""
-    if name == "block_table":
-        return []
-    if tensor.is_contiguous():
-        return [f"{name} = {name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}.to(DEVICE)"]
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return folded(f"{name} = laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})")
+def _placed(operands: Mapping[str, torch.Tensor]) -> list[str]:
+    """Operands on their device, in their memory layouts."""
+    texts = {name: _placed_one(name, tensor) for name, tensor in operands.items()}
+    return assigned({name: text for name, text in texts.items() if text != name})
+
+
+def _placed_one(name: str, tensor: torch.Tensor) -> str:
+    if not tensor.is_contiguous():
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
+    there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"
+    return f"{name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}{there}"
 
 
 def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], used: Iterable[str], **names: Any) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ WIDTH = 112
 
 class NotWritable(ValueError):
     """What cannot be put into a script, as one sentence."""
+
+
+class TooLong(NotWritable):
+    """What would fit into a script, were the case smaller."""
 
 
 def literal(value: Any) -> str:
@@ -42,6 +47,20 @@ def folded(text: str) -> list[str]:
         lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     return [row for line in lines for row in wrapper.wrap(line)]
+
+
+def assigned(values: Mapping[str, str]) -> list[str]:
+    """Names that get the values of expressions, as many in a line as there is room for."""
+    rows: list[list[str]] = []
+    for name in values:
+        if not rows or len(_assignment([*rows[-1], name], values)) > WIDTH:
+            rows.append([])
+        rows[-1].append(name)
+    return [line for row in rows for line in folded(_assignment(row, values))]
+
+
+def _assignment(names: Sequence[str], values: Mapping[str, str]) -> str:
+    return f"{', '.join(names)} = {', '.join(values[name] for name in names)}"
 
 
 def _arguments_of(text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """A class of the user's own: what a script loads it by, and what stands in for the interface that it derives from."""
 
 import ast
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.driving.subject import Subject
 from mla_conformance.export.literals import NotWritable, folded
+from mla_conformance.export.program import LIBRARY
 
 _OURS = "mla_conformance"
 _STANDS_IN = {
@@ -24,12 +26,8 @@ _STANDS_IN = {
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind
     supported_dtypes = [torch.float16, torch.bfloat16]
     supports_dtype = classmethod(lambda cls, dtype: dtype in cls.supported_dtypes)
-
-    def __init__(self, *, vllm_config, **sizes):
-        vars(self).update(sizes)
-
-    def prepare_metadata(self, metadata):
-        self._prefill_metadata = self._decode_metadata = metadata
+    __init__ = lambda self, *, vllm_config, **sizes: vars(self).update(sizes)
+    prepare_metadata = lambda self, given: vars(self).update(_prefill_metadata=given, _decode_metadata=given)
 
 """
 
@@ -40,7 +38,7 @@ class OwnClass:
 
     Attributes:
         loaded: the class.
-        module: what a script imports it from.
+        module: its module, or the name of its file.
         path: its file; None for a module that is installed.
     """
 
@@ -49,12 +47,24 @@ class OwnClass:
     path: Path | None
 
     def load_lines(self, script: Path) -> list[str]:
-        """Statements that make its module importable, for a script that stands in a certain place."""
+        """Statements that load its file, for a script that stands in a certain place.
+
+        It is not imported by its name, which may be that of another module, or no name at all.
+        """
         if self.path is None:
             return []
-        folder = os.path.relpath(self.path.parent, script.resolve().parent)
-        at = "Path(__file__).resolve().parent" + ("" if folder == "." else f' / "{folder}"')
-        return [*_stand_in(self.path), f"sys.path.insert(0, str({at}))"]
+        place = os.path.relpath(self.path, script.resolve().parent)
+        lines = [*_stand_in(self.path), f"file = Path(__file__).resolve().parent / {json.dumps(place)}"]
+        if place != self.path.name:
+            beside = f"Path(__file__).resolve().with_name({json.dumps(self.path.name)})"
+            lines.append(f"file = file if file.exists() else {beside}")
+        return [
+            *lines,
+            "sys.path.append(str(file.parent))",
+            "spec = importlib.util.spec_from_file_location(file.name, file)",
+            f"{LIBRARY} = sys.modules[file.name] = importlib.util.module_from_spec(spec)",
+            f"spec.loader.exec_module({LIBRARY})",
+        ]
 
 
 def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
@@ -72,9 +82,7 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         return None
     location = subject.backend.reference.rpartition(":")[0]
     path = Path(location) if location.endswith(".py") else None
-    if path is not None and not path.stem.isidentifier():
-        raise NotWritable(f"{path.name} cannot be imported by that name; give the file a name of letters and digits")
-    return OwnClass(loaded, path.stem if path else module, path)
+    return OwnClass(loaded, path.name if path else module, path)
 
 
 def _stand_in(path: Path) -> list[str]:

@@ -11,6 +11,9 @@ from mla_conformance.export.literals import NotWritable, folded, literal
 from mla_conformance.export.needed import METHOD, aliases, is_alias, needed, owner_of, writes
 from mla_conformance.export.recording import Handle, Step, handles_in, tensors_in
 
+LIBRARY = "library"
+"""A script's own name for the module that it calls, with a number behind it for every further one: whatever modules are
+called, they never take the place of something else."""
 _INLINED = 72
 """Characters of an expression that stands within another one at most."""
 _OPERATORS = {
@@ -26,7 +29,7 @@ class Program:
 
     Attributes:
         lines: statements, none wider than WIDTH; a device is called DEVICE.
-        modules: what they call, by the name that they give it.
+        modules: what they call, with the names that they give it.
         results: expressions for what the call returned.
         used: names of the inputs that they mention.
     """
@@ -159,10 +162,8 @@ class _Writer:
     def _place(self, source: Any, name: str) -> str:
         if not isinstance(source, str):
             return f"{self._known(id(source), source)}{name}"
-        short = source.rpartition(".")[2]
-        if self.modules.setdefault(short, source) != source:
-            raise NotWritable(f"two modules are called {short}")
-        return f"{short}{name}"
+        number = str(len(self.modules) + 1) if self.modules else ""
+        return f"{self.modules.setdefault(source, LIBRARY + number)}{name}"
 
     def _known(self, key: int, value: Any) -> str:
         if key not in self.names:

@@ -1,6 +1,7 @@
 """The script: inputs, call, reference, budget and comparison of one call, in at most 120 lines."""
 
 import ast
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +15,16 @@ from mla_conformance.export.budget import budget_lines
 from mla_conformance.export.call import written_call
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, require_equal
-from mla_conformance.export.literals import NotWritable, folded
+from mla_conformance.export.literals import NotWritable, TooLong, assigned
 from mla_conformance.export.own import OwnClass, own_class
 from mla_conformance.judging.verdict import Status
+from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
 _HELPERS = {"laid_out(": LAID_OUT, "unpacked(": UNPACKED}
-_STANDARD = {"base64.": "base64", "zlib.": "zlib", "os.": "os"}
+_STANDARD = {"base64.": "base64", "zlib.": "zlib", "os.": "os", "importlib.": "importlib.util"}
 _WIDTH = 118
 
 
@@ -30,7 +32,8 @@ def script_of(found: Reproduced, path: Path) -> str:
     """The text of the script that stands at ``path``.
 
     Raises:
-        NotWritable: something of it cannot be written down, or not in so many lines.
+        NotWritable: something of it cannot be written down.
+        TooLong: not in so many lines.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -42,10 +45,7 @@ def script_of(found: Reproduced, path: Path) -> str:
     text = environment.get_template("script.py.j2").render(**_parts(found, own, path))
     lines = [line.rstrip() for line in text.splitlines()]
     if len(lines) > MOST_LINES:
-        raise NotWritable(
-            f"the script would have {len(lines)} lines, more than {MOST_LINES}; export a smaller case "
-            "(mla-conformance minimize makes one)"
-        )
+        raise TooLong(f"the script would have {len(lines)} lines, more than {MOST_LINES}")
     ast.parse(text)
     return "\n".join(lines) + "\n"
 
@@ -66,19 +66,20 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "uses_paths": "Path(" in text,
         "uses_namespaces": "SimpleNamespace(" in text,
         "uses_mocks": "MagicMock(" in text,
-        "needs": ", ".join(["torch", *_needs(found, own)]),
+        "needs": json.dumps(f"(needs {', '.join(['torch', *_needs(found, own)])})", ensure_ascii=False),
         "loads": loads,
-        "modules": program.modules,
+        "modules": {} if own and own.path else program.modules,
         "device": found.problem.device.type,
         "scale": repr(found.problem.case.softmax_scale),
         "causal": call.question().causal,
-        "bounds": [line for name, starts in locations.items() for line in folded(f"{name} = {list(starts)}")],
+        "bounds": assigned({name: str(list(starts)) for name, starts in locations.items()}),
         "excused": list(found.excused),
         "helpers": helpers,
         "budget": budget_lines(found),
         "inputs": inputs,
         "call": program.lines,
-        "operands": _operands(found),
+        "operands": _operands(call),
+        "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else "",
         "judges_lse": call.judges_lse,
         "output": program.results[0],
         "lse": program.results[-1],
@@ -89,14 +90,21 @@ def _told(found: Reproduced) -> list[str]:
     """What the first lines say."""
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
     failed, device = found.verdict.status is Status.FAIL, describe_device(found.problem.device)
+    head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."
     told = [
-        f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}.",
-        f"Case {found.case.id}",
         found.verdict.message if failed else "The suite finds no fault with it.",
+        *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
+        *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
         f"Exported by mla-conformance {__version__} on {device}, torch {torch.__version__}.",
         "Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.",
     ]
-    return [line for part in told for line in textwrap.wrap(part.replace("\\", "/").replace('"', "'"), _WIDTH)]
+    return [*_wrapped(head), f"Case {found.case.id}", *(line for part in told for line in _wrapped(part))]
+
+
+def _wrapped(text: str) -> list[str]:
+    """A text in lines of a docstring; what is copied, such as the name of an issue, stays whole."""
+    plain = text.replace("\\", "/").replace('"', "'")
+    return textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _environment(found: Reproduced) -> list[str]:
@@ -111,11 +119,8 @@ def _needs(found: Reproduced, own: OwnClass | None) -> Sequence[str]:
     return [name for name in found.subject.declaration_of(found.problem.case.role).distributions if name != "torch"]
 
 
-def _operands(found: Reproduced) -> str:
+def _operands(call: AttentionCall) -> str:
     """Queries, keys and values of the request in rows a:b and c:d."""
-    call = found.call
     if not isinstance(call, DecodeCall):
         return "q[a:b], k[c:d], v[c:d]"
-    scale = f" * {float(call.k_scale)!r}" if call.holds_codes else ""
-    keys = f"latents[c:d, None].to(DEVICE).double(){scale}"
-    return f"queries[a:b].to(DEVICE), key := {keys}, key[..., :{call.ql_nope.shape[-1]}]"
+    return f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"

@@ -24,6 +24,22 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a place that can receive no file, before the work whose outcome it is to receive.
+
+    Raises:
+        InputError: it is a folder, or in none that files can be written into.
+    """
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: expected a file, this is a folder")
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise InputError(f"{path}: cannot be written: expected a folder that takes files, got {there}")
+
+
 def write_output(path: Path, text: str) -> None:
     """Write a file that a command was asked for, with its folder.
 

@@ -8,6 +8,7 @@ from mla_conformance.gating.row import Finding, Row
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability
+from mla_conformance.report.terminal import counted
 
 _UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 
@@ -45,9 +46,12 @@ def incomplete(reports: Sequence[RunSummary], tier: Tier | None) -> Iterator[Row
         judged = {record.key for _, backend in run for record in backend.records}
         wanted = [*dict.fromkeys([*cases, *listed])] if run else []
         if left := [key for key in wanted if key not in judged]:
-            yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), f"of the {tier} tier" if tier else "of its list")
+            of_what = f"of the {tier} tier" if tier else "of its list"
+            yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
         for capability, count in count_by_capability(left).items():
-            yield Row(Finding.INCOMPLETE, name, capability, f"{count} cases of the list have no verdict")
+            yield Row(
+                Finding.INCOMPLETE, name, capability, f"{counted(count, 'case')} of the list without a verdict", count
+            )
     if not any(report.records for report in reports):
         yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
 

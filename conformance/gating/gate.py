@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mla_conformance.cases.capabilities import Tier
 from mla_conformance.expectations.apply import Expectations, facts
@@ -60,8 +61,7 @@ class Gate:
         """
         _require_alike([*self.reports, *self.baseline])
         self._require_installed()
-        now = _joined(self.reports, self.expectations)
-        changes = self._changes(now)
+        now, changes = self.now, self._changes()
         found = [*missing(self.reports, self.absent, self.required), *incomplete(self.reports, self.tier)]
         found += [*self._failures(now, changes), *self._outdated()]
         found += [Row(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
@@ -70,6 +70,15 @@ class Gate:
             records = {record.key: record for record in backend.records}
             found += [Row(Finding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)]
         return sorted(found, key=lambda row: list(Finding).index(row.finding))
+
+    @cached_property
+    def now(self) -> RunSummary:
+        """The run that the reports are of, as the expectations see it.
+
+        Raises:
+            InputError: a case stands in two of them.
+        """
+        return _joined(self.reports, self.expectations)
 
     @property
     def terms(self) -> list[str]:
@@ -94,11 +103,11 @@ class Gate:
                         f"{report.environment['suite']}"
                     )
 
-    def _changes(self, now: RunSummary) -> list[Change]:
+    def _changes(self) -> list[Change]:
         if not self.baseline:
             return []
         limit = DRIFT if self.max_drift is None else self.max_drift
-        return compare(_joined(self.baseline, self.expectations), now, limit)
+        return compare(_joined(self.baseline, self.expectations), self.now, limit)
 
     def _failures(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[Row]:
         newly = {(change.backend, change.key) for change in changes if change.kind is Kind.NEWLY_FAILING}
@@ -139,7 +148,10 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
                 known[backend.name] = backend.facts
             for record in backend.records:
                 if record.key in found:
-                    raise InputError(f"{report.source}: {backend.name} {record.key} stands in another report as well")
+                    raise InputError(
+                        f"{report.source}: {backend.name} {record.key} stands in another report as well; is one of "
+                        "them of an earlier run, which was moved to a folder of the same name with a date?"
+                    )
                 found[record.key] = expectations.apply(record, here)
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
     backends = (BackendSummary(known[name], summarise(found.values(), {})) for name, found in joined.items())

@@ -6,6 +6,7 @@ from itertools import groupby
 from mla_conformance.gating.gate import Gate
 from mla_conformance.gating.row import Row
 from mla_conformance.report.shown import cut
+from mla_conformance.report.terminal import counted
 
 _SHOWN = 20
 
@@ -19,6 +20,13 @@ def gate_lines(gate: Gate, rows: Sequence[Row], blocked: bool) -> Iterator[str]:
             yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
             yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
-    counts = [f"{len(list(group))} {finding}" for finding, group in groupby(rows, key=lambda row: row.finding)]
-    judged = sum(len(report.records) for report in gate.reports)
-    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, f"{judged} verdicts", *counts])
+    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
+
+
+def _counts(gate: Gate, rows: Sequence[Row]) -> Iterator[str]:
+    """Verdicts, and how many of them are expected failures; then cases by finding."""
+    yield counted(sum(len(report.records) for report in gate.reports), "verdict")
+    if waived := gate.now.counts.waived:
+        yield counted(waived, "expected failure")
+    for finding, group in groupby(rows, key=lambda row: row.finding):
+        yield f"{sum(row.cases for row in group)} {finding}"

@@ -21,9 +21,18 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the gate's table."""
+    """One line of the gate's table.
+
+    Attributes:
+        finding: its kind.
+        backend: whom it is about, or ``*``.
+        what: a case, or what else it is about.
+        detail: what is to be said of that.
+        cases: how many it adds to those of its kind.
+    """
 
     finding: Finding
     backend: str
     what: str
     detail: str
+    cases: int = 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.nearest import did_you_mean
+from mla_conformance.backends.nearest import unknown
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.config import profile_of
 from mla_conformance.models.profile import ModelProfile
@@ -28,10 +28,9 @@ def find_model(name: str) -> ModelProfile:
     """The profile of the model of this name.
 
     Raises:
-        InputError: there is none; the message lists the names.
+        InputError: there is none; the message says which one may be meant, or lists the names.
     """
     if name not in model_names():
-        meant = did_you_mean(name, model_names())
-        raise InputError(f"unknown model '{name}'; expected one of {', '.join(model_names())}, or --config PATH{meant}")
+        raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
     stored = msgspec.json.decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), type=_Stored)
     return profile_of(stored.config, name, source=f"{stored.published}: {stored.source}")

@@ -8,7 +8,7 @@ from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.traced import Traced
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, by_backend, summarise
-from mla_conformance.report.terminal import SIGN, columns, side_by_side, wrapped
+from mla_conformance.report.terminal import SIGN, columns, counted, fitting, side_by_side, wrapped
 
 _TOUCHED = 0.01
 _SHOWN_KERNELS, _NAME_LENGTH = 2, 60
@@ -34,7 +34,8 @@ def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
     for outcome in _LISTED:
         texts = [capability_text(each) for each in applicable if each.outcome is outcome]
         yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
-    yield from _unsupported([each.name for each in backend.capabilities if each not in applicable], width)
+    if refused := [each.name for each in backend.capabilities if each not in applicable]:
+        yield fitting(f"{_DETAIL}{SIGN[Outcome.UNSUPPORTED]} {len(refused)} unsupported: ", refused, width)
     for remark in _remarks(backend):
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
@@ -51,14 +52,10 @@ def capability_text(capability: CapabilitySummary) -> str:
     return text + (f" ({counts.waived} expected to fail)" if counts.waived else "")
 
 
-def _unsupported(names: Sequence[str], width: int) -> Iterator[str]:
-    """As many names as one line holds."""
-    for shown in range(len(names), 0, -1):
-        more = f" and {len(names) - shown} more" if shown < len(names) else ""
-        line = f"{_DETAIL}{SIGN[Outcome.UNSUPPORTED]} {len(names)} unsupported: {', '.join(names[:shown])}{more}"
-        if len(line) <= width or shown == 1:
-            yield line
-            return
+def absent_line(backends: Sequence[BackendSummary], width: int) -> str:
+    """Which backends cannot run here, by name, and where it is told why."""
+    head = f"{SIGN[Outcome.UNAVAILABLE]} {len(backends)} cannot run here, 'mla-conformance backends' says why: "
+    return fitting(head, [backend.name for backend in backends], width)
 
 
 def _remarks(backend: BackendSummary) -> Iterator[str]:
@@ -75,7 +72,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
 def declared(facts: BackendFacts) -> str:
     """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
     classes = ", ".join(_classes(facts.rounding))
-    return f"declares {classes}; {len(facts.deviations)} deviations, listed in the report"
+    return f"declares {classes}; {counted(len(facts.deviations), 'deviation')}, listed in the report"
 
 
 def _classes(rounding: dict[str, str]) -> Iterator[str]:
@@ -109,8 +106,8 @@ def sampled(backend: BackendSummary) -> Iterator[str]:
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
         seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)
         yield (
-            f"{len(chosen)} cases judged by chosen rows, at least {least['rows']} of {least['of']} with every head; "
-            f"a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
+            f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
+            f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.compare import DRIFT, compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
@@ -17,7 +18,7 @@ from mla_conformance.report.merging import merge_shards
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.shown import shown_line
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import closing_line, columns, put, say
+from mla_conformance.report.terminal import columns, counted, put, say
 
 _INCOMPLETE = 3
 
@@ -38,7 +39,7 @@ FORMATS: dict[str, Callable[[RunSummary], str]] = {
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add ``report`` with its own commands."""
     report = commands.add_parser("report", help="show, compare and merge report.json files")
-    kinds = report.add_subparsers(dest="report_command", required=True)
+    kinds = report.add_subparsers(required=True)
     render = kinds.add_parser("render", help="a report for people")
     render.add_argument("report", type=Path, metavar="REPORT")
     render.add_argument("--format", choices=FORMATS, default="text")
@@ -87,7 +88,7 @@ def _diff(options: argparse.Namespace) -> int:
     for change in changes:
         say(change.line)
     regressions = sum(change.regression for change in changes)
-    say(f"{regressions} regressions, {len(changes) - regressions} other changes")
+    say(f"{counted(regressions, 'regression')}, {counted(len(changes) - regressions, 'other change')}")
     return 1 if regressions else 0
 
 

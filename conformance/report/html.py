@@ -8,12 +8,13 @@ from mla_conformance.report.answer import answers
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import SIGN, cases_of, closing_line, counted
+from mla_conformance.report.terminal import SIGN, cases_of, counted, from_here
 
 _CLOSEST = 8
 
@@ -40,6 +41,7 @@ def html(run: RunSummary) -> str:
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
         anchor=_anchor,
+        replay=lambda record: from_here(record).replay,
         first_map=_first_map,
         picture=picture,
         words=words,
@@ -61,8 +63,10 @@ def _verdict(backend: BackendSummary) -> str:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not Outcome.PASS:
         return "nothing was judged"
-    waived = f"; {counted(counts.waived, 'case')} wrong as expected" if counts.waived else ""
-    return f"{counted(counts.passed, 'case')} right{waived}"
+    rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
+    rest += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
+    rest += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
 
 
 def _because(causes: Sequence[Cause]) -> str:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from mla_conformance.report.answer import answers
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
-from mla_conformance.report.terminal import cases_of, closing_line, counted
+from mla_conformance.report.terminal import cases_of, counted, from_here
 
 SIGN = {
     Outcome.PASS: "✅",
@@ -22,7 +23,7 @@ def markdown(run: RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
     lines = ["## MLA conformance", "", inline(closing_line(run)), "", *_answers(run), *_backends(run), ""]
     lines += [line for backend in run.backends for line in _causes(backend)]
-    facts = " · ".join(f"{name} {value}" for name, value in run.environment.items())
+    facts = " · ".join(f"{name} {value}" for name, value in run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
 
 
@@ -65,7 +66,7 @@ def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
         yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(_said(cause))}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
-        yield from ("", "```sh", shown_line(cause.example.replay), "```", "")
+        yield from ("", "```sh", shown_line(from_here(cause.example).replay), "```", "")
     hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
     if hidden:
         yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
@@ -103,7 +104,7 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {cause.example.replay}"))
+    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {from_here(cause.example).replay}"))
     title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
     return f"::error title={_property(title)}::{_data(text)}"
 

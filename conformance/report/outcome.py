@@ -1,20 +1,32 @@
 """The outcome of a run as lines: backend by backend, or of a deployed model as the answer to what is right for it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mla_conformance.report.answer import Answer, Group, answers, uncovered
-from mla_conformance.report.backend_lines import backend_lines
+from mla_conformance.report.backend_lines import absent_line, backend_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import cause_lines, wrapped
 
 _INDENT = "       "
 
 
-def outcome_lines(run: RunSummary, width: int) -> Iterator[str]:
-    """What is wrong, then all backends; or the groups that backends fall into for a model."""
-    if run.deployment:
-        yield from _answer_lines(run, width)
-        return
+def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[str]:
+    """What is wrong, then all backends; or the groups that backends fall into for a model.
+
+    Args:
+        run: what was found.
+        width: columns of the lines.
+        brief: tell of those that cannot run here, of which nobody asked for any, in one line.
+    """
+    absent = [backend for backend in run.backends if backend.reasons] if brief else []
+    told = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
+    yield from _answer_lines(told, width) if run.deployment else _lines(told, width)
+    if absent:
+        yield absent_line(absent, width)
+
+
+def _lines(run: RunSummary, width: int) -> Iterator[str]:
     yield from cause_lines(run, width)
     for backend in run.backends:
         yield from backend_lines(backend, width)

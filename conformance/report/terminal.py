@@ -8,11 +8,10 @@ from shutil import get_terminal_size
 from textwrap import wrap
 
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.paint import painted
 from mla_conformance.report.shown import cut, shown_line
-from mla_conformance.report.summary import Outcome, RunSummary, worst_of_passes
+from mla_conformance.report.summary import Outcome, RunSummary
 
 
 def say(line: str, error: bool = False) -> None:
@@ -31,30 +30,12 @@ _MOST_CAUSES = 7
 _INDENT, _UNBROKEN = " " * 7, "\xa0"
 
 
-def header(environment: dict[str, str], cases: int, drawn: int = 0, model: str = "") -> str:
-    """One line on where the run takes place, and of what: a tier of all cases, or those of a deployed model."""
-    listed = f"{cases} cases" + (f" and {drawn} drawn ones" if drawn else "")
-    listed += f" · salt {environment['salt']}" if "salt" in environment else ""
-    return (
-        f"device {environment['device']} · torch {environment['torch']} · suite {environment['suite']} · "
-        f"{model or 'tier ' + environment['tier']} · {listed} · golden float64"
-        + (f" · {environment['judge']}" if environment.get("judge") else "")
-    )
-
-
-def worst_error(records: Sequence[Record]) -> str:
-    """How much of its budget the largest error of a passed case used; without a pass there is none."""
-    if not any(record.status is Status.PASS for record in records):
-        return "no case passed"
-    return f"worst passing error {worst_of_passes(records):.2f} of its budget"
-
-
-def closing_line(run: RunSummary) -> str:
-    """The worst use of the error budget and the counts."""
-    counts = run.counts
-    line = f"{worst_error(run.records)} · {counts.run} run · {counts.failed} failed"
-    missing = f" · {counts.not_run} NOT RUN" if counts.not_run else ""
-    return f"{line} · {counts.unsupported} unsupported (declared){missing}"
+def header(environment: dict[str, str], cases: int, drawn: int = 0, of: str = "") -> str:
+    """One line on where the run takes place, and of how many cases; ``of`` says what they are of, a tier or a model."""
+    asked = [of, counted(cases, "case") + (f" and {drawn} drawn ones" if drawn else "")]
+    asked += [f"salt {environment['salt']}"] if "salt" in environment else []
+    where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
+    return " · ".join(filter(None, [*where, *asked, "golden float64", environment.get("judge", "")]))
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
@@ -123,6 +104,16 @@ def side_by_side(texts: Iterable[str], mark: str, width: int, indent: str = "") 
     """Texts with a mark between them, in lines of ``width`` columns; none of them is divided."""
     whole = mark.join(text.replace(" ", _UNBROKEN) for text in texts)
     return [line.replace(_UNBROKEN, " ") for line in wrapped(whole, width, indent, 2 * indent)]
+
+
+def fitting(head: str, names: Sequence[str], width: int) -> str:
+    """One line with as many of the names as it holds, one at least, and how many more there are."""
+    for shown in range(len(names), 0, -1):
+        more = f" and {len(names) - shown} more" if shown < len(names) else ""
+        line = f"{head}{', '.join(names[:shown])}{more}"
+        if len(line) <= width:
+            break
+    return line
 
 
 def counted(number: int, what: str) -> str:

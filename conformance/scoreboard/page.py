@@ -1,9 +1,12 @@
 """The scoreboard as one HTML page that needs no network and no other file."""
 
+from dataclasses import replace
+
 from mla_conformance.judging.record import replay_line
-from mla_conformance.report.cells import cell, definition
+from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.summary import CapabilitySummary, Outcome
 from mla_conformance.report.templates import render
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import SIGN, counted
 from mla_conformance.scoreboard.board import Board, is_own_build
 from mla_conformance.scoreboard.entry import Entry
 from mla_conformance.scoreboard.profiles import Candidate, Profile
@@ -19,7 +22,7 @@ def page(board: Board) -> str:
         board=board,
         suite=SUITE_VERSION,
         style=_style,
-        cell=cell,
+        cell=_cell,
         definition=definition,
         build=_build,
         anchor=lambda entry: anchors[id(entry)],
@@ -33,6 +36,12 @@ def _style(entry: Entry) -> tuple[str, str]:
     if not entry.counts.judged:
         return "unsupported", "–"
     return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
+
+
+def _cell(capability: CapabilitySummary) -> Cell:
+    """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
+    found, waived = cell(capability), capability.counts.waived
+    return replace(found, style="fail", sign=SIGN[Outcome.FAIL], note=f"{waived} known to fail") if waived else found
 
 
 def _replay(entry: Entry, case: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
 from mla_conformance.report.loading import load_report
+from mla_conformance.version import SUITE_VERSION
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
@@ -29,12 +30,16 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     (tmp_path / "wrong.py").write_text(BASE_2)
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
+    assert printed.endswith(f"\nreport {tmp_path / 'out' / 'report.html'}, and report.json beside it\n")
+    assert " · judging 1 failure again, and looking for an explanation\n" in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
     assert f"wrong: Base2, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
     assert command == "mla-conformance" and main(arguments) == 1
-    assert "wrong: Base2, 1 likely cause, 1 case: The LSE is in base 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "wrong: Base2, 1 likely cause, 1 case: The LSE is in base 2" in printed
+    assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 
 def test_fresh_keeps_an_unfinished_run_beside_and_judges_anew(

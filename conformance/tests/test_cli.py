@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.capabilities import Tier, find_capability
@@ -17,6 +18,7 @@ from mla_conformance.cli import _parser, main
 from mla_conformance.commands.examples import EXAMPLES, commands_of
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe
+from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.backend_lines import capability_lines
 from mla_conformance.trials.context import Context
@@ -46,9 +48,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--tier", "huge"], "unknown tier 'huge'; expected one of smoke, full"),
         (["--device", "tpu"], "unknown device 'tpu'; expected cpu or cuda"),
         (["--backend", "no/such/file.py:Mine"], "no file "),
-        (["--backend", "torch_spda"], "or path/to/file.py:Class; did you mean TORCH_SDPA?"),
-        (["--capability", "new_token"], "; did you mean new_tokens?"),
-        (["--model", "deepseek-r"], ", or --config PATH; did you mean deepseek-r1?"),
+        (["--backend", "torch_spda"], "'torch_spda'; did you mean TORCH_SDPA? 'mla-conformance backends' lists all\n"),
+        (["--capability", "new_token"], "; did you mean new_tokens? 'mla-conformance capabilities' lists all\n"),
+        (["--model", "deepseek-r"], "; did you mean deepseek-r1? 'mla-conformance models' lists all\n"),
+        (["--model", "gpt"], ", or --config PATH\n"),
     ],
 )
 def test_what_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -71,6 +74,29 @@ def test_a_file_without_its_class(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(source)
     assert f"'mine.py': expected mine.py:Class; {said}" in refused(capsys, *CERTIFY, "--backend", "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class MyBackend: ...\nclass Other: ...\n", "did you mean mine.py:MyBackend?"),
+        ("class A: ...\nclass B: ...\n", "did you mean mine.py:A or mine.py:B?"),
+        ("", "it defines no class"),
+    ],
+)
+def test_a_class_that_its_file_lacks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(source)
+    message = refused(capsys, *CERTIFY, "--backend", "mine.py:MyBackedn")
+    assert message == f"mla-conformance: no class MyBackedn in mine.py; {said}\n"
+
+
+@pytest.mark.parametrize("source", ["globals()['My' + 'Own'] = int", "from x import *", "import x\nMyOwn = x.Y"])
+def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_path: Path, source: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert Request.of([f"{tmp_path / 'mine.py'}:MyOwn"]).backends[0].name == "MyOwn"
 
 
 def test_cuda_where_there_is_none(
@@ -126,21 +152,32 @@ def test_a_malformed_case_id(capsys: pytest.CaptureFixture[str], case: str, said
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        [],
-        ["nope"],
-        ["minimize", "lse:q=[1]"],
-        ["backends", "--nope"],
-        ["certify", "-n", "0"],
-        ["replay", "lse:q=[1]", "--timeout", "0"],
-        ["certify", "--deadline", "soon"],
+        (["nope"], "unknown command 'nope'; expected one of certify, watch, "),
+        (["certfy"], "unknown command 'certfy'; did you mean certify? 'mla-conformance --help' lists all"),
+        (["report", "rnder"], "did you mean render? 'mla-conformance report --help' lists all"),
+        (["certify", "mine.py:Mine"], "; a backend is named with an option: --backend mine.py:Mine"),
+        (["watch", "mine.py:Mine", "TORCH_SDPA"], "unrecognized arguments: TORCH_SDPA\n"),
+        (["minimize", "lse:q=[1]"], "arguments are required: --backend"),
+        (["backends", "--nope"], "unrecognized arguments: --nope\n"),
+        (["certify", "-n", "0"], "a number of at least 1, got '0'"),
+        (["replay", "lse:q=[1]", "--timeout", "0"], "expected a positive time"),
+        (["certify", "--deadline", "soon"], "expected a positive time"),
     ],
 )
-def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2 and "usage: mla-conformance" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and "usage: mla-conformance" in printed and said in printed
+
+
+def test_without_a_command_it_is_told_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = refused(capsys)
+    assert printed.startswith("usage: mla-conformance ") and "--backend my_backend.py:MyBackend " in printed
+    for line in re.findall("^  mla-conformance (.*?)  +", printed, re.MULTILINE)[:-1]:
+        assert callable(_parser().parse_args(shlex.split(line)).run)
 
 
 def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_status() -> None:
@@ -225,6 +262,18 @@ def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
     assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]
+
+
+def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "mla_conformance.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "mla_conformance.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    with pytest.raises(SystemExit, match=r"^130$"):
+        start()
 
 
 def test_a_reader_that_has_enough_is_no_traceback() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,23 @@ import pytest
 import torch
 
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
+from mla_conformance.cases.case_files import write_case
+from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
+from mla_conformance.defects.candidates import candidates
 from mla_conformance.driving.subject import Subject
 from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
+from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.literals import NotWritable, folded
 from mla_conformance.export.program import written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, script_of
 from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import UNLIKE
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -33,21 +39,31 @@ DEFECTS = {
     "right": ("self.scale", "self.scale"),
     "base2": ("transpose(0, 1), lse", "transpose(0, 1), lse / 0.6931471805599453"),
     "scaled": ("self.scale * ", "q.shape[-1] ** -0.5 * "),
+    # Names that a script gives to something of its own, or that a standard module has, or no module could have.
+    "k": ("self.scale", "self.scale"),
+    "reference": ("        return (p @ v)", "        lse[1:] += 1\n        return (p @ v)"),
+    "zlib": ("cu_seq_lens[chunk_idx]", "cu_seq_lens[0]"),
+    "no-name": ("self.scale", "self.scale"),
+    "raises": ("self.scale", "self.scale"),
 }
 ALONE = """
 import runpy, sys
 sys.modules["mla_conformance"] = None
-for path in sys.argv[1:]:
+for path in sys.argv[1:-1]:
     try:
-        runpy.run_path(path, run_name="__main__")
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # as at the end of a process
     except SystemExit as end:
         print("ended with", end.code)
+runpy.run_path(sys.argv[-1], run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tutorial's backend, right and with two defects."""
+    """The tutorial's backend, right and with defects."""
     made = tmp_path_factory.mktemp("export")
     (source,) = (
         block
@@ -66,52 +82,120 @@ def exported(reference: str, case: str, path: Path) -> str:
     return text
 
 
-def test_the_command_writes_a_script_that_fails_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_script_that_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [each for each in candidates(Role.PREFILL) if "base 2" in each.told]
+    monkeypatch.setattr("mla_conformance.defects.explain.candidates", lambda role: few)
     path = folder / "scripts" / "repro.py"
     arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(arguments) == 0
     assert "fails without mla-conformance as it does with it" in capsys.readouterr().out
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert re.search(r"^Looks like: The LSE is in base 2, .* in [\w-]+/[\w-]+#\d+$", text, re.MULTILINE)
     assert [each.name for each in path.parent.iterdir()] == ["repro.py"]
 
 
 def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: Path) -> None:
-    """A wrong scale, spoiled neighbours over a paged cache of codes, and a script without its backend's file."""
+    """Whatever their backend's file is called; also where that is missing by now, or raises."""
     spoiled = "neighbour_keys:call=decode;dims=small;heads=2;q=[1,1,1];kv=[64,5,130];page=64;cache=fp8"
-    cases = {"scaled.py:MyBackend": CASE, "TORCH_SDPA": spoiled, "right.py:MyBackend": CASE}
-    paths = []
-    for number, (reference, case) in enumerate(cases.items()):
-        paths.append(folder / f"script{number}.py")
-        text = exported(str(folder / reference) if ":" in reference else reference, case, paths[-1])
-        assert len(text.splitlines()) <= MOST_LINES
-    assert "UNJUDGED = [2]" in paths[1].read_text(encoding="utf-8")
-    (folder / "right.py").unlink()
-    done = subprocess.run([sys.executable, "-c", ALONE, *map(str, paths)], capture_output=True, text=True, check=True)
-    ended = re.findall(r"ended with (\d)", done.stdout)
-    assert ended == ["1", "0", "2"], done.stdout
-    assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", done.stdout)
-    assert "cannot be told here: No module named 'right' (needs torch, right.py)" in done.stdout
+    chunked = "chunked_context:dims=small;heads=2;q=[3,4];kv=[64,130];page=64;workspace=128"
+    cases = dict.fromkeys(("scaled", "k", "reference", "right", "no-name", "raises"), CASE)
+    cases = {"TORCH_SDPA": spoiled, "zlib": chunked, **cases}
+    texts, paths = {}, {name: folder / "scripts" / f"{number}.py" for number, name in enumerate(cases)}
+    for name, case in cases.items():
+        texts[name] = exported(f"{folder / name}.py:MyBackend" if name in DEFECTS else name, case, paths[name])
+        assert len(texts[name].splitlines()) <= MOST_LINES
+    assert "UNJUDGED = [2]" in texts["TORCH_SDPA"]
+    assert "\nCalled here: context chunk 1 alone, on other operands than the case's.\n" in texts["zlib"]
+    (folder / "no-name.py").unlink()
+    (folder / "right.py").rename(paths["right"].with_name("right.py"))  # handed over beside its script
+    (folder / "raises.py").write_text((folder / "raises.py").read_text().replace("query_starts.tolist()", "1 / 0"))
+    done = subprocess.run([sys.executable, "-c", ALONE, *map(str, paths.values())], capture_output=True, text=True)
+    printed = re.split(r"ended with (\d)\n", done.stdout)
+    ended = dict(zip(cases, printed[1::2], strict=False))
+    assert ended == {
+        "TORCH_SDPA": "0",
+        "zlib": "1",
+        "scaled": "1",
+        "k": "0",
+        "reference": "1",
+        "right": "0",
+        "no-name": "2",
+    }
+    told = dict(zip(cases, printed[::2], strict=True))
+    assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", told["scaled"])
+    assert "11 of 22 wrong in 1 of 2 heads (1), the worst " in told["reference"]
+    assert re.search(
+        r"cannot be told here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", told["no-name"]
+    )
+    assert "cannot be told here: ZeroDivisionError: division by zero" in told["raises"] and done.returncode == 2
+    assert "raises.py" in done.stderr and "1 / 0" in done.stderr
 
 
-def test_a_script_that_finds_something_else_is_not_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("ran", "said"),
+    [
+        (
+            Ran(0, "1 of 2 wrong\nright\n"),
+            "one call alone does not show it: the script says right, the judge: new tokens",
+        ),
+        (
+            Ran(1, "AttributeError: 'function'"),
+            "the script cannot be run alone: it ended with 1; it printed: Attribute",
+        ),
+        (
+            Ran(0, "WRONG\nsaid at exit\n"),
+            "the script cannot be run alone: it ended with 0; it printed: WRONG · said at",
+        ),
+    ],
+)
+def test_a_script_that_finds_something_else_or_nothing_is_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ran: Ran, said: str
 ) -> None:
-    monkeypatch.setattr(command, "run_alone", lambda script: Ran(0, "right"))
+    monkeypatch.setattr(command, "run_alone", lambda script: ran)
+    monkeypatch.setattr(command, "explain", lambda trial, record: "")
     path = folder / "none.py"
-    arguments = ["--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
+    arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(["export", CASE, *arguments]) == 2
-    assert "one call alone does not show it: the script ended with 0" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a case in a file, whose script prints more behind its verdict."""
+    monkeypatch.setattr(command, "explain", lambda trial, record: UNLIKE)
+    monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
+    write_case(tmp_path / "case.json", Case.parse(CASE))
+    arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(tmp_path / "x.py")]
+    assert main(["export", str(tmp_path / "case.json"), *arguments]) == 0
+    text = (tmp_path / "x.py").read_text(encoding="utf-8")
+    assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
+
+
+@pytest.mark.parametrize("place", [".", "file/x.py"])
+def test_a_place_for_no_file_is_refused_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.delattr(command, "reproduced")
+    (tmp_path / "file").touch()
+    assert main(["export", CASE, "--backend", "TORCH_SDPA", "--out", str(tmp_path / place)]) == 2
+    assert re.search(
+        r"expected a (file, this is a folder|folder that takes files, got .*file)$", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
         ("mixed_batch:call=layer;q=[1,5];kv=[9,0]", "a script makes one call of a prefill or a decode kernel"),
-        ("chunked_context:q=[5];kv=[9]", "the case merges what several calls return"),
+        ("chunked_context:q=[5];kv=[9]", "several calls return, none of which is wrong by itself; `replay --dump`"),
+        ("decode:call=decode;q=[1];kv=[9];ranks=2", "the case merges what several ranks return; `replay --dump`"),
         ("quant_output_fp8:q=[5];quant=fp8", "an output in e4m3 codes"),
         ("kv_cache_fp8_ds_mla:call=decode;q=[1];kv=[9];cache=fp8_ds_mla", "a cache of fp8_ds_mla"),
-        ("lse:q=[64];data=needle", "a script has room for 6000; export a smaller case"),
         ("lse:dtype=fp64;q=[4]", "a script shows wrong numbers; the verdict is unsupported"),
     ],
 )
@@ -121,6 +205,19 @@ def test_what_no_script_shows_is_refused(
     assert main(["export", case, "--backend", "TORCH_SDPA", "--device", "cpu", "--out", str(tmp_path / "x.py")]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_is_too_large_gets_the_commands_that_come_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, out = "lse:q=[64];data=needle", tmp_path / "a script.py"
+    assert main(["export", case, "--backend", "TORCH_SDPA", "--device", "cpu", "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f" characters, a script has room for {MOST_BYTES}; a smaller case may fit: " in said
+    commands = [text.rstrip(";") for text in re.findall(r"mla-conformance (\w+ .*?)(?= && |; |$)", said, re.MULTILINE)]
+    small, export, dump = (_parser().parse_args(shlex.split(text)) for text in commands)
+    assert (small.case, small.out, dump.case) == (case, Path(export.case), case)
+    assert {given.backend + given.device for given in (small, export, dump)} == {"TORCH_SDPAcpu"} and export.out == out
 
 
 def test_what_cannot_run_here_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,10 +268,10 @@ class _Wrapper:
 
 
 def _toy(monkeypatch: pytest.MonkeyPatch) -> Library:
-    module = ModuleType("toy_attention")
+    module = ModuleType("q")
     vars(module).update(Wrapper=_Wrapper, version=lambda: "1.0", MODES=("fast",))
-    monkeypatch.setitem(sys.modules, "toy_attention", module)
-    return Library("toy_attention", "toy-attention", "pip install toy-attention")
+    monkeypatch.setitem(sys.modules, "q", module)
+    return Library("q", "toy-attention", "pip install toy-attention")
 
 
 def _adapter(library: Library, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,9 +293,9 @@ def test_a_library_with_state_is_written_down_with_all_that_matters(monkeypatch:
     with Recorder() as recorder:
         results = _adapter(library, q)
     program = written(recorder.steps, {"q": q}, results)
-    assert program.modules == {"toy_attention": "toy_attention"} and program.used == {"q"}
+    assert program.modules == {"q": "library"} and program.used == {"q"}, "a module may be called as an operand is"
     assert not re.search(r"exp|version|isfinite", "\n".join(program.lines))
-    space: dict[str, Any] = {"torch": torch, "q": q.clone(), "toy_attention": sys.modules["toy_attention"]}
+    space: dict[str, Any] = {"torch": torch, "q": q.clone(), "library": sys.modules["q"]}
     exec("\n".join(program.lines), space)
     for expression, result in zip(program.results, results, strict=True):
         assert torch.equal(eval(expression, space), result)

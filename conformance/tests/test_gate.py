@@ -43,7 +43,8 @@ def test_a_failure_closes_the_gate_unless_it_is_expected(
     status, out, _ = gate(capsys, report)
     assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
     (tmp_path / "mine.toml").write_text(to_toml(Expectation(backend="*", case=FAILED.case, reason="known")))
-    assert gate(capsys, report, "--expectations", tmp_path)[0] == 0
+    status, out, _ = gate(capsys, report, "--expectations", tmp_path)
+    assert status == 0 and out.endswith(" · 2 verdicts · 1 expected failure\n")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_an_incomplete_run_and_an_empty_one_do_not_pass(
     write_report: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, _ = gate(capsys, write_report("a.json", PASSED, CASES[:6]))
-    assert status == 1 and "not run          MINE lse · 2 cases of the list have no verdict" in out
+    assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
     status, out, _ = gate(capsys, write_report("b.json", []))
     assert status == 1 and "nothing was judged" in out
 

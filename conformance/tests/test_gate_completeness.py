@@ -65,7 +65,8 @@ def test_two_capabilities_of_all_do_not_open_the_gate(report: Callable[..., Path
     status, out, _ = gate(file)
     extent = f"{len(TWO)} of {FULL} cases, 2 of {len(CAPABILITIES)} capabilities"
     assert status == 1 and f"not run          MINE {extent} · of the full tier\n" in out
-    told = {line.split()[3] for line in out.splitlines() if "have no verdict" in line}
+    assert out.endswith(f" · {len(TWO)} verdicts · {FULL - len(TWO)} not run\n")
+    told = {line.split()[3] for line in out.splitlines() if "without a verdict" in line}
     told |= set(next(line for line in out.splitlines() if "… and" in line).partition(": ")[2].split(", "))
     assert told == CAPABILITIES.keys() - {"new_tokens", "lse"}
     assert gate(file, "--require-tier", "none")[0] == 0

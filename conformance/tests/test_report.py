@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from mla_conformance.engine.request import Request
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.backend_lines import backend_lines
+from mla_conformance.report.closing import closing_line
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
-from mla_conformance.report.terminal import cause_lines, closing_line
+from mla_conformance.report.terminal import cause_lines
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
+WAIVED = Status.EXPECTED_FAILURE
 
 
 def record(status: Status, case: str = "lse:q=[1]", capability: str = "lse") -> Record:
@@ -76,7 +80,7 @@ def test_a_record_may_stand_for_many_cases() -> None:
     (capability,) = summarise([drawn], {"explored": 1})
     assert capability.counts == Counts(listed=30, passed=30)
     summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
-    assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "· 31 run ·" in closing_line(run(summary))
+    assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "cases: 31 passed ·" in closing_line(run(summary))
     (missing,) = summarise([], {"explored": 1})
     assert missing.outcome is Outcome.NOT_RUN
 
@@ -95,9 +99,26 @@ def test_the_text_shows_what_did_not_count() -> None:
         "  ✔ lse 2 of 3",
     ]
     assert "1 NOT RUN" in closing_line(run(backend(PASS, listed=2)))
-    both = run(backend(PASS), backend(FAIL))
-    assert closing_line(both).startswith("worst passing error 0.50 of its budget · 2 run · 1 failed")
-    assert closing_line(run(backend(FAIL))).startswith("no case passed · 1 run · 1 failed")
+    assert closing_line(run(backend(FAIL))) == "1 backend wrong · cases: 0 passed · 1 failed · 0 unsupported"
+
+
+def test_the_last_line_counts_every_backend_and_every_case_once() -> None:
+    several = run(backend(PASS, UNSUPPORTED), backend(FAIL, WAIVED), backend(reasons=("no GPU",)), backend(PASS))
+    assert closing_line(several) == (
+        "2 backends right · 1 wrong · 1 cannot run here · cases: 2 passed · 1 failed · 1 unsupported · "
+        "1 expected to fail · worst passing error 0.50 of its budget"
+    )
+
+
+def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
+    absent = [
+        replace(backend(reasons=("pip install b",)), facts=BackendFacts(f"B{n}", reasons=("no",))) for n in range(9)
+    ]
+    lines = list(outcome_lines(run(backend(PASS), *absent), 80, brief=True))
+    assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
+    assert len(lines) == len(list(outcome_lines(run(backend(PASS)), 80))) + 1
+    assert list(outcome_lines(run(*absent), 80))[-1] == "B8 ? unavailable: no"
+    assert Request.of().names_all and not Request.of(["FLASH_ATTN"]).names_all
 
 
 def test_a_verdict_becomes_a_record_and_reads_back() -> None:

@@ -95,7 +95,7 @@ def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
     assert main(["report", "diff", str(old), str(new)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("suite 2026.3 before, 2026.4 after") and "1 of 2 cases stand in both lists" in first
-    assert rest == [f"· case added: X {B} · pass", "0 regressions, 1 other changes"]
+    assert rest == [f"· case added: X {B} · pass", "0 regressions, 1 other change"]
 
 
 def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_exit_statuses(real_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", "diff", str(fewer), str(report)]) == 0
     assert main(["report", "diff", str(report), str(fewer)]) == 1
     shown = capsys.readouterr().out
-    assert "✘ backend removed: Broken · was fail" in shown and "1 regressions, 0 other changes" in shown
+    assert "✘ backend removed: Broken · was fail" in shown and "1 regression, 0 other changes" in shown
     assert main(["report", "diff", str(report), str(tmp_path)]) == 2
     assert f"{tmp_path / 'report.json'}: cannot be read: No such file" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:

@@ -99,7 +99,7 @@ def test_each_kernel_has_its_verdict_in_words(page: str) -> None:
     assert f"✘ wrong on 2 of {judged} judged cases" in row(page, "TRITON_MLA", "kernels")
     assert f"✔ right on all {judged} judged cases" in row(page, "FLASHMLA", "kernels")
     assert "of suite 2026.3: old" in row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
-    assert "! 12/14 2 known to fail" in row(page, "TRITON_MLA", "role-decode")
+    assert "✘ 12/14 2 known to fail" in row(page, "TRITON_MLA", "role-decode")
 
 
 def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,15 @@ def record(case: str, status: Status = Status.PASS, backend: str = "B", **change
 
 
 def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 130.0, 130.0])
+    now = iter([100.0, 130.0, 160.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     resumed = Progress(10, done=2, failed=1, parts=0)
     resumed(record("lse:q=[1]", Status.FAIL))
     assert resumed.line == "3/10 judged · 2 failed · 0:30 · about 3:30 left · B lse"
+    resumed.done = 10
+    resumed.phase("judging 2 failures again")
+    resumed(replace(record("lse:q=[1]", Status.FAIL), confirmation="alone"))
+    assert resumed.line == "10/10 judged · 2 failed · 1:00 · judging 2 failures again"
 
 
 def test_times_as_they_are_read() -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ class Mine(EagerPrefillBackend):
         output, lse = super()._finish(state)
         return output, lse * 1.0
 """
+HANGING = RIGHT.replace("output, lse =", "open('hangs', 'w'), __import__('time').sleep(1000); output, lse =")
 WRONG = RIGHT.replace("1.0", "1.5")
 """Of the same size; all are written within one second: what is cached of the one must not be taken for the other."""
 
@@ -63,7 +65,10 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
         assert re.match(r"[\d:]{8} Mine \? .*SyntaxError: .*\(mine.py, line 1\)\n", saved("def" + RIGHT.lstrip()))
-        assert " Mine ✔ " in saved(RIGHT)
+        save(HANGING)
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.1)
+        assert " Mine ✔ " in saved(RIGHT)  # at once, and nothing of what hung
     finally:
         watching.send_signal(signal.SIGINT)
         printed, complained = watching.communicate(timeout=60)
