@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("mla-conformance", description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=lambda options: _tell_how_to_begin(parser))
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     rooms = (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands)
     for room in (*rooms, scoreboard_cli):
         room.add_commands(commands)
