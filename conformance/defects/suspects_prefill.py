@@ -4,6 +4,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects.candidates import suspect
+from mla_conformance.defects.suspects import DividesByZero
 
 
 @suspect("scale")
@@ -38,6 +39,20 @@ class HiddenKey(EagerPrefillBackend):
     def _visible(self, queries, keys, tile, device):
         last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1).clamp(min=0)
         return torch.arange(tile.start, tile.stop, device=device) <= last
+
+
+@suspect("masking")
+class StrictMask(EagerPrefillBackend):
+    """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
+
+    def _visible(self, queries, keys, tile, device):
+        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1
+        return torch.arange(tile.start, tile.stop, device=device) <= last
+
+
+@suspect("masking")
+class StrictMaskDividesByZero(DividesByZero, StrictMask):
+    """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
 
 
 @suspect("masking")
