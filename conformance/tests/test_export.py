@@ -93,7 +93,7 @@ def test_the_command_writes_a_script_that_fails_alone(
     assert "fails without mla-conformance as it does with it" in capsys.readouterr().out
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
-    assert re.search(r"^Looks like: The LSE is in base 2, .* in [\w-]+/[\w-]+#\d+$", text, re.MULTILINE)
+    assert re.search(r"^Looks like: The LSE is in base 2, .*like [\w-]+/[\w-]+#\d+$", text, re.MULTILINE)
     assert [each.name for each in path.parent.iterdir()] == ["repro.py"]
 
 
