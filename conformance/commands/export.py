@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
@@ -16,8 +17,8 @@ from mla_conformance.engine.describe import find_device
 from mla_conformance.export.checked import RIGHT, WRONG, Ran, run_alone
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.literals import NotWritable, TooLong
-from mla_conformance.export.script import script_of
-from mla_conformance.files.inputs import InputError
+from mla_conformance.export.script import EXPORTED_BY, script_of
+from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
@@ -30,6 +31,7 @@ def export(options: argparse.Namespace) -> int:
     """Write a script, and run it; the exit status."""
     case, path = Case.parse(case_id(options.case)), options.out
     require_writable(path)
+    _require_ours(path)
     draft = path.with_name(f".{path.stem}.{os.getpid()}.py")
     try:
         require_one_call(case)
@@ -48,6 +50,12 @@ def export(options: argparse.Namespace) -> int:
     said = "fails" if found.verdict.status is Status.FAIL else "passes"
     say(f"{path}: {len(text.splitlines())} lines, {said} without mla-conformance as it does with it")
     return 0
+
+
+def _require_ours(path: Path) -> None:
+    """Refuse to write over what this command did not write."""
+    if path.exists() and EXPORTED_BY not in read_text(path):
+        raise InputError(f"{path}: it exists and is no script of export; name another file")
 
 
 def _subject(options: argparse.Namespace) -> Subject:

@@ -23,6 +23,8 @@ from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
+EXPORTED_BY = "Exported by mla-conformance"
+"""What tells a script of ours from somebody's file."""
 _HELPERS = {"laid_out(": LAID_OUT, "unpacked(": UNPACKED}
 _STANDARD = {"base64.": "base64", "zlib.": "zlib", "os.": "os", "importlib.": "importlib.util"}
 _WIDTH = 118
@@ -95,7 +97,7 @@ def _told(found: Reproduced) -> list[str]:
         found.verdict.message if failed else "The suite finds no fault with it.",
         *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
         *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
-        f"Exported by mla-conformance {__version__} on {device}, torch {torch.__version__}.",
+        f"{EXPORTED_BY} {__version__} on {device}, torch {torch.__version__}.",
         "Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.",
     ]
     return [*_wrapped(head), f"Case {found.case.id}", *(line for part in told for line in _wrapped(part))]

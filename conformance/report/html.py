@@ -1,6 +1,6 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -9,7 +9,6 @@ from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.cells import Cell, cell, definition
 from mla_conformance.report.closing import closing_line
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
@@ -42,7 +41,6 @@ def html(run: RunSummary) -> str:
         closest=closest(run_backends, _CLOSEST),
         anchor=_anchor,
         replay=lambda record: from_here(record).replay,
-        first_map=_first_map,
         picture=picture,
         words=words,
         counted=counted,
@@ -98,11 +96,6 @@ def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
         if record.status is Status.EXPECTED_FAILURE:
             found.setdefault((record.backend, record.expectation), []).append(record)
     return [(reason, records) for (_, reason), records in found.items()]
-
-
-def _first_map(backend: BackendSummary, failures: Iterable[Record]) -> tuple[str, HeatMap] | None:
-    """The first case among these failures of which it is known where its errors are, and its map."""
-    return next(((record.case, backend.heat[record.case]) for record in failures if record.case in backend.heat), None)
 
 
 def _anchor(backend: str, capability: str) -> str:

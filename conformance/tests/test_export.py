@@ -176,6 +176,13 @@ def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
     assert f"\nCase {Case.parse(CASE).id}\n" in text and "like" not in text.partition("import")[0]
 
 
+def test_what_export_did_not_write_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kernel.py").write_text("mine")
+    assert main(["export", CASE, "--backend", "TORCH_SDPA", "--out", str(tmp_path / "kernel.py")]) == 2
+    assert "kernel.py: it exists and is no script of export; name another file" in capsys.readouterr().err
+    assert (tmp_path / "kernel.py").read_text() == "mine"
+
+
 @pytest.mark.parametrize("place", [".", "file/x.py"])
 def test_a_place_for_no_file_is_refused_before_anything_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
