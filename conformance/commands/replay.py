@@ -20,6 +20,7 @@ from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import require_writable
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import from_here, say
@@ -98,6 +99,8 @@ def case_id(text: str) -> str:
 
 def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
+    if options.out:
+        require_writable(options.out)
     with _one_case(case_id(options.case), options.backend, options, options.salt) as run, run:
         try:
             run.prepare()

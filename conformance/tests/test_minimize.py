@@ -126,6 +126,14 @@ def test_a_failure_of_a_report_runs_again(
     assert "expected the number of one of its 2 failures, got 3" in capsys.readouterr().err
 
 
+def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f"{tmp_path}: expected a file, this is a folder\n") and not printed.out
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
