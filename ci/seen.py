@@ -35,8 +35,8 @@ class Seen:
         on: the machine.
         date: ISO date.
         status: how it ended.
-        seconds: of wall time.
-        cpu_seconds: of all its processes.
+        seconds: of wall time; 0 where they were not taken.
+        cpu_seconds: of all its processes; likewise.
         output: what it printed, without how far it was and where the report is.
         files: texts by name.
     """
