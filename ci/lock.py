@@ -1,0 +1,175 @@
+"""The verdict lock: every verdict of the suite on kernels that need no GPU, so that a refactoring is seen to change none.
+
+``python ci/lock.py write FILE [--small] [--workers N]`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
+honest kernels on the full tier, each known defect on the capability that is expected to kill it, until a case does.
+``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if one is not, and with 2 if the two
+were not written on one machine with one torch and one number of threads.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ |= _ONE_THREAD  # read when torch is imported
+
+import torch  # noqa: E402
+
+from mla_conformance.backends.references import BackendReference  # noqa: E402
+from mla_conformance.cases.capabilities import CAPABILITIES, Tier  # noqa: E402
+from mla_conformance.cases.case import Case  # noqa: E402
+from mla_conformance.certificate.digests import installed_digests  # noqa: E402
+from mla_conformance.defects.honest import HONEST  # noqa: E402
+from mla_conformance.defects.known import judged_roles, known_defects  # noqa: E402
+from mla_conformance.defects.matrix import Kernel  # noqa: E402
+from mla_conformance.driving.phases import Clock  # noqa: E402
+from mla_conformance.driving.subject import Subject  # noqa: E402
+from mla_conformance.judging.record import Record  # noqa: E402
+from mla_conformance.judging.verdict import Status  # noqa: E402
+from mla_conformance.trials.context import Context  # noqa: E402
+from mla_conformance.trials.judge_one import judge_one  # noqa: E402
+
+Row = dict[str, Any]
+_REAL = ("EAGER", "TORCH_SDPA")
+_NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+_OF_A_MACHINE = ("cpu", "torch", "threads", "small")
+_MOST_SHOWN = 20
+_CPU = torch.device("cpu")
+
+
+def kernels() -> list[Kernel]:
+    """Real kernels and honest ones, then the known defects."""
+    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
+    wrong = [Kernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()]
+    return [*(Kernel(name, name) for name in _REAL), *honest, *wrong]
+
+
+def rows_of(capability: str, small: bool) -> list[Row]:
+    """The rows of one capability; the small part has its first case alone, and no honest kernel."""
+    context, found = Context(), []
+    cases = CAPABILITIES[capability].select(Tier.FULL)
+    asked = [kernel for kernel in kernels() if kernel.killed_by in ("", capability)]
+    asked = [kernel for kernel in asked if not small or kernel.killed_by or kernel.name in _REAL]
+    subjects = {kernel.name: Subject(BackendReference(kernel.name, kernel.reference), _CPU) for kernel in asked}
+    for case in islice(cases, 1 if small else None):
+        records = [judge_one(subjects[kernel.name], case, context) for kernel in asked if kernel.serves(case)]
+        dead = {record.backend for record in records if record.failed}
+        asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
+        if any(record.status not in _NOT_JUDGED for record in records):
+            found.append(_of_case(case, context))
+        found += [_of_record(record) for record in records]
+    return found
+
+
+def _of_case(case: Case, context: Context) -> Row:
+    """Checksums of a case's inputs and of what is expected."""
+    problem = context.problem(case, _CPU, Clock())
+    golden = context.expect(problem, Clock())
+    return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden.tensors)}
+
+
+def _of_record(record: Record) -> Row:
+    kept = ("case", "status", "check", "message", "where", "sampled", "finding")
+    plain = {name: getattr(record, name) for name in kept}
+    used = {rule: repr(share) for rule, share in record.used.items()}
+    return {**plain, "kernel": record.backend, "used": used}
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().contiguous()
+        digest.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.view(torch.uint8).numpy().data if plain.dim() else repr(plain.item()).encode())
+    return digest.hexdigest()[:16]
+
+
+def header(small: bool) -> Row:
+    """Where rows are written, and by which sources."""
+    return {
+        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "small": small,
+        "digests": installed_digests(),
+    }
+
+
+def _cpu_name() -> str:
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def write(path: Path, small: bool, workers: int) -> int:
+    """Write all rows, each capability's from a process of its own, so that none follows from what ran before."""
+    torch.set_num_threads(1)
+    known_defects()
+    with (
+        path.open("w", encoding="utf-8") as file,
+        multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=1) as pool,
+    ):
+        file.write(json.dumps(header(small)) + "\n")
+        for rows in pool.starmap(rows_of, [(name, small) for name in CAPABILITIES], chunksize=1):
+            file.writelines(json.dumps(row, sort_keys=True) + "\n" for row in rows)
+    return 0
+
+
+def compare(before: Path, after: Path) -> int:
+    """Say which rows differ; the exit status."""
+    (old, was), (new, now) = _read(before), _read(after)
+    other = [
+        f"{name}: {old.get(name)!r} and {new.get(name)!r}" for name in _OF_A_MACHINE if old.get(name) != new.get(name)
+    ]
+    if other:
+        sys.stderr.write(f"not compared: expected two locks of one machine, got {'; '.join(other)}\n")
+        return 2
+    differences = list(_differences(was, now))
+    for line in differences[:_MOST_SHOWN]:
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{len(was)} rows, {len(differences)} different\n")
+    return 1 if differences else 0
+
+
+def _read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+    first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return first, {(row["case"], row["kernel"]): row for row in rows}
+
+
+def _differences(was: dict[tuple[str, str], Row], now: dict[tuple[str, str], Row]) -> Iterator[str]:
+    for key in dict.fromkeys([*was, *now]):
+        old, new = was.get(key, {}), now.get(key, {})
+        changed = [
+            f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
+        ]
+        if changed:
+            yield f"{' '.join(key)}: {'; '.join(changed) if old and new else 'is missing in one'}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one of the two; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    writing = commands.add_parser("write")
+    writing.add_argument("file", type=Path)
+    writing.add_argument("--small", action="store_true", help="the first case of each capability, no honest kernel")
+    writing.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    told = parser.parse_args(arguments)
+    return write(told.file, told.small, told.workers) if told.command == "write" else compare(told.before, told.after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
