@@ -1,8 +1,8 @@
-"""The verdict lock: every verdict of the suite on kernels that need no GPU, so that a refactoring is seen to change none.
+"""The verdict lock: every verdict on kernels that need no GPU, so that a refactoring is seen to change none.
 
-``python ci/lock.py write FILE [--small] [--workers N]`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
+``python ci/lock.py write FILE`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
 honest kernels on the full tier, each known defect on the capability that is expected to kill it, until a case does.
-``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if one is not, and with 2 if the two
+``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if not, and with 2 if the two
 were not written on one machine with one torch and one number of threads.
 """
 
