@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.certificate import Certificate, renewal
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.gating.mustpass import MustPass
@@ -14,6 +13,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:

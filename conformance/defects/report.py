@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.defects.diagnosis_report import sentence
 from mla_conformance.defects.diagnosis_report import stored as stored_diagnosis
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.matrix import Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""

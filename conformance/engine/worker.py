@@ -14,7 +14,6 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.explain import explain
 from mla_conformance.driving.hand import HERE
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
@@ -44,6 +43,7 @@ from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import Trial
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mla_conformance.cases.capabilities import Tier
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.completeness import incomplete, missing
@@ -16,6 +15,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import Tier
 
 _CHANGES = {
     Kind.BACKEND_REMOVED: Finding.LOST,

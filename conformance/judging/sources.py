@@ -3,19 +3,14 @@
 from importlib.resources import files
 from pathlib import Path
 
-_OF_CASES = ("cached", "capabilities", "case", "decode", "hazards", "indexer", "layer", "prefill", "sparse")
-"""What a case asks for, its procedure and its data; the lists of cases and how ids are read are not among them."""
-_PATTERNS = (
-    *(f"cases/{name}.py" for name in _OF_CASES),
-    "problems/*.py",
-    "driving/*.py",
-    "judging/*.py",
-    "judging/*.toml",
-    "trials/*.py",
-)
+from mla_conformance.driving.functions import JUDGING_ROOMS
+
+_DECIDING = ("cases", "vocabulary", *JUDGING_ROOMS)
+"""What a case asks for, its procedure and its data, and what judges it; the reference has a digest of its own."""
 
 
 def judging_sources() -> list[Path]:
-    """The files that decide a verdict, beside the lists of cases and the reference."""
+    """The files that decide a verdict, beside the reference."""
     root = Path(str(files("mla_conformance")))
-    return [path for pattern in _PATTERNS for path in sorted(root.glob(pattern))]
+    rooms = (root / room for room in _DECIDING if room != "reference")
+    return [path for room in rooms for path in sorted(room.rglob("*")) if path.suffix in (".py", ".toml")]

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 import torch
 
 from mla_conformance.cases.case import CASE_FORMAT, Case, Layout
-from mla_conformance.cases.hazards import REGIMES, Regime
 from mla_conformance.problems.memory import poison
+from mla_conformance.problems.regimes import REGIMES, Regime
 
 TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight
 from mla_conformance.certificate.digests import seal
@@ -26,7 +25,6 @@ from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.issuing import Issuing
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
@@ -39,7 +37,9 @@ from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Json = dict[str, Any]
 TODAY = datetime.date(2026, 6, 1)

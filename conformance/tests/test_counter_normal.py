@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.problems import counter_normal, prefill
-from mla_conformance.problems.build import build_problem
+from mla_conformance.problems import counter_normal
 from mla_conformance.problems.counter_normal import fill_normal
+from mla_conformance.roles.prefill import problem as prefill
+from mla_conformance.roles.table import build_problem
 
 
 def test_mean_variance_and_kurtosis_are_those_of_a_normal_distribution() -> None:

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.device_needs import device_reasons
 from mla_conformance.driving.reach import needed_bytes
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.devices import VISIBLE, jit_caches, place_environment, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup
@@ -28,6 +25,9 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
+from mla_conformance.trials.device_needs import device_reasons
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")
 

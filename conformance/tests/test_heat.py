@@ -11,7 +11,6 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.request import Request
@@ -26,6 +25,7 @@ from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, picture_file, words
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.digests import seal
@@ -32,6 +31,7 @@ from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 BACKEND = """
 import ctypes

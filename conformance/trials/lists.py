@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mla_conformance.cases.sparse import SparseCase
-from mla_conformance.problems.reselected import half_lists, lonely_row, reversed_lists, widened_lists
+from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.sparse.reselected import half_lists, lonely_row, reversed_lists, widened_lists
 from mla_conformance.trials.trial import Trial
 
 

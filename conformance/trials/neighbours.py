@@ -12,7 +12,7 @@ from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.spoiled import KINDS, spoil_keys, spoil_queries
+from mla_conformance.trials.spoiled import KINDS, spoil_keys, spoil_queries
 from mla_conformance.trials.trial import Trial
 
 _SAID = dict(zip(KINDS, ("NaN", "infinities", "the largest numbers"), strict=True))

@@ -7,11 +7,11 @@ from typing import Any
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.driving.subject import Subject
 from mla_conformance.driving.trace import kernels_of, library_digests, loaded_libraries
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.subject import Subject
 
 
 def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
