@@ -125,7 +125,7 @@ def write(path: Path, small: bool, workers: int) -> int:
 
 def compare(before: Path, after: Path) -> int:
     """Say which rows differ; the exit status."""
-    (old, was), (new, now) = _read(before), _read(after)
+    (old, was), (new, now) = read(before), read(after)
     other = [
         f"{name}: {old.get(name)!r} and {new.get(name)!r}" for name in _OF_A_MACHINE if old.get(name) != new.get(name)
     ]
@@ -139,7 +139,8 @@ def compare(before: Path, after: Path) -> int:
     return 1 if differences else 0
 
 
-def _read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+def read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+    """A lock's header, and its rows by case and kernel."""
     first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return first, {(row["case"], row["kernel"]): row for row in rows}
 

@@ -147,7 +147,7 @@ def test_every_source_is_a_public_thread() -> None:
 
 def test_the_stored_report_is_that_of_this_code() -> None:
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
-    assert json.loads(text)["digest"] == deciding_digest(), f"the stored report is stale; {REGENERATE}"
+    assert deciding_digest() in json.loads(text)["digests"], f"the stored report is stale; {REGENERATE}"
 
 
 def test_the_stored_report_is_clean() -> None:
