@@ -309,7 +309,7 @@ def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    "name", ["hazards.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"]
+    "name", ["regimes.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"]
 )
 def test_the_digests_cover_what_a_verdict_depends_on(name: str) -> None:
     assert name in {path.name for path in judging_sources()}

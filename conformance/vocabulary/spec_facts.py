@@ -1,13 +1,43 @@
 """What the case lists run, as words for the sentences of SPEC section 5, and that section written with them."""
 
+import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
-from mla_conformance.vocabulary.spec_hazards import HAZARDS, Hazard
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A circumstance in which kernels have been wrong in public.
+
+    Attributes:
+        group: the heading that it stands below.
+        clause: its number in section 5, which it keeps.
+        id: its name in the catalogue of reported bugs.
+        sentence: what generates it, or why it is out of reach; facts in braces.
+    """
+
+    group: str
+    clause: int
+    id: str
+    sentence: str
+
+
+@cache
+def hazards() -> tuple[Hazard, ...]:
+    """All of them, in the order of SPEC."""
+    text = (files("mla_conformance.fixtures") / "hazards.toml").read_text(encoding="utf-8")
+    told = tomllib.loads(text)["hazard"]
+    return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in told)
+
 
 _UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
 """How many of a field's units are 1."""
@@ -81,8 +111,8 @@ def _facts() -> dict[str, Any]:
 def section_lines() -> Iterator[str]:
     """The list of hazards under its headings, then the table of data regimes."""
     facts = _facts()
-    for heading, hazards in HAZARDS.items():
-        yield from (f"**{heading}**", "", *(_line(hazard, facts) for hazard in hazards), "")
+    for heading, group in groupby(hazards(), lambda hazard: hazard.group):
+        yield from (f"**{heading}**", "", *(_line(hazard, facts) for hazard in group), "")
     yield from ("**Data regimes**", "", "| regime | reveals |", "|---|---|")
     yield from (f"| `{name}` | {regime.sentence} |" for name, regime in REGIMES.items())
 
