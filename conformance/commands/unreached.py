@@ -3,8 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases.combinations import PAIRS, Space
-from mla_conformance.cases.covering import Combination
+from mla_conformance.cases.combinations import PAIRS, Combination, Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.files.inputs import InputError

@@ -9,7 +9,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.completeness import incomplete, missing
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.gating.row import Finding, Row
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare

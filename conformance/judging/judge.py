@@ -18,9 +18,8 @@ from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
-from mla_conformance.judging.tolerance import Tolerance
+from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs
 from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.problems.problem import Problem

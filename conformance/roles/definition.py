@@ -10,8 +10,7 @@ from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.expected import Expected
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import Expected, expect
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.steps import Steps
 from mla_conformance.problems.problem import Problem

@@ -6,7 +6,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict

@@ -16,7 +16,7 @@ import pytest
 
 from mla_conformance.certificate.certificate import Finding, Worst
 from mla_conformance.certificate.readable import Shown
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts

@@ -31,10 +31,9 @@ from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.sources import judging_sources
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.subject import Subject

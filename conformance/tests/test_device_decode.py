@@ -10,7 +10,7 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.reach import Reach
+from mla_conformance.judging.needs import Reach
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context

@@ -21,9 +21,8 @@ from mla_conformance.expectations.apply import Expectations
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.gate import Gate
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import compare

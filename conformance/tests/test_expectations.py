@@ -18,7 +18,7 @@ from mla_conformance.expectations.condition import Condition, ConditionError
 from mla_conformance.expectations.entry import Expectation, read_expectations
 from mla_conformance.expectations.query import CaseQuery
 from mla_conformance.expectations.update import to_toml
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -41,7 +41,7 @@ from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
-from mla_conformance.vocabulary.long_contexts import LONG_CONTEXTS
+from mla_conformance.vocabulary.lists import LONG_CONTEXTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

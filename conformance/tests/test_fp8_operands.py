@@ -12,8 +12,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.rounding import roundoffs
-from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import attention

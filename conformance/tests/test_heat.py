@@ -17,7 +17,7 @@ from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.export import heat
 from mla_conformance.export.heat import heat_map, heat_maps, heat_of
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving import child_processes
-from mla_conformance.driving.attempt import attempt
+from mla_conformance.driving import system_settings
+from mla_conformance.driving.hand import attempt
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.judging import judge
 from mla_conformance.judging.record import Record
@@ -92,7 +92,7 @@ def process() -> list[Any]:
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_processes, "_PATIENCE", 0.0)  # what it leaves does not end by itself
+    monkeypatch.setattr(system_settings, "_PATIENCE", 0.0)  # what it leaves does not end by itself
     before = process()
     record = judged(name)
     assert process() == before

@@ -29,9 +29,8 @@ from mla_conformance.engine.run import Run
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.expectations.update import to_toml
 from mla_conformance.fixtures import __path__ as fixtures
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.heat_map import HeatMap

@@ -15,7 +15,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.spoiled import KINDS, spoil_keys, spoil_queries
+from mla_conformance.trials.neighbours import KINDS, spoil_keys, spoil_queries
 from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")

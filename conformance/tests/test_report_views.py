@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions

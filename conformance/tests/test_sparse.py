@@ -19,10 +19,10 @@ from mla_conformance.reference.entry_pages import read_entries
 from mla_conformance.reference.merge import merge_states
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.call import SparseCall
-from mla_conformance.roles.sparse.reselected import half_lists, lonely_row, reversed_lists, widened_lists
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.lists import half_lists, lonely_row, reversed_lists, widened_lists
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.transform import regroup
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -15,7 +15,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem, golden_of

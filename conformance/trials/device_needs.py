@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.reach import needed_bytes
+from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _GIB = 2**30

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.problem import Problem

@@ -24,9 +24,7 @@ from mla_conformance.roles.prefill import lists as prefill
 from mla_conformance.roles.prefill.space import PREFILL
 from mla_conformance.roles.sparse import lists as sparse
 from mla_conformance.roles.sparse.space import SPARSE
-from mla_conformance.vocabulary import device_lists as device
-from mla_conformance.vocabulary import model_shapes
-from mla_conformance.vocabulary.long_contexts import LONG_CONTEXTS
+from mla_conformance.vocabulary import lists
 from mla_conformance.vocabulary.smoke import smoke_cases, with_killing
 
 
@@ -176,8 +174,8 @@ _VOCABULARY = (
         "model_shapes",
         "2.1",
         "All heads of a model, with hundreds of rows, keys and requests, are computed right.",
-        model_shapes.prefills,
-        model_shapes.decodes,
+        lists.model_prefills,
+        lists.model_decodes,
         sparse.model_shapes,
     ),
     _entry(
@@ -481,7 +479,7 @@ _VOCABULARY = (
         "cuda_graph",
         "3.9",
         "A captured call, replayed, computes the batch that stands in its buffers then.",
-        device.cuda_graph,
+        lists.cuda_graph,
         sparse.cuda_graph,
         procedure="graph",
         captures=True,
@@ -490,7 +488,7 @@ _VOCABULARY = (
         "streams",
         "3.9",
         "A call reads and writes in the order of the caller's stream, beside others on other streams.",
-        device.streams,
+        lists.streams,
         sparse.streams,
         procedure="streams",
         needs_cuda=True,
@@ -499,7 +497,7 @@ _VOCABULARY = (
         "large_offsets",
         "3.9",
         "Operands and results that reach beyond 2^31 elements are read and written there.",
-        device.large_offsets,
+        lists.large_offsets,
         sparse.large_offsets,
         procedure="far",
         needs_cuda=True,
@@ -508,7 +506,7 @@ _VOCABULARY = (
         "many_rows",
         "3.9",
         "Around 2^16 rows in a call are all computed right.",
-        device.many_rows,
+        lists.many_rows,
         sparse.many_rows,
         needs_cuda=True,
     ),
@@ -541,7 +539,7 @@ def nightly_cases(capability: str) -> tuple[Case, ...]:
     """What the nightly tier adds to a capability's cases."""
     if capability in SPACES:
         return _triples(capability)
-    return tuple(case for case in LONG_CONTEXTS if case.capability == capability)
+    return tuple(case for case in lists.LONG_CONTEXTS if case.capability == capability)
 
 
 @cache

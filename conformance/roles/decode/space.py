@@ -6,8 +6,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.combinations import Space, Values
-from mla_conformance.cases.covering import Row
+from mla_conformance.cases.combinations import Row, Space, Values
 
 _LENGTHS: Mapping[str, tuple[int, ...]] = {
     "ragged": (64, 5, 1000, 17),

@@ -9,10 +9,10 @@ import torch
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Call
+from mla_conformance.problems.cached_batch import regrouped_metadata
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, start_loc
-from mla_conformance.problems.sparse_metadata import regrouped_metadata
 from mla_conformance.roles.indexer.case import IndexerCase
 
 

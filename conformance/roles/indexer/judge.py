@@ -11,13 +11,12 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.locate import Place, extent
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.rounding import roundoffs
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
-from mla_conformance.judging.tolerance import Tolerance
+from mla_conformance.judging.tolerance import Tolerance, roundoffs
 from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores

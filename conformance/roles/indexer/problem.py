@@ -4,13 +4,12 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.problems.cached_batch import CachedBatch
+from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
-from mla_conformance.problems.sparse_metadata import sparse_metadata
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase

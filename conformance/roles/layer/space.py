@@ -5,8 +5,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.combinations import Space, Values
-from mla_conformance.cases.covering import Row
+from mla_conformance.cases.combinations import Row, Space, Values
 from mla_conformance.roles.layer.case import Order
 
 _CONTEXTS: Mapping[str, tuple[int, ...]] = {

@@ -8,9 +8,8 @@ import torch
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Call
-from mla_conformance.problems.counter_normal import fill_normal
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, edges, lay_out, segments, start_loc
+from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk

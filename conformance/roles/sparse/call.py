@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
+from mla_conformance.problems.cached_batch import regrouped_metadata
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
-from mla_conformance.problems.sparse_metadata import regrouped_metadata
 from mla_conformance.roles.sparse.case import SparseCase
 
 _OPTIONAL = ("topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")

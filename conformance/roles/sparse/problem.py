@@ -10,15 +10,13 @@ import torch
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.cases.data import Data
-from mla_conformance.problems.cached_batch import CachedBatch
+from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import Question
-from mla_conformance.problems.counter_normal import COUNTER_SEEDS, fill_normal
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import edges, lay_out, start_loc
+from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
-from mla_conformance.problems.sparse_metadata import sparse_metadata
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase

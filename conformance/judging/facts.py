@@ -1,5 +1,7 @@
 """What the harness saw run, beside what a backend tells of itself, as plain data. No torch: it travels."""
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 _OF_TORCH = ("at::native", "void at::", "at_cuda_detail", "compute_cuda_kernel", "nvjet", "Memcpy", "Memset")
@@ -31,3 +33,28 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 NOTHING_TRACED = Traced()
 """Of a run without a GPU, or of a backend that passed nothing."""
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """A backend as it is here.
+
+    Attributes:
+        name: name in reports.
+        reference: what loads the backend again.
+        reasons: why it is unavailable; empty if it can run.
+        versions: versions of its distributions.
+        emulated: it never counts as certified.
+        deviations: (convention of its library, what the adapter does about it).
+        rounding: the declared rounding classes by name.
+        fingerprint: what tells that it is still the same: the digest of its file, or its versions.
+    """
+
+    name: str
+    reference: str = ""
+    reasons: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    emulated: bool = False
+    deviations: tuple[tuple[str, str], ...] = ()
+    rounding: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
