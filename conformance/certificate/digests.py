@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.sources import judging_sources
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

@@ -4,8 +4,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.defects.known import FAMILIES
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.meaning import meaning_digest
-from mla_conformance.judging.sources import judging_sources
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 _HONEST_ROLES = ("honest", "honest_decode", "honest_indexer", "honest_layer", "honest_sparse")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-JUDGING_ROOMS = ("problems", "driving", "judging", "roles", "trials", "reference")
-"""Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
+from mla_conformance.driving.sources import JUDGING_ROOMS
+
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""

@@ -25,6 +25,7 @@ from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.issuing import Issuing
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
@@ -33,7 +34,6 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.subject import Subject

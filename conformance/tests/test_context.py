@@ -60,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return noted
 
     monkeypatch.setattr(kept, "build_problem", noting(made.problems, kept.build_problem))
-    monkeypatch.setattr(kept, "expect", noting(made.golden, kept.expect))
+    monkeypatch.setattr(kept, "golden_of", noting(made.golden, kept.golden_of))
     return made
 
 

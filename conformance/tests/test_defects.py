@@ -29,9 +29,9 @@ from mla_conformance.defects.report import (
     summarise,
     terminal_lines,
 )
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.sections import Section
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.sources import judging_sources
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one

@@ -1,10 +1,10 @@
-"""The files that a verdict depends on, for digests that notice when one of them has changed."""
+"""The rooms that a verdict depends on, for digests that notice when a file of them has changed. No torch."""
 
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.driving.functions import JUDGING_ROOMS
-
+JUDGING_ROOMS = ("problems", "driving", "judging", "roles", "trials", "reference")
+"""Rooms whose functions meet what a call returned."""
 _DECIDING = ("cases", "vocabulary", *JUDGING_ROOMS)
 """What a case asks for, its procedure and its data, and what judges it; the reference has a digest of its own."""
 
