@@ -81,6 +81,7 @@ SCRATCH = RoleDefinition(
 )
 """,
 }
+PACKAGE = '    "mla_conformance.roles.sparse",\n'
 EDITS: Mapping[str, Mapping[str, str]] = {
     "backends/roles.py": {
         '    INDEXER = "indexer"\n': '    INDEXER = "indexer"\n    SCRATCH = "scratch"\n',
@@ -96,9 +97,7 @@ EDITS: Mapping[str, Mapping[str, str]] = {
         "_VOCABULARY = (\n": "from mla_conformance.roles.scratch import lists as scratch\n\n_VOCABULARY = (\n"
         '    _entry("scratch", "1.1", "Plain attention is computed right.", scratch.scratch),\n',
     },
-    "pyproject.toml": {
-        '    "mla_conformance.roles",\n': '    "mla_conformance.roles",\n    "mla_conformance.roles.scratch",\n'
-    },
+    "pyproject.toml": {PACKAGE: PACKAGE + PACKAGE.replace("sparse", "scratch")},
 }
 KERNEL = """
 import torch
