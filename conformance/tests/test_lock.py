@@ -1,8 +1,8 @@
-"""The verdict lock: two of one machine are compared row by row, others are refused, and digests are listed only then."""
+"""The verdict lock: two of one machine are compared row by row, others refused, and digests listed only then."""
 
+import importlib
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ def written(path: Path, header: dict[str, Any], *rows: dict[str, Any]) -> Path:
     return path
 
 
-def run(script: str, *arguments: str | Path) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, CI / script, *arguments], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module
 
 
 @pytest.mark.parametrize(
@@ -37,18 +38,25 @@ def run(script: str, *arguments: str | Path) -> tuple[int, str]:
     ],
 )
 def test_two_locks_are_compared_to_the_last_digit(
-    header: dict[str, Any], rows: list[dict[str, Any]], status: int, said: str, tmp_path: Path
+    header: dict[str, Any],
+    rows: list[dict[str, Any]],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    script: Callable[[str], Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = written(tmp_path / "before", HEADER, ROW)
-    found, printed = run("lock.py", "compare", before, written(tmp_path / "after", {**HEADER, **header}, *rows))
-    assert found == status and said in printed
+    before, after = written(tmp_path / "before", HEADER, ROW), written(tmp_path / "after", {**HEADER, **header}, *rows)
+    assert script("lock").compare(before, after) == status
+    assert said in "".join(capsys.readouterr())
 
 
-def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path) -> None:
+def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    accept = script("accept")
     listed = {**HEADER, "digests": {name: locked_digests()[name][0] for name in LOCKED}}
     same = written(tmp_path / "same", HEADER, ROW)
-    status, printed = run("accept.py", written(tmp_path / "before", listed, ROW), same, RECORD)
-    assert status == 1 and "expected records of 4 kernels or more, got 1" in printed
+    known = list(accept.problems(written(tmp_path / "before", listed, ROW), same, [RECORD]))
+    assert any("expected records of 4 kernels or more, got 1" in problem for problem in known)
     unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
-    status, printed = run("accept.py", unknown, same, RECORD)
-    assert status == 1 and f"'judging' of suite 2026.4: expected one of {locked_digests()['judging'][0]}" in printed
+    said = f"'judging' of suite 2026.4: expected one of {locked_digests()['judging'][0]}"
+    assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))
