@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.dimensions import ModelDimensions
-from mla_conformance.reference.finite import is_finite
 from mla_conformance.reference.projections import MLAWeights
 from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.yarn import is_finite
 
 GateInput = Literal["hidden", "query_latent"]
 """What an output gate is projected from."""

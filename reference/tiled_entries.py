@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.entry_formats import TiledFormat
+from mla_conformance.reference.entry_formats import TILE_SCALES, TiledFormat
 from mla_conformance.reference.quantization import (
     E2M1_MAX,
     E4M3_MAX,
@@ -19,7 +19,6 @@ from mla_conformance.reference.quantization import (
     quantize_e4m3,
     require_float8,
 )
-from mla_conformance.reference.tile_scales import TILE_SCALES
 
 _LEAST_SCALE = 1e-4
 """Of a power of two before it is rounded up, for tiles of zeros and small ones: 2^-13."""

@@ -20,8 +20,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
-from mla_conformance.reference.sharding import local_positions
 
 _SLICE_MARGIN = 16
 

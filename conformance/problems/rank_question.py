@@ -6,7 +6,7 @@ import torch
 
 from mla_conformance.problems.calls import Question
 from mla_conformance.problems.operands import segments, start_loc
-from mla_conformance.reference.sharding import local_length
+from mla_conformance.reference.kv_cache import local_length
 
 
 def rank_question(whole: Question, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int) -> Question:

@@ -13,7 +13,7 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.sparse_call import SparseCall
-from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.kv_cache import write_entries
 
 KINDS = ("nan", "inf", "largest")
 """What spoiled values are, in turn; codes, which know no infinity, are never numbers."""
