@@ -23,7 +23,7 @@ class MLAWeights:
 
     Where a model has them: q_norm [Lq], kv_norm [L] and k_pe_norm [R], the weights of RMSNorms of the two latents and
     of the rotary key; W_G [H or Lq, N, V or 1] to a gate of each value, or of each head; sink [N], logits.
-    `layer_spec.LayerSpec` says which, and of what shape.
+    `layer.LayerSpec` says which, and of what shape.
     """
 
     W_DQ: Tensor | None

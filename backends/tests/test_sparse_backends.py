@@ -15,9 +15,9 @@ from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.selected import SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.torch_sdpa_sparse import TorchSDPASparseBackend
+from mla_conformance.reference.attention import merge
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.kv_cache import write_entries
-from mla_conformance.reference.merge import merge
 from mla_conformance.reference.selected import selected_attention
 
 SCALE, PAGE, LENGTHS = 0.05, 4, (9, 0, 14)

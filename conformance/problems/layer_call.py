@@ -14,7 +14,7 @@ from mla_conformance.problems.layer_weights import Linear, PackedLinear, as_line
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.projected import Projection
+from mla_conformance.reference.terms import Projection
 
 
 class LayerDriver(Protocol):

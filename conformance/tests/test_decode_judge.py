@@ -20,7 +20,7 @@ from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.build import build_problem
-from mla_conformance.reference.merge import merge_states
+from mla_conformance.reference.attention import merge_states
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 

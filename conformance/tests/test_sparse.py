@@ -21,8 +21,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.reselected import half_lists, lonely_row, reversed_lists, widened_lists
 from mla_conformance.problems.sparse_call import SparseCall
 from mla_conformance.problems.transform import regroup
+from mla_conformance.reference.attention import merge_states
 from mla_conformance.reference.kv_cache import read_entries
-from mla_conformance.reference.merge import merge_states
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import blockwise, weights
+from mla_conformance.reference import blockwise, row_sums
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.blockwise import blockwise_attention
+from mla_conformance.reference.row_sums import weigh_with_products
 from mla_conformance.reference.tiles import Keys, LowKeys, Queries, Tile
-from mla_conformance.reference.weights import weigh_with_products
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,9 +34,9 @@ def test_the_kernel_does_what_the_lines_say(
     seen = torch.arange(rows, device="cuda") + (keys - rows) if masked else None
     tile = Tile(Queries(q * 0.1 if factor is None else q, factor, (q * 0.1).abs().to(low)), Keys(k, v, lows), seen)
     shift = _normal(3, 3, rows, 1, dtype=torch.float64) if shifted else None
-    assert weights._kernel(96, dtype, dtype) is not None
+    assert row_sums._kernel(96, dtype, dtype) is not None
     found = [_weighed(tile, shift)]
-    monkeypatch.setattr(weights, "_kernel", lambda *_: None)
+    monkeypatch.setattr(row_sums, "_kernel", lambda *_: None)
     found.append(_weighed(tile, shift))
     for kernel, plain in zip(*found, strict=True):
         torch.testing.assert_close(kernel, plain)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from mla_conformance.reference.cache_layout import decode_rows, encode, entry_width
+from mla_conformance.reference.cache_layout import decode_rows, decode_tiles, encode, encode_tiles, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
 from mla_conformance.reference.quantization import dequantize_e2m1, quantize_e2m1
-from mla_conformance.reference.tiled_entries import decode_tiles, encode_tiles
 
 BF16 = torch.bfloat16
 WITHOUT_ROPE = ("fp8_v4", "fp8_v41", "fp4_v41")

@@ -16,8 +16,7 @@ from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import mla_layer
-from mla_conformance.reference.layer_spec import LayerSpec
+from mla_conformance.reference.layer import LayerSpec, mla_layer
 from mla_conformance.reference.projections import kv_b_proj, random_weights
 from mla_conformance.reference.rope import Rotation, rope
 
