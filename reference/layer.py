@@ -5,6 +5,7 @@ What the layers of released models have beyond their matrices is one value, whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -245,14 +246,6 @@ def _attend(
     q_nope, q_pe, kv_c, k_pe, weight_kv_b = operands
     kv_c, k_pe, key_start_loc = prepend_context(kv_c, k_pe, query_start_loc, context)
     lengths = [stop - start for start, stop in pairwise(key_start_loc)]
-    return route(
-        q_nope,
-        q_pe,
-        kv_c,
-        k_pe,
-        weight_kv_b,
-        query_start_loc=query_start_loc,
-        key_start_loc=key_start_loc,
-        scale=scale,
-        selected=None if lists is None else lists.keys([0] * len(lengths), lengths),
-    )
+    named = None if lists is None else lists.keys([0] * len(lengths), lengths)
+    attend = partial(route, query_start_loc=query_start_loc, key_start_loc=key_start_loc, scale=scale, selected=named)
+    return attend(q_nope, q_pe, kv_c, k_pe, weight_kv_b)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.tiles import Keys, LowKeys, Queries, Tile, View
+from mla_conformance.reference.tiles import Keys, Queries, Tile, View
 
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
@@ -39,13 +39,13 @@ class TermSums:
         """The view of each part."""
         return TermSums(*(view(part) for part in vars(self).values()))
 
-    def add(self, products: Tensor, keys: LowKeys) -> None:
-        """Add a tile; products [3, h, r, c]."""
+    def add(self, products: Tensor, v: Tensor) -> None:
+        """Add a tile; products [3, h, r, c] and its `Keys.low_v`."""
         products = products.flatten(0, 1)
         if products.is_cuda:  # without rounding what is added to the operands' dtype
-            torch.baddbmm(self.products, products, keys.v, out_dtype=self.products.dtype, out=self.products)
+            torch.baddbmm(self.products, products, v, out_dtype=self.products.dtype, out=self.products)
         else:
-            self.products.add_(products @ keys.v)
+            self.products.add_(products @ v)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class RowSums:
 
     def add(self, tile: Tile) -> None:
         """Add a tile's keys."""
-        if self.terms is None or tile.keys.low is None:
+        if self.terms is None or tile.keys.low_v is None:
             weights = weigh(tile, self.shift, self.totals)
         else:
             weights, products = weigh_with_products(tile, self.shift, self.totals, self.terms.largest)
-            self.terms.add(products, tile.keys.low)
+            self.terms.add(products, tile.keys.low_v)
         self.output.baddbmm_(weights, tile.keys.v)
 
     def set_absolute(self, absolute: Tensor) -> None:
@@ -188,4 +188,4 @@ def _zeros(width: int, query: torch.dtype, key: torch.dtype) -> Tile:
     """A tile to try the kernel on, in the form that every large problem has along its edge."""
     q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
     factor = None if query == torch.float64 else q[0, 0, 0].double()
-    return Tile(Queries(q, factor, None), Keys(k, k, None), torch.zeros(64, dtype=torch.long, device="cuda"))
+    return Tile(Queries(q, factor, None), Keys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))

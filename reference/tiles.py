@@ -59,47 +59,30 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class LowKeys:
-    """What error terms take of keys and values, in low precision.
-
-    Attributes:
-        k: [h, c, D], |k|.
-        v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v².
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def of(k: Tensor, v: Tensor, low: torch.dtype) -> "LowKeys":
-        """Of k [h, c, D] and v [h, c, V] of any float dtype."""
-        absolute = magnitudes(v, low)
-        return LowKeys(magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
-
-    def map(self, view: View) -> "LowKeys":
-        """The view of each part."""
-        return LowKeys(view(self.k), view(self.v))
-
-
-@dataclass(frozen=True)
 class Keys:
     """Keys and values of some heads.
 
     Attributes:
         k: [h, c, D], in float32 or float64 as queries are.
         v: [h, c, V] float64.
-        low: None without error terms.
+        low_k: [h, c, D], |k| in low precision, or None without error terms.
+        low_v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None.
     """
 
     k: Tensor
     v: Tensor
-    low: LowKeys | None
+    low_k: Tensor | None = None
+    low_v: Tensor | None = None
 
     @staticmethod
     def widened(request: Request, heads: slice, keys: slice, low: torch.dtype | None) -> "Keys":
         """Some keys of a request; the precision ``low`` is what error terms need."""
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
-        return Keys(k.to(_width(k, low)), v.double(), None if low is None else LowKeys.of(k, v, low))
+        wide = k.to(_width(k, low)), v.double()
+        if low is None:
+            return Keys(*wide)
+        absolute = magnitudes(v, low)
+        return Keys(*wide, magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
 
     @staticmethod
     def bytes_of_key(request: Request, low: torch.dtype | None) -> int:
@@ -118,7 +101,7 @@ class Keys:
 
     def map(self, view: View) -> "Keys":
         """The view of each part."""
-        return Keys(view(self.k), view(self.v), self.low and self.low.map(view))
+        return Keys(*(part if part is None else view(part) for part in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -147,10 +130,10 @@ class Tile:
 
     def products(self) -> Tensor:
         """[3, h, r, c] in low precision, with the magnitudes of the scores, which bound them, as the second."""
-        low, keys = self.queries.low, self.keys.low
+        low, keys = self.queries.low, self.keys.low_k
         assert low is not None and keys is not None
-        products = low.new_empty(3, *low.shape[:2], keys.k.shape[1])
-        torch.bmm(low, keys.k.mT, out=products[1])
+        products = low.new_empty(3, *low.shape[:2], keys.shape[1])
+        torch.bmm(low, keys.mT, out=products[1])
         return products
 
 
