@@ -101,7 +101,8 @@ class Keys:
 
     def map(self, view: View) -> "Keys":
         """The view of each part."""
-        return Keys(*(part if part is None else view(part) for part in vars(self).values()))
+        low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
+        return Keys(view(self.k), view(self.v), low_k, low_v)
 
 
 @dataclass(frozen=True)

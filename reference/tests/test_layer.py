@@ -36,7 +36,7 @@ SPECS = {
 
 def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
     """Random weights of every kind that a spec asks for; gates of each value from the hidden state, else of heads."""
-    drawn = {}
+    drawn: dict[str, Any] = {}
     for seed, (name, shapes) in enumerate(spec.weight_shapes.items(), 70):
         shape = shapes[0 if spec.gate == "hidden" else -1]
         drawn[name] = shape and normal(seed, *shape) / (shape[0] ** 0.5 if len(shape) > 1 else 1.0)

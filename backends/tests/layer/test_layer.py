@@ -192,7 +192,7 @@ def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     w = world(dims=type(world().dims)(heads=4, nope=16, rope=8, value=16, latent=32))
     turn = Rotation.plain(model.head.qk_rope_head_dim, interleaved=True)
     spec = LayerSpec(model="small", dims=model, scale=w.scale, rotation=turn)
-    shapes = {name: shape for name, (shape,) in spec.weight_shapes.items()}
+    shapes: dict[str, Any] = {name: shape for name, (shape,) in spec.weight_shapes.items()}
     weights = MLAWeights(**{
         name: shape and torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
         for name, shape in shapes.items()
