@@ -176,19 +176,6 @@ def test_a_capability_kills_its_wrong_kernels_and_none_that_is_for_a_later_one(c
     assert {kernel: record.check for kernel, record in found.items()} == expected, found
 
 
-NEED_A_GPU = ("streams", "large_offsets", "many_rows")
-
-
-@pytest.mark.parametrize("capability", [name for name in CAPABILITIES if decodes(name) and name not in NEED_A_GPU])
-def test_honest_kernels_pass_the_first_case_of_every_capability(capability: str) -> None:
-    case = decodes(capability)[0]
-    for subject in [*map(subject_of, HONEST_DECODES), Subject.of("TORCH_SDPA", CPU)]:
-        record = judge_one(subject, case, CONTEXT)
-        undeclared = capability == "cuda_graph" and record.status is Status.UNSUPPORTED
-        assert undeclared or record.status is Status.PASS, f"{subject.name} {record.message}"
-        assert max(record.used.values(), default=0) <= 1
-
-
 @st.composite
 def drawn(draw: st.DrawFn) -> Case:
     requests = draw(st.integers(1, 3))
