@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.cached import CACHES, TAILS
-from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier
 from mla_conformance.cases.case import DTYPES, Call, Case, CaseError, Layout
 from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.layer import LayerCase
@@ -196,9 +196,3 @@ def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
         find_capability("nope")
     with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
         find_tier("huge")
-
-
-def test_a_tier_holds_the_smaller_one() -> None:
-    for capability in CAPABILITIES.values():
-        assert set(capability.select(Tier.SMOKE)) <= set(capability.select(Tier.FULL))
-        assert capability.select(Tier.SMOKE)
