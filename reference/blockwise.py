@@ -36,8 +36,7 @@ from mla_conformance.reference.attention import (
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
-from mla_conformance.reference.tiles import Keys
-from mla_conformance.reference.visible import Request, requests_of
+from mla_conformance.reference.tiles import Keys, Request, requests_of
 
 _LARGEST_EXPONENT = 32.0
 """Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""

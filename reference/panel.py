@@ -19,8 +19,7 @@ from torch.nn.functional import pad
 
 from mla_conformance.reference.blocks import Blocks, cuts
 from mla_conformance.reference.row_sums import RowSums
-from mla_conformance.reference.tiles import Band, Keys, Queries, cut, folded, heads_first, magnitudes, padded
-from mla_conformance.reference.visible import Request
+from mla_conformance.reference.tiles import Band, Keys, Queries, Request, cut, folded, heads_first, magnitudes, padded
 
 _KEYS = 2048
 """Keys whose magnitudes are counted at a time."""
