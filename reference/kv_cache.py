@@ -78,13 +78,6 @@ def write_entries(cache: Tensor, rows: Tensor, slots: Tensor, layout: str) -> No
         start += part.shape[2]
 
 
-def read_entries(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
-    """The entries [..., width] of slots [...], of the cache's dtype."""
-    page = cache.shape[1]
-    parts = [part.view(torch.uint8)[slots // page, slots % page] for part in page_parts(cache, layout)]
-    return torch.cat(parts, dim=-1).view(cache.dtype)
-
-
 def page_parts(cache: Tensor, layout: str) -> Iterator[Tensor]:
     """Views [blocks, page, width of a part] of a cache; side by side they are its entries."""
     form = TILED_FORMATS.get(layout)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
@@ -16,7 +16,6 @@ from mla_conformance.problems.reselected import half_lists, lonely_row, reversed
 from mla_conformance.problems.sparse_call import SparseCall
 from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.attention import merge_states
-from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.trials.context import Context
 
@@ -83,7 +82,7 @@ def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, A
     call = call_of(case(dtype="bf16", **fields))
     assert call.case.kv_lora_rank == call.width
     named = call.selected >= 0
-    entries = read_entries(call.kv_cache, call.topk_indices[named].long(), call.case.cache)
+    entries = gather(call.kv_cache, call.topk_indices[named].long(), call.case.cache)
     read = dequantise(entries, call.case.cache, call.k_scale, torch.bfloat16)
     torch.testing.assert_close(read.double(), call.k[call.selected[named], 0], rtol=1e-6, atol=0.0)
 
