@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.cache_dtypes import layout_of
+from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.reference.quantization import E4M3_MAX
-from mla_conformance.reference.tile_scales import TILE_SCALES
 
 _LATENT, _ROPE, _TILE = 512, 64, 128
 _LEAST_SCALE = 1e-4

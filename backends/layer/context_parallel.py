@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.attention import merge
 
 
 class ContextParallelGroup(ABC):
