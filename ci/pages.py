@@ -22,7 +22,7 @@ from mla_conformance.cases.layer import LayerCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.cli import _parser
-from mla_conformance.commands.examples import commands_of
+from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
 

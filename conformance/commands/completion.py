@@ -8,21 +8,21 @@ import shtab
 
 from mla_conformance.backends.references import known_backends
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.commands.examples import commands_of
+from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.report.terminal import put
 
 
-def tell_completion(shell: str, parser: argparse.ArgumentParser) -> int:
+def tell_completion(options: argparse.Namespace) -> int:
     """Print the script; the exit status."""
     known = _known()
-    for _, command in commands_of(parser):
+    for _, command in commands_of(options.parser):
         for action in command._actions:
             if action.type is Path:  # shtab reads these attributes; the parser parses nothing any more
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
             else:
                 action.choices = known.get(action.dest, action.choices)
-    put(shtab.complete(parser, shell))
+    put(shtab.complete(options.parser, options.shell))
     return 0
 
 

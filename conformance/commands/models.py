@@ -13,11 +13,15 @@ _FACTS = "        "
 
 
 def tell_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one.
+    """Two lines for every model, or all that is known of one, or the golden layer held against their code.
 
     Raises:
         InputError: there is no model of that name.
     """
+    if options.proof:
+        from mla_conformance.proof.report import prove
+
+        return prove(options.docs)
     if options.name:
         for line in _detail(find_model(options.name)):
             say(line)

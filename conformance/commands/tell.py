@@ -1,4 +1,4 @@
-"""``backends`` and ``capabilities``: what there is to judge, and by what."""
+"""``backends`` and ``capabilities``: what there is to judge, and by what; without torch in this process."""
 
 import argparse
 import tempfile
@@ -10,6 +10,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import Request, RequestError, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.sections import Section
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.report.terminal import say
 
@@ -36,7 +37,16 @@ def _described(names: list[str], device: str | None) -> list[BackendFacts]:
 
 
 def tell_capabilities(options: argparse.Namespace) -> int:
-    """A line for every capability, and one for every tier."""
+    """A line for every capability and one for every tier, or else what the options ask for."""
+    if options.spec:
+        from mla_conformance.cases.spec_facts import section_lines
+
+        Section.of(options.spec, "hazards").write("\n".join(section_lines()))
+        return 0
+    if options.backend is not None:
+        from mla_conformance.commands.unreached import tell_unreached
+
+        return tell_unreached(options.backend, options.device)
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")

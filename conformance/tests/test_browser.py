@@ -24,10 +24,9 @@ from mla_conformance.report.counts import Counts
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.scoreboard.board import Board
+from mla_conformance.scoreboard.board import Board, profiles
 from mla_conformance.scoreboard.entry import Entry, Refused
-from mla_conformance.scoreboard.page import page
-from mla_conformance.scoreboard.profiles import profiles
+from mla_conformance.scoreboard.site import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

@@ -23,7 +23,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
-from mla_conformance.scoreboard.profiles import profiles
+from mla_conformance.scoreboard.board import profiles
 from mla_conformance.version import SUITE_VERSION
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
