@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from mla_conformance.bench import golden, kernels, runs, suite
+from mla_conformance.bench import golden, runs, suite
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.engine.request import Request, RequestError
@@ -46,7 +46,7 @@ def _lines(options: argparse.Namespace, request: Request, device: torch.device) 
     if options.sparse:
         return golden.sparse(device.type)
     if options.kernels:
-        return kernels.throughput(device)
+        return suite.throughput(device)
     if options.suite:
         return suite.split(request, device)
     if options.runs:
