@@ -24,7 +24,7 @@ from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 20

@@ -5,7 +5,7 @@ import argparse
 import msgspec
 
 from mla_conformance.cheats.report import markdown, run_cheats, terminal_lines
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 

@@ -159,7 +159,7 @@ COMMANDS = (
     Command(
         "models",
         "list the models that certify --model knows, or all of one",
-        "mla_conformance.commands.models:tell_models",
+        "mla_conformance.commands.tell:tell_models",
         (
             option("name", nargs="?", metavar="NAME"),
             flag("--proof", "instead, hold the golden layer against their own code"),
@@ -357,7 +357,7 @@ COMMANDS = (
     Command(
         "completion",
         "print a script that completes this command line in a shell",
-        "mla_conformance.commands.completion:tell_completion",
+        "mla_conformance.commands.tell:tell_completion",
         (option("shell", choices=("bash", "zsh", "tcsh")),),
         ("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
         _TOLD,

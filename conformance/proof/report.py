@@ -11,7 +11,7 @@ from math import isclose
 from pathlib import Path
 
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.proof.families import FAMILIES
 from mla_conformance.proof.prove import BOUND, COLUMNS, FAR, INDEX_SCORES, Proof
 from mla_conformance.proof.prove import prove as prove_family

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.certificate.certificate import Finding, Worst
-from mla_conformance.certificate.readable import Shown
+from mla_conformance.certificate.certificate import Finding, Shown, Worst
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

@@ -17,7 +17,7 @@ from mla_conformance.commands import cheats as command
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.supervisor import Supervisor, Tasks
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 

@@ -17,7 +17,7 @@ from mla_conformance.cases.layer import LayerCase
 from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cases.spec_facts import Facts, section_lines
 from mla_conformance.cases.spec_hazards import HAZARDS
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import expect
 from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.calls import AttentionCall

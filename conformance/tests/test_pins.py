@@ -23,8 +23,7 @@ from mla_conformance.cli import main
 from mla_conformance.driving.trace import library_digests, loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.files.installed import Installed, file_digest, installed
-from mla_conformance.files.modules import source_digests
+from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 import pytest
 
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.proof import report as command
 from mla_conformance.proof.families import FAMILIES
 from mla_conformance.proof.prove import BOUND, COLUMNS, FAR_ANGLES, INDEX_SCORES, prove
