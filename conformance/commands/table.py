@@ -12,17 +12,17 @@ _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
 _TOLD = "0 told · 2 usage"
 
-_CASE = option("case", metavar="CASE_ID|FILE.json")
-_DEVICE = option("--device", metavar="cpu|cuda")
-_BACKEND = option("--backend", metavar=_REFERENCE)
-_NEEDED_BACKEND = option("--backend", required=True, metavar=_REFERENCE)
+_CASE = option("case", "CASE_ID|FILE.json")
+_DEVICE = option("--device", "cpu|cuda")
+_BACKEND = option("--backend", _REFERENCE)
+_NEEDED_BACKEND = option("--backend", _REFERENCE, required=True)
 _EXPECTATIONS = several("--expectations", "DIR", type=Path)
-_TIMEOUT = option("--timeout", type=seconds, metavar="TIME", help="end a process whose case takes longer")
+_TIMEOUT = option("--timeout", "TIME", "end a process whose case takes longer", type=seconds)
 _JSON = path("--out", "FILE", "also write the outcome as JSON")
 _SELECTION = (
     several("--backend", _REFERENCE),
     several("--capability", "NAME"),
-    option("--tier", metavar=_TIERS, help="by default full"),
+    option("--tier", _TIERS, "by default full"),
     _DEVICE,
     path("--cases", "DIR", "judge the case files of a folder instead"),
 )
@@ -37,11 +37,9 @@ COMMANDS = (
         "mla_conformance.commands.certify:certify",
         (
             *_SELECTION,
-            option(
-                "--explore", type=int, metavar="N", help="judge N drawn cases as well; one that fails is made small"
-            ),
-            option("--salt", metavar="TEXT", help="draw all inputs anew, those that this text stands for"),
-            option("--shard", metavar="I/N", help="judge one part of the cases; report merge joins the parts"),
+            option("--explore", "N", "judge N drawn cases as well; one that fails is made small", type=int),
+            option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
+            option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),
             path("--durations", "REPORT", "balance the shards by an earlier run"),
             (
                 path("--out", "DIR", "by default a new folder of build/mla-conformance, and latest beside it"),
@@ -49,17 +47,15 @@ COMMANDS = (
             ),
             flag("--fresh", "with --out: keep an unfinished run beside, and start another"),
             _TIMEOUT,
-            option("--deadline", type=seconds, metavar="TIME", help="end the run after so long, as 40m"),
-            option(
-                "--give-up-after", type=count, default=5, metavar="N", help="equal failures of a backend's process, 5"
-            ),
+            option("--deadline", "TIME", "end the run after so long, as 40m", type=seconds),
+            option("--give-up-after", "N", "equal failures of a backend's process, 5", type=count, default=5),
             (
-                option("--model", metavar="NAME", help="judge what a deployment of this model calls; see models"),
+                option("--model", "NAME", "judge what a deployment of this model calls; see models"),
                 path("--config", "PATH", "the same of the model of this config.json"),
             ),
-            option("--tp", type=count, metavar="N", help="ranks that share the model's heads, 1"),
-            option("--kv-cache", metavar="NAME", help="what the model's cache is called, auto"),
-            option("-n", "--workers", type=count, metavar="N", help="processes that run cases"),
+            option("--tp", "N", "ranks that share the model's heads, 1", type=count),
+            option("--kv-cache", "NAME", "what the model's cache is called, auto"),
+            option("-n --workers", "N", "processes that run cases", type=count),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
@@ -82,7 +78,7 @@ COMMANDS = (
         "judge a backend whenever its file changes, what failed last first",
         "mla_conformance.commands.watch:watch",
         (
-            option("backend", metavar="file.py:Class"),
+            option("backend", "file.py:Class"),
             several("--capability", "NAME", "by default all"),
             _DEVICE,
             _TIMEOUT,
@@ -95,14 +91,14 @@ COMMANDS = (
         "run one case again",
         "mla_conformance.commands.replay:replay",
         (
-            option("case", nargs="?", metavar="CASE_ID|FILE.json"),
+            option("case", "CASE_ID|FILE.json", nargs="?"),
             path("--report", "FILE", "run a failure of this report again"),
-            option("--failure", type=count, default=1, metavar="K", help="which one, counted from 1"),
+            option("--failure", "K", "which one, counted from 1", type=count, default=1),
             several("--after", "CASE_ID", "run this case before it, in the same process"),
-            option("--salt", metavar="TEXT", help="draw the inputs that this text stands for"),
+            option("--salt", "TEXT", "draw the inputs that this text stands for"),
             _BACKEND,
             _DEVICE,
-            option("--timeout", type=seconds, metavar="TIME"),
+            option("--timeout", "TIME", type=seconds),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
@@ -114,11 +110,11 @@ COMMANDS = (
         "mla_conformance.commands.replay:minimize_case",
         (
             _CASE,
-            option("--salt", default="", metavar="TEXT", help="draw the inputs that this text stands for"),
+            option("--salt", "TEXT", "draw the inputs that this text stands for", default=""),
             _NEEDED_BACKEND,
             _DEVICE,
-            option("--timeout", type=seconds, default=60.0, metavar="TIME", help="a longer case hangs"),
-            option("--tries", type=count, default=500, metavar="N", help="candidates at most"),
+            option("--timeout", "TIME", "a longer case hangs", type=seconds, default=60.0),
+            option("--tries", "N", "candidates at most", type=count, default=500),
             path("--out", "FILE", "receives the case"),
         ),
         ("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
@@ -146,12 +142,8 @@ COMMANDS = (
         "mla_conformance.commands.tell:tell_capabilities",
         (
             path("--spec", "FILE", "only write the hazards between this file's markers"),
-            option(
-                "--backend",
-                metavar=_REFERENCE,
-                help="instead, the pairs of values that its declared support leaves unreached",
-            ),
-            option("--device", metavar="cpu|cuda", help="of --backend"),
+            option("--backend", _REFERENCE, "instead, the pairs of values that its declared support leaves unreached"),
+            option("--device", "cpu|cuda", "of --backend"),
         ),
         ("", "--backend TORCH_SDPA"),
         _TOLD,
@@ -161,7 +153,7 @@ COMMANDS = (
         "list the models that certify --model knows, or all of one",
         "mla_conformance.commands.tell:tell_models",
         (
-            option("name", nargs="?", metavar="NAME"),
+            option("name", "NAME", nargs="?"),
             flag("--proof", "instead, hold the golden layer against their own code"),
             path("--docs", "FILE", "of --proof: rewrite the tables between its markers"),
         ),
@@ -173,7 +165,7 @@ COMMANDS = (
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
         (
-            option("--tier", default="full", metavar=_TIERS),
+            option("--tier", _TIERS, default="full"),
             _JSON,
             path("--page", "FILE", "rewrite the section between this file's markers"),
             flag("--diagnosis", "judge instead what is told of failures: right, wrong or nothing"),
@@ -198,15 +190,10 @@ COMMANDS = (
             flag("--scale", "the golden pass over contexts and numbers of heads"),
             flag("--sparse", "the golden sparse pass beside a dense one with a mask"),
             flag("--kernels", "throughput of the backends that can run here"),
-            option("--suite", metavar="NAME", help="where the time of a run on this backend goes"),
-            option(
-                "--runs",
-                nargs="+",
-                metavar=_REFERENCE,
-                help="runs of each backend, of all, and of all on one GPU or worker",
-            ),
+            option("--suite", "NAME", "where the time of a run on this backend goes"),
+            option("--runs", _REFERENCE, "runs of each backend, of all, and of all on one GPU or worker", nargs="+"),
             flag("--apart", "of --runs: all of them once more, judged apart"),
-            option("--tier", default="smoke", metavar=_TIERS, help="of --suite and --runs"),
+            option("--tier", _TIERS, "of --suite and --runs", default="smoke"),
             several("--capability", "NAME", "of --runs; by default all"),
             several("--case", "ID", "of --suite: this case, not a tier"),
         ),
@@ -221,28 +208,15 @@ COMMANDS = (
             path("reports", "REPORT", nargs="+"),
             several("--baseline", "REPORT", "of an earlier run", type=Path),
             _EXPECTATIONS,
-            option(
-                "--require",
-                nargs="+",
-                action="extend",
-                default=[],
-                metavar=_REFERENCE,
-                help="backends that have to be judged",
-            ),
-            option(
-                "--require-tier",
-                default="full",
-                metavar=f"{_TIERS}|none",
-                help="of which every case needs a verdict, full",
-            ),
+            option("--require", _REFERENCE, "backends that have to be judged", nargs="+", action="extend", default=[]),
+            option("--require-tier", f"{_TIERS}|none", "of which every case needs a verdict, full", default="full"),
             option(
                 "--must-pass",
+                "FILE|NAME[@VERSION]",
+                "what has to be passed: by default shipped, the suite's own list; or profiles of it, which then bind",
                 nargs="*",
-                metavar="FILE|NAME[@VERSION]",
-                help="what has to be passed: by default shipped, the suite's own list; "
-                "or profiles of it, which then bind",
             ),
-            option("--max-drift", type=drift, metavar="SHARE", help="close on a larger growth in error-budget use"),
+            option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
         ),
         (
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
@@ -264,10 +238,10 @@ COMMANDS = (
         "mla_conformance.commands.verify:verify",
         (
             path("certificates", "FILE|DIR", nargs="+"),
-            option("--rerun", type=int, default=0, metavar="K", help="also run K random judged cases of each again"),
-            option("--backend", metavar=_REFERENCE, help="what to run again"),
+            option("--rerun", "K", "also run K random judged cases of each again", type=int, default=0),
+            option("--backend", _REFERENCE, "what to run again"),
             _DEVICE,
-            option("--salt", metavar="TEXT", help="what their inputs are drawn with, by default something new"),
+            option("--salt", "TEXT", "what their inputs are drawn with, by default something new"),
             flag("--signature", "each has to be signed by one of the --signers"),
             path("--signers", "FILE", "allowed signers, as ssh-keygen describes them"),
         ),
@@ -287,8 +261,8 @@ COMMANDS = (
         "judge two versions of a library, and tell what the new one changes",
         "mla_conformance.commands.bump:bump",
         (
-            option("before", metavar="NAME==OLD", help="as flashinfer-python==0.6.13"),
-            option("after", metavar="NAME==NEW"),
+            option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
+            option("after", "NAME==NEW"),
             *_SELECTION,
             path("--find-links", "DIR", "install from these wheels, and no index"),
             path("--markdown", "FILE", "write the outcome for a pull request, too"),
@@ -303,7 +277,7 @@ COMMANDS = (
         "mla_conformance.report.commands:render",
         (
             path("report", "REPORT"),
-            option("--format", choices=FORMATS, default="text"),
+            option("--format", None, choices=FORMATS, default="text"),
             path("--out", "FILE", "write a file instead of standard output"),
         ),
         ("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
@@ -316,13 +290,7 @@ COMMANDS = (
         (
             path("before", "BEFORE"),
             path("after", "AFTER"),
-            option(
-                "--drift",
-                type=drift,
-                default=DRIFT,
-                metavar="SHARE",
-                help="growth in error-budget use that is a regression",
-            ),
+            option("--drift", "SHARE", "growth in error-budget use that is a regression", type=drift, default=DRIFT),
         ),
         ("before.json after.json --drift 0.2",),
         "0 no regression · 1 regressions · 2 usage",
@@ -358,7 +326,7 @@ COMMANDS = (
         "completion",
         "print a script that completes this command line in a shell",
         "mla_conformance.commands.tell:tell_completion",
-        (option("shell", choices=("bash", "zsh", "tcsh")),),
+        (option("shell", None, choices=("bash", "zsh", "tcsh")),),
         ("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
         _TOLD,
     ),
