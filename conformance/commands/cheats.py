@@ -1,7 +1,7 @@
 """``cheats``: kernels that cheat, certified as a user would, and what catches them; they stand among the tests."""
 
 import argparse
-from importlib.util import find_spec
+from importlib.resources import files
 
 from mla_conformance.files.inputs import InputError
 
@@ -12,7 +12,7 @@ def try_cheats(options: argparse.Namespace) -> int:
     Raises:
         InputError: the tests are not here, as in what a wheel installs.
     """
-    if find_spec("mla_conformance.tests") is None:
+    if not (files("mla_conformance") / "tests").is_dir():
         raise InputError(
             "cheats: they stand among the tests, which no wheel holds; run it where a checkout is installed: "
             "pip install -e ."

@@ -28,12 +28,12 @@ from mla_conformance.scoreboard.board import Board, Candidate, Profile, is_own_b
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
 from mla_conformance.version import SUITE_VERSION, __version__
 
-_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
+_BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
 _LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20
 """Pixels; the width of a letter is that of a common sans serif on average."""
 _LONGEST = 200
-_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_OTHER = "failure"
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_OTHER_RULE = "failure"
 """The rule of a failure that names no check, such as a crash."""
 
 
@@ -122,7 +122,7 @@ def badge(entry: Entry) -> str:
     record = entry.record
     left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
-    colour = _BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
+    colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
     title = escape(f"{left}: {right}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths):.0f}" height="{_HEIGHT}" '
@@ -130,11 +130,11 @@ def badge(entry: Entry) -> str:
         f'<rect width="{sum(widths):.0f}" height="{_HEIGHT}" rx="3" fill="#24292f"/>'
         f'<rect x="{widths[0]:.0f}" width="{widths[1]:.0f}" height="{_HEIGHT}" rx="3" fill="{colour}"/>'
         f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11">'
-        f"{_text(left, 0, widths[0])}{_text(right, widths[0], widths[1])}</g></svg>\n"
+        f"{_badge_text(left, 0, widths[0])}{_badge_text(right, widths[0], widths[1])}</g></svg>\n"
     )
 
 
-def _text(text: str, start: float, width: float) -> str:
+def _badge_text(text: str, start: float, width: float) -> str:
     """A text in the middle of its part, squeezed or stretched to it whatever the font."""
     room = width - _MARGIN
     return (
@@ -152,7 +152,7 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
         for finding in failure.findings
     ]
     driver = {"name": "mla-conformance", "version": __version__, "rules": [*map(_rule, Check), _other()]}
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+    return {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
 
 
 def _rule(check: Check) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _rule(check: Check) -> dict[str, Any]:
 
 
 def _other() -> dict[str, Any]:
-    return {"id": _OTHER, "shortDescription": {"text": "the call did not end in a result"}}
+    return {"id": _OTHER_RULE, "shortDescription": {"text": "the call did not end in a result"}}
 
 
 def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
     replay = _replay(entry, finding.case)
     where = f"{record.backend}, {entry.versions}, {record.device}, {entry.state}"
     return {
-        "ruleId": finding.check if finding.check in set(Check) else _OTHER,
+        "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
         "level": "note" if entry.old else "error",
         "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
         "locations": [{"logicalLocations": [_location(record.backend, finding.case)]}],

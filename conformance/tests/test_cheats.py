@@ -34,9 +34,9 @@ def test_every_family_is_listed() -> None:
 
 
 def test_where_there_are_no_tests_it_is_said_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "files", lambda package: tmp_path)
     assert main(["cheats"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
 
