@@ -13,9 +13,8 @@ from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.tiers import tier_lines
 from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import DEVICES, Request, RequestError, known_names
+from mla_conformance.engine.request import DEVICES, Request, known_names
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -39,13 +38,12 @@ def tell_backends(options: argparse.Namespace) -> int:
 
 
 def _described(names: list[str], device: str | None) -> list[BackendFacts]:
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
-        try:
-            with Run(Request.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
-                run.prepare()
-                return run.facts
-        except RequestError as error:
-            raise InputError(str(error)) from error
+    with (
+        tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder,
+        Run(Request.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
+    ):
+        run.prepare()
+        return run.facts
 
 
 def tell_capabilities(options: argparse.Namespace) -> int:
@@ -74,7 +72,7 @@ def tell_models(options: argparse.Namespace) -> int:
         InputError: there is no model of that name.
     """
     if options.proof:
-        from mla_conformance.proof.report import prove
+        from mla_conformance.commands.proof import prove
 
         return prove(options.docs)
     if options.name:

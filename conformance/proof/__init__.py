@@ -1,4 +1,4 @@
 """The golden layer held against the attention modules of Hugging Face's transformers, the one room that imports it.
 
-Imports from: files, report.
+Imports from no other room.
 """

@@ -15,6 +15,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
+from mla_conformance.commands import proof
 from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.models.caselist import cases_of, dims_of
@@ -23,7 +24,6 @@ from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.families import FAMILIES
 from mla_conformance.models.library import find_model, model_names
 from mla_conformance.models.profile import ModelProfile
-from mla_conformance.proof import report as proof
 
 Config = dict[str, Any]
 STORED = {name: json.loads((Path(fixtures[0]) / "models" / f"{name}.json").read_text()) for name in model_names()}
