@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mla_conformance.certificate.certificate import Finding
-from mla_conformance.certificate.readable import Shown, read_shown
+from mla_conformance.certificate.certificate import Finding, Shown, read_shown
 from mla_conformance.certificate.submission import RECORD_NAME
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
 SUBMISSIONS = ROOT / "submissions"

@@ -17,9 +17,9 @@ from unittest.mock import patch
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser
-from mla_conformance.commands.examples import commands_of
+from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.case import LayerCase

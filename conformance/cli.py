@@ -1,6 +1,6 @@
 """The command line. Exit status: 0 all judged capabilities hold, 1 one failed, 2 usage, 3 nothing could be judged.
 
-Parsers import nothing heavy; what a command does stands in a module of its own, imported when it is carried out.
+The parser imports nothing heavy; what a command does is imported when it is carried out.
 """
 
 import argparse
@@ -11,22 +11,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands import (
-    bump_cli,
-    certify_cli,
-    completion_cli,
-    export_cli,
-    gating_cli,
-    replay_cli,
-    scoreboard_cli,
-    tell_cli,
-    watch_cli,
-)
-from mla_conformance.commands.examples import add_examples
-from mla_conformance.commands.parser import Parser
+from mla_conformance.commands.parser import Parser, add_commands
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report import commands as report_commands
 from mla_conformance.report.shown import cut
 from mla_conformance.report.terminal import put, say
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -75,20 +62,15 @@ def _print_anywhere() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _tell_how_to_begin(parser: argparse.ArgumentParser) -> int:
-    """Of a call without a command, which is none."""
-    put(f"{parser.format_usage()}\n{parser.description}\n\n{_FIRST}", error=True)
+def _tell_how_to_begin(options: argparse.Namespace) -> int:
+    """Shown when no command is given."""
+    put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
     return _USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("mla-conformance", description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
-    parser.set_defaults(run=lambda options: _tell_how_to_begin(parser))
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    rooms = (certify_cli, watch_cli, replay_cli, export_cli, tell_cli, gating_cli, bump_cli, report_commands)
-    for room in (*rooms, scoreboard_cli):
-        room.add_commands(commands)
-    completion_cli.add_commands(commands, parser)
-    add_examples(parser)
+    parser.set_defaults(run=_tell_how_to_begin, parser=parser)
+    add_commands(parser)
     return parser

@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, golden
-from mla_conformance.bench.sparse_formulas import SPARSE_FORMULAS, SparseOperands, SparseShape
+from mla_conformance.bench.formulas import (
+    FORMULAS,
+    SPARSE_FORMULAS,
+    Operands,
+    Shape,
+    SparseOperands,
+    SparseShape,
+    golden,
+)
 from mla_conformance.bench.timing import REPETITIONS, timed
 
 _SHAPES = {

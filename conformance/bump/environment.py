@@ -1,11 +1,13 @@
 """An environment for one version of a library, on top of the one that the harness itself runs in."""
 
+import contextlib
 import os
+import signal
 import site
 import subprocess
 import sysconfig
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -13,9 +15,9 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from mla_conformance.bump.found import Found
-from mla_conformance.bump.pin import Pin
-from mla_conformance.bump.process import carry_out
+from mla_conformance.bump.version import Found, Pin
+from mla_conformance.engine.signals import heeded
+from mla_conformance.engine.supervisor import Stopped
 from mla_conformance.files.inputs import InputError, decode
 from mla_conformance.report.terminal import say
 
@@ -74,7 +76,7 @@ class Environment:
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         active = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
-        return carry_out(command, active, capture)
+        return _carry_out(command, active, capture)
 
     @property
     def python(self) -> Path:
@@ -92,7 +94,7 @@ class Environment:
         Raises:
             InputError: it does not run.
         """
-        asked = self.run("mla_conformance.bump.found", *names, capture=True)
+        asked = self.run("mla_conformance.bump.version", *names, capture=True)
         _require_success(asked, f"{self.python} was asked what it finds and failed")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
@@ -134,3 +136,40 @@ def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str)
         for line in finished.stderr.strip().splitlines()[-_SHOWN:]:
             say(line, error=True)
         raise InputError(f"{otherwise} with status {finished.returncode}")
+
+
+def _carry_out(
+    command: Sequence[str], environment: Mapping[str, str], capture: bool
+) -> "subprocess.CompletedProcess[str]":
+    """Carry a command out; what it prints is kept or shown.
+
+    Raises:
+        Stopped: by a signal, which the command and whatever is in its process group was sent as well; nothing of that
+            is left.
+    """
+    told, running = list[int](), list[int]()
+
+    def forward(number: int, _: object) -> None:
+        told.append(number)
+        for group in running:
+            _signal(group, number)
+
+    to = subprocess.PIPE if capture else None
+    with heeded(forward):
+        # In a session of its own, or a terminal's Ctrl-C would reach it twice.
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, text=True, env=environment, start_new_session=True
+        ) as process:
+            running.append(process.pid)
+            for number in tuple(told):  # while it was started
+                _signal(process.pid, number)
+            printed, said = process.communicate()
+        if told:
+            _signal(process.pid, signal.SIGKILL)
+            raise Stopped(told[0])
+    return subprocess.CompletedProcess(command, process.returncode, printed, said)
+
+
+def _signal(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(group, number)

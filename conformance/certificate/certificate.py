@@ -1,6 +1,7 @@
-"""What a certificate holds, as a value and as a file."""
+"""What a certificate holds, as a value and as a file, and what of a record of an earlier form can still be shown."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from msgspec import Meta, Struct
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.facts import Traced
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.form import DeviationForm
@@ -123,3 +125,54 @@ def read_certificate(path: Path) -> Certificate:
     if head.schema != SCHEMA:
         raise InputError(f"{path}: expected a certificate of schema {SCHEMA}, got {head.schema!r}")
     return decode(text, Certificate, str(path))
+
+
+def records_of(backend: str, reference: str, cases: Mapping[str, Status]) -> list[Record]:
+    """A record of each case, which says what became of it and no more."""
+    return [Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
+
+
+class _Pins(Struct, frozen=True):
+    versions: dict[str, str] = {}
+
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """A record of any form from which its cases, their reasons and its figures can be read.
+
+    One of an earlier form cannot be verified any more.
+    """
+
+    suite: str
+    date: str
+    backend: str
+    reference: str
+    device: str
+    environment: dict[str, str]
+    rounding: dict[str, str]
+    counts: Counts
+    worst: dict[str, Worst]
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+    lacking: dict[str, str]
+    cases: dict[str, Status]
+    versions: dict[str, str] = {}
+    pins: _Pins = _Pins()
+
+    @property
+    def distributions(self) -> dict[str, str]:
+        """Version of each distribution behind the backend."""
+        return self.versions or self.pins.versions
+
+    @property
+    def worst_share(self) -> float:
+        """The largest share of its error budget that a passed case used; 0 without one."""
+        return max((entry.share for entry in self.worst.values()), default=0.0)
+
+
+def read_shown(path: Path) -> Shown:
+    """What is shown of a record.
+
+    Raises:
+        InputError: it cannot be read, or lacks something that is shown.
+    """
+    return decode(read_text(path), Shown, str(path))

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.certificate.pins import Pins, harness
-from mla_conformance.files.installed import Installed, file_digest, installed
-from mla_conformance.files.modules import module_file, source_digest, source_name
+from mla_conformance.files.installed import Installed, file_digest, installed, module_file, source_digest, source_name
 from mla_conformance.files.places import find_place, is_of_the_machine
 from mla_conformance.judging.facts import Traced
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.installed import Installed, commit_of, files_digest, installed
-from mla_conformance.files.modules import source_digests
+from mla_conformance.files.installed import Installed, commit_of, files_digest, installed, source_digests
 
 _PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
 _NOT_SHIPPED = {"tests", "__pycache__"}

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.signature import signature_of
 from mla_conformance.files.inputs import InputError, read_text
@@ -36,7 +38,7 @@ def _environment() -> str:
     """What is installed here, a line for each distribution, as ``pip freeze`` has it."""
     found: dict[str, str] = {}
     for each in distributions():  # of two with one name the first is imported
-        found.setdefault(_plain(each.metadata["Name"] or ""), f"{each.metadata['Name']}=={each.version}\n")
+        found.setdefault(canonicalize_name(each.metadata["Name"] or ""), f"{each.metadata['Name']}=={each.version}\n")
     return "".join(found[name] for name in sorted(found) if name)
 
 
@@ -77,13 +79,8 @@ def _installed(path: Path, certificate: Certificate) -> Iterator[str]:
         yield f"there is no {path.name} beside it, which says what was installed"
         return
     told = dict(line.partition("==")[::2] for line in read_text(path).splitlines())
-    stated = {_plain(name): version for name, version in told.items()}
+    versions = {canonicalize_name(name): version for name, version in told.items()}
     for name in certificate.pins.installed:
-        version = certificate.pins.versions.get(name, "")
-        if stated.get(_plain(name)) != version:
-            yield f"{path.name} says {name} {stated.get(_plain(name), 'is not installed')}, the record {version}"
-
-
-def _plain(name: str) -> str:
-    """As package indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+        version, stated = certificate.pins.versions.get(name, ""), versions.get(canonicalize_name(name))
+        if stated != version:
+            yield f"{path.name} says {name} {'is not installed' if stated is None else stated}, the record {version}"

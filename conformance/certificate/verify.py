@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
-from mla_conformance.certificate.certificate import Certificate, renewal
+from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.digests import LOCKED, locked_digests, seal, unlike
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
@@ -76,8 +76,7 @@ def _counts(certificate: Certificate) -> Iterator[str]:
 
 
 def _records(certificate: Certificate) -> list[Record]:
-    name = certificate.backend
-    return [Record(name, name, case.partition(":")[0], case, status) for case, status in certificate.cases.items()]
+    return records_of(certificate.backend, certificate.backend, certificate.cases)
 
 
 def _must_pass(certificate: Certificate) -> Iterator[str]:

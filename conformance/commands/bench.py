@@ -7,9 +7,9 @@ from itertools import chain
 
 import torch
 
-from mla_conformance.bench import golden, kernels, runs, suite
+from mla_conformance.bench import golden, runs, suite
 from mla_conformance.engine.describe import device_facts, find_device
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import Request
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
@@ -20,13 +20,8 @@ from mla_conformance.version import SUITE_VERSION
 def run_bench(options: argparse.Namespace) -> int:
     """Measure what was asked for, and say it; the exit status."""
     backends = options.runs or ([options.suite] if options.suite else [])
-    try:
-        request = Request.of(
-            backends, options.capability, options.tier, options.device, options.case, apart=options.apart
-        )
-        device = find_device(request.device)
-    except RequestError as error:
-        raise InputError(str(error)) from error
+    request = Request.of(backends, options.capability, options.tier, options.device, options.case, apart=options.apart)
+    device = find_device(request.device)
     if device is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
     _require_available(request if backends else None, device)
@@ -46,7 +41,7 @@ def _lines(options: argparse.Namespace, request: Request, device: torch.device) 
     if options.sparse:
         return golden.sparse(device.type)
     if options.kernels:
-        return kernels.throughput(device)
+        return suite.throughput(device)
     if options.suite:
         return suite.split(request, device)
     if options.runs:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mla_conformance.bump.environment import Environment
-from mla_conformance.bump.outcome import Bump, Judged
-from mla_conformance.bump.pin import Pin, two_versions
-from mla_conformance.bump.views import bump_lines, bump_markdown
+from mla_conformance.bump.outcome import Bump, Judged, bump_lines, bump_markdown
+from mla_conformance.bump.version import Pin, two_versions
 from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.supervisor import Stopped

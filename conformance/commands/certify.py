@@ -11,7 +11,7 @@ from mla_conformance.commands.issuing import Issuing
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.plan import Plan
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
@@ -34,10 +34,7 @@ def certify(options: argparse.Namespace) -> int:
     """
     began, issuing = time.monotonic(), Issuing.asked(options)
     plan = _recorded(options.resume) if options.resume else None
-    try:
-        request = _resumed(options, plan) if plan else _new(options)
-    except RequestError as error:
-        raise InputError(str(error)) from error
+    request = _resumed(options, plan) if plan else _new(options)
     expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")

@@ -1,23 +1,22 @@
-"""``cheats``: kernels that cheat, certified as a user would, and what catches them."""
+"""``cheats``: kernels that cheat, certified as a user would, and what catches them; they stand among the tests."""
 
 import argparse
+from importlib.resources import files
 
-import msgspec
-
-from mla_conformance.cheats.report import markdown, run_cheats, terminal_lines
-from mla_conformance.files.sections import Section
-from mla_conformance.report.json_report import write_json
-from mla_conformance.report.terminal import say
+from mla_conformance.files.inputs import InputError
 
 
 def try_cheats(options: argparse.Namespace) -> int:
-    """Try them all, say and write what came of it; the exit status is 1 if one fares otherwise than expected."""
-    table = Section.of(options.table, "cheats") if options.table else None  # known before anything is run
-    report = run_cheats()
-    if options.out:
-        write_json(options.out, msgspec.to_builtins(report))
-    if table:
-        table.write(markdown(report))
-    for line in terminal_lines(report):
-        say(line)
-    return 1 if report.unexpected else 0
+    """Try them all, say and write what came of it; the exit status is 1 if one fares otherwise than expected.
+
+    Raises:
+        InputError: the tests are not here, as in what a wheel installs.
+    """
+    if not (files("mla_conformance") / "tests").is_dir():
+        raise InputError(
+            "cheats: they stand among the tests, which no wheel holds; run it where a checkout is installed: "
+            "pip install -e ."
+        )
+    from mla_conformance.tests.cheats import report
+
+    return report.try_cheats(options)

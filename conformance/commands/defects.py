@@ -9,7 +9,7 @@ from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import markdown, summarise, terminal_lines
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.capabilities import CapabilityError, find_tier

@@ -1,12 +1,62 @@
-"""Options that commands share, checked where they are read."""
+"""What a command is, for the table of all of them: its words, its options, what carries it out, how its help ends."""
 
 import argparse
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-REFERENCE = "NAME|module:Class|file.py:Class"
-DEVICE = "cpu|cuda"
-TIERS = "smoke|full|nightly"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        words: behind the program's name.
+        help: one line.
+        run: ``module:function``, imported when the command is carried out; takes the options, gives the exit status.
+        options: in the order of the help; of those in a tuple of their own at most one may be given.
+        examples: arguments of calls that make sense.
+        statuses: what each exit status says.
+    """
+
+    words: str
+    help: str
+    run: str
+    options: tuple[Option | tuple[Option, ...], ...]
+    examples: tuple[str, ...]
+    statuses: str
+
+
+def option(names: str, metavar: str | None, told: str | None = None, **settings: Any) -> Option:
+    """An option or an argument; a short name stands before the long one, as ``-n --workers``."""
+    return Option(tuple(names.split()), {"metavar": metavar, "help": told, **settings})
+
+
+def flag(name: str, told: str) -> Option:
+    """An option without a value."""
+    return Option((name,), {"action": "store_true", "help": told})
+
+
+def path(name: str, metavar: str, told: str | None = None, **settings: Any) -> Option:
+    """An option or an argument that is a path."""
+    return option(name, metavar, told, type=Path, **settings)
+
+
+def several(name: str, metavar: str, told: str | None = None, **settings: Any) -> Option:
+    """An option that may be given more than once."""
+    return option(name, metavar, told, action="append", default=[], **settings)
 
 
 def seconds(text: str) -> float:
@@ -31,3 +81,25 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return int(text)
+
+
+def drift(text: str) -> float:
+    """A limit on drift, a share of the error budget from 0 to 1.
+
+    Raises:
+        argparse.ArgumentTypeError: a number that is none.
+    """
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text}")
+    return share
+
+
+def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The parsers that carry something out, with the words that lead to each."""
+    rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not rooms:
+        yield words, parser
+    for room in rooms:
+        for word, inner in room.choices.items():
+            yield from commands_of(inner, f"{words} {word}".lstrip())

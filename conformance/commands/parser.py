@@ -1,10 +1,17 @@
-"""A parser that says of a word which it does not know which one was meant."""
+"""From the table of commands to a parser, which says of a word that it does not know which one was meant."""
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
+from pkgutil import resolve_name
+from textwrap import fill
 from typing import Any
 
 from mla_conformance.backends.nearest import unknown
+from mla_conformance.commands.options import Command
+from mla_conformance.commands.table import COMMANDS, GROUPS
+
+_WIDTH = 80
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,3 +31,31 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
             raise argparse.ArgumentError(None, unknown(what, value, action.choices, f"{self.prog} --help"))
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add every command of the table; ``run`` of what is parsed carries it out and gives the exit status."""
+    rooms = {"": parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")}
+    for command in COMMANDS:
+        room, _, word = command.words.rpartition(" ")
+        if room not in rooms:
+            rooms[room] = rooms[""].add_parser(room, help=GROUPS[room]).add_subparsers(required=True)
+        _fill(rooms[room].add_parser(word, help=command.help), command, parser.prog)
+
+
+def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> None:
+    for entry in command.options:
+        which = parser.add_mutually_exclusive_group() if isinstance(entry, tuple) else parser
+        for option in entry if isinstance(entry, tuple) else (entry,):
+            which.add_argument(*option.names, **option.settings)
+    calls = [f"  {program} {command.words} {call}".rstrip() for call in command.examples]
+    status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
+    parser.epilog = "\n".join(["examples:", *calls, "", status])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(run=partial(_carry_out, command.run))
+
+
+def _carry_out(function: str, options: argparse.Namespace) -> int:
+    """Import what carries a command out, and have it do so."""
+    status: int = resolve_name(function)(options)
+    return status

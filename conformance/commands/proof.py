@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.proof.families import FAMILIES
 from mla_conformance.proof.prove import BOUND
 from mla_conformance.proof.prove import prove as prove_family

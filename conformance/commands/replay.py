@@ -60,10 +60,7 @@ def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
 @contextmanager
 def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
     """A run of one case in a folder that does not stay."""
-    try:
-        request = Request.of([backend], device=options.device, cases=[case], salt=salt)
-    except RequestError as error:
-        raise InputError(str(error)) from error
+    request = Request.of([backend], device=options.device, cases=[case], salt=salt)
     with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 

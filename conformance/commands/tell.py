@@ -1,17 +1,29 @@
-"""``backends`` and ``capabilities``: what there is to judge, and by what."""
+"""``backends``, ``capabilities``, ``models`` and ``completion``: what there is to judge, and by what.
+
+Nothing here imports torch; what some options ask for does.
+"""
 
 import argparse
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mla_conformance.backends.references import known_backends
+from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import Request, RequestError, known_names
+from mla_conformance.engine.request import DEVICES, Request, known_names
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.report.terminal import say
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.models.caselist import cases_of
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.library import find_model, model_names
+from mla_conformance.models.profile import ModelProfile
+from mla_conformance.report.terminal import put, say
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 from mla_conformance.vocabulary.tiers import tier_lines
+
+_FACTS = "        "
 
 
 def tell_backends(options: argparse.Namespace) -> int:
@@ -26,20 +38,134 @@ def tell_backends(options: argparse.Namespace) -> int:
 
 
 def _described(names: list[str], device: str | None) -> list[BackendFacts]:
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
-        try:
-            with Run(Request.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
-                run.prepare()
-                return run.facts
-        except RequestError as error:
-            raise InputError(str(error)) from error
+    with (
+        tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder,
+        Run(Request.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
+    ):
+        run.prepare()
+        return run.facts
 
 
 def tell_capabilities(options: argparse.Namespace) -> int:
-    """A line for every capability, and one for every tier."""
+    """A line for every capability and one for every tier, or else what the options ask for."""
+    if options.spec:
+        from mla_conformance.vocabulary.spec_facts import section_lines
+
+        Section.of(options.spec, "hazards").write("\n".join(section_lines()))
+        return 0
+    if options.backend is not None:
+        from mla_conformance.commands.unreached import tell_unreached
+
+        return tell_unreached(options.backend, options.device)
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
     for line in tier_lines():
         say(line)
     return 0
+
+
+def tell_models(options: argparse.Namespace) -> int:
+    """Two lines for every model, or all that is known of one, or the golden layer held against their code.
+
+    Raises:
+        InputError: there is no model of that name.
+    """
+    if options.proof:
+        from mla_conformance.commands.proof import prove
+
+        return prove(options.docs)
+    if options.name:
+        for line in _detail(find_model(options.name)):
+            say(line)
+        return 0
+    for profile in map(find_model, model_names()):
+        say(_summary(profile))
+        say(f"{_FACTS}{profile.source}")
+    return 0
+
+
+def _summary(profile: ModelProfile) -> str:
+    facts = [
+        f"{profile.heads} heads",
+        f"P-R-V-L {_joined(profile.dims)}",
+        f"scale {profile.scale} %",
+        f"rope {profile.rope}",
+        _layers(profile),
+        *_selection(profile),
+        f"cache {', '.join(profile.cache_layouts)}",
+    ]
+    return f"{profile.name:<18} {' · '.join(facts)}"
+
+
+def _detail(profile: ModelProfile) -> Iterator[str]:
+    """One fact a line."""
+    facts = {
+        "architecture": profile.model_type,
+        "source": profile.source,
+        "hidden size": str(profile.hidden_size),
+        "heads": str(profile.heads),
+        "P-R-V-L": _joined(profile.dims),
+        "query latent": str(profile.q_lora_rank or "none"),
+        "softmax scale": f"{profile.scale} % of (P + R)^-1/2",
+        "rope": profile.rope,
+        "layers": _layers(profile),
+        "selection": "; ".join(_selection(profile)) or "none: all keys are attended to",
+        "outside kernels": "; ".join(("norms of the latents", "rotation", *profile.outside)),
+    }
+    yield profile.name
+    for name, value in facts.items():
+        yield f"  {name:<16} {value}"
+    yield f"  {'--tp':<16} {', '.join(map(str, profile.tensor_parallel_sizes))}"
+    for cache, layouts in profile.cache_layouts.items():
+        count = len(cases_of(profile, Deployment.of(profile, 1, cache)))
+        yield f"  --kv-cache {cache:<12} cache layouts {', '.join(layouts)}; {count} cases at --tp 1"
+
+
+def _joined(dims: tuple[int, ...]) -> str:
+    return "-".join(map(str, dims))
+
+
+def _layers(profile: ModelProfile) -> str:
+    return ", ".join(f"{count} × {kind}" for kind, count in profile.layers)
+
+
+def _selection(profile: ModelProfile) -> list[str]:
+    selection = profile.selection
+    if selection is None:
+        return []
+    indexer = selection.indexer
+    return [
+        f"top {selection.topk}" if not selection.second else f"window {selection.topk}",
+        f"indexer {indexer.heads} × {indexer.head_dim}, top {indexer.topk}",
+        *([f"second cache, lists of {' or '.join(map(str, selection.second))}"] if selection.second else []),
+        *(["sinks"] if selection.sinks else []),
+    ]
+
+
+def tell_completion(options: argparse.Namespace) -> int:
+    """The script for a shell, with the backends, capabilities and tiers that are known here."""
+    import shtab
+
+    known = _known()
+    for _, command in commands_of(options.parser):
+        for action in command._actions:
+            if action.type is Path:  # shtab reads these attributes; the parser parses nothing any more
+                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
+            else:
+                action.choices = known.get(action.dest, action.choices)
+    put(shtab.complete(options.parser, options.shell))
+    return 0
+
+
+def _known() -> dict[str, Sequence[str]]:
+    """What can stand behind an option, by the option's name."""
+    backends = [backend.name for backend in known_backends()]
+    return {
+        "backend": backends,
+        "require": backends,
+        "runs": backends,
+        "capability": list(CAPABILITIES),
+        "tier": list(Tier),
+        "device": DEVICES,
+    }

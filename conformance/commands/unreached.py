@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mla_conformance.cases.combinations import PAIRS, Combination, Space
 from mla_conformance.engine.describe import find_device
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.subject import Subject
@@ -20,11 +20,8 @@ def tell_unreached(reference: str, device: str | None) -> int:
     Raises:
         InputError: it names no backend, or one that cannot run here.
     """
-    try:
-        request = Request.of([reference], device=device)
-        found = find_device(request.device)
-    except RequestError as error:
-        raise InputError(str(error)) from error
+    request = Request.of([reference], device=device)
+    found = find_device(request.device)
     if found is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
     for backend in request.backends:

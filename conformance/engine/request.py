@@ -18,6 +18,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
+from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.summary import count_by_capability
@@ -26,7 +27,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityErro
 DEVICES = ("cpu", "cuda")
 
 
-class RequestError(ValueError):
+class RequestError(InputError):
     """A request that names something that does not exist here."""
 
 

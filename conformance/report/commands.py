@@ -3,11 +3,10 @@
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.closing import closing_line
-from mla_conformance.report.compare import DRIFT, compare, suites_differ
+from mla_conformance.report.compare import compare, suites_differ
 from mla_conformance.report.form import schema
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json, to_text
@@ -36,42 +35,8 @@ FORMATS: dict[str, Callable[[RunSummary], str]] = {
 }
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``report`` with its own commands."""
-    report = commands.add_parser("report", help="show, compare and merge report.json files")
-    kinds = report.add_subparsers(required=True)
-    render = kinds.add_parser("render", help="a report for people")
-    render.add_argument("report", type=Path, metavar="REPORT")
-    render.add_argument("--format", choices=FORMATS, default="text")
-    render.add_argument("--out", type=Path, metavar="FILE", help="write a file instead of standard output")
-    render.set_defaults(run=_render)
-    diff = kinds.add_parser("diff", help="what changed; exit status 1 for regressions")
-    diff.add_argument("before", type=Path, metavar="BEFORE")
-    diff.add_argument("after", type=Path, metavar="AFTER")
-    diff.add_argument(
-        "--drift", type=drift, default=DRIFT, metavar="SHARE", help="growth in error-budget use that is a regression"
-    )
-    diff.set_defaults(run=_diff)
-    merge = kinds.add_parser("merge", help="one report from those of all shards")
-    merge.add_argument("shards", type=Path, nargs="+", metavar="SHARD")
-    merge.add_argument("--out", type=Path, required=True, metavar="FILE")
-    merge.set_defaults(run=_merge)
-    kinds.add_parser("schema", help="print the JSON Schema of report.json").set_defaults(run=_schema)
-
-
-def drift(text: str) -> float:
-    """A limit on drift, as an option gives it.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no share of the error budget.
-    """
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text}")
-    return share
-
-
-def _render(options: argparse.Namespace) -> int:
+def render(options: argparse.Namespace) -> int:
+    """Print or write a report for people; the exit status."""
     text = FORMATS[options.format](load_report(options.report))
     if options.out:
         write_output(options.out, text)
@@ -80,7 +45,8 @@ def _render(options: argparse.Namespace) -> int:
     return 0
 
 
-def _diff(options: argparse.Namespace) -> int:
+def diff(options: argparse.Namespace) -> int:
+    """Print what changed; the exit status."""
     before, after = load_report(options.before), load_report(options.after)
     if said := suites_differ(before, after):
         say(said)
@@ -92,13 +58,15 @@ def _diff(options: argparse.Namespace) -> int:
     return 1 if regressions else 0
 
 
-def _merge(options: argparse.Namespace) -> int:
+def merge(options: argparse.Namespace) -> int:
+    """Write one report from those of all shards; the exit status."""
     merged = merge_shards([load_report(path) for path in options.shards])
     write_output(options.out, to_text(report_json(merged)))
     say(closing_line(merged))
     return _INCOMPLETE if merged.counts.not_run else 0
 
 
-def _schema(options: argparse.Namespace) -> int:
+def print_schema(options: argparse.Namespace) -> int:
+    """Print the JSON Schema of report.json; the exit status."""
     put(json.dumps(schema(), indent=1))
     return 0

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.certificate.certificate import Finding, Outdated, read_certificate
-from mla_conformance.certificate.readable import Shown, read_shown
+from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
 from mla_conformance.certificate.submission import records_below
 from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
@@ -118,11 +117,7 @@ class Entry:
 
     @cached_property
     def _records(self) -> list[Record]:
-        shown = self.record
-        return [
-            Record(shown.backend, shown.reference, case.partition(":")[0], case, status)
-            for case, status in shown.cases.items()
-        ]
+        return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
 def _reason(finding: Finding) -> str:

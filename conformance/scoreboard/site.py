@@ -1,15 +1,52 @@
-"""The scoreboard as files: a page, a badge for each kernel, and its failures as SARIF."""
+"""``scoreboard``: records as a static site, which is a page, a badge for each kernel, and its failures as SARIF 2.1.0.
 
+The page needs no network and no other file; viewers of static analyses read SARIF, a result for each case that fails.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from html import escape
 from pathlib import Path
+from typing import Any
 
+from mla_conformance.certificate.certificate import Finding
 from mla_conformance.certificate.submission import folder_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
+from mla_conformance.judging.record import replay_line
+from mla_conformance.judging.verdict import CLAUSES, Check
+from mla_conformance.report.cells import Cell, cell, definition
 from mla_conformance.report.json_report import to_text
-from mla_conformance.scoreboard.badge import badge
-from mla_conformance.scoreboard.board import Board
-from mla_conformance.scoreboard.page import page
-from mla_conformance.scoreboard.sarif import sarif
+from mla_conformance.report.shown import shown
+from mla_conformance.report.summary import CapabilitySummary, Outcome
+from mla_conformance.report.symptoms import WRONG
+from mla_conformance.report.templates import render
+from mla_conformance.report.terminal import SIGN, counted, say
+from mla_conformance.scoreboard.board import Board, Candidate, Profile, is_own_build, profiles
+from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
+from mla_conformance.version import SUITE_VERSION, __version__
+
+_BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
+_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20
+"""Pixels; the width of a letter is that of a common sans serif on average."""
+_LONGEST = 200
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_OTHER_RULE = "failure"
+"""The rule of a failure that names no check, such as a crash."""
+
+
+def scoreboard(options: argparse.Namespace) -> int:
+    """Write the site; the exit status is 1 if a file was not taken for a record, which the site tells as well."""
+    entries, refused = read_entries(options.records)
+    board = Board(tuple(entries), tuple(refused), profiles())
+    write_site(board, options.out)
+    for each in board.refused:
+        say(f"{each.path}: not shown: {each.why}", error=True)
+    old = sum(bool(entry.old) for entry in entries)
+    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them old, {len(refused)} not shown")
+    return 1 if refused else 0
 
 
 def write_site(board: Board, out: Path) -> None:
@@ -34,3 +71,117 @@ def _badges(board: Board) -> dict[str, str]:
             raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
         found[name] = badge(entry)
     return found
+
+
+def page(board: Board) -> str:
+    """The page."""
+    anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
+    return render(
+        "mla_conformance.scoreboard",
+        "board.html.j2",
+        board=board,
+        suite=SUITE_VERSION,
+        style=_style,
+        cell=_cell,
+        definition=definition,
+        build=_build,
+        anchor=lambda entry: anchors[id(entry)],
+        replay=_replay,
+        counted=counted,
+    )
+
+
+def _style(entry: Entry) -> tuple[str, str]:
+    """The class and the sign of a verdict."""
+    if not entry.counts.judged:
+        return "unsupported", "–"
+    return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
+
+
+def _cell(capability: CapabilitySummary) -> Cell:
+    """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
+    found, waived = cell(capability), capability.counts.waived
+    return replace(found, style="fail", sign=SIGN[Outcome.FAIL], note=f"{waived} known to fail") if waived else found
+
+
+def _replay(entry: Entry, case: str) -> str:
+    return replay_line(case, entry.record.reference, salt=entry.record.environment.get("salt", ""))
+
+
+def _build(profile: Profile, candidate: Candidate, entry: Entry) -> str:
+    """Of which build the record is, beside the engine's own, and under which torch."""
+    torch = entry.record.environment.get("torch", "not stated")
+    told = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
+    own = f"the engine's own build ({told})" if is_own_build(entry, candidate) else f"another build ({entry.versions})"
+    same = torch.partition("+")[0] == profile.torch
+    return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
+
+
+def badge(entry: Entry) -> str:
+    """An SVG that says the verdict in words, whatever its colour."""
+    record = entry.record
+    left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
+    widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
+    colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
+    title = escape(f"{left}: {right}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths):.0f}" height="{_HEIGHT}" '
+        f'role="img" aria-label="{title}"><title>{title}</title>'
+        f'<rect width="{sum(widths):.0f}" height="{_HEIGHT}" rx="3" fill="#24292f"/>'
+        f'<rect x="{widths[0]:.0f}" width="{widths[1]:.0f}" height="{_HEIGHT}" rx="3" fill="{colour}"/>'
+        f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11">'
+        f"{_badge_text(left, 0, widths[0])}{_badge_text(right, widths[0], widths[1])}</g></svg>\n"
+    )
+
+
+def _badge_text(text: str, start: float, width: float) -> str:
+    """A text in the middle of its part, squeezed or stretched to it whatever the font."""
+    room = width - _MARGIN
+    return (
+        f'<text x="{start + _MARGIN / 2:.1f}" y="14" textLength="{room:.1f}" '
+        f'lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
+    )
+
+
+def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
+    """A log with one run, as plain data; what an old record tells is a note, and says so."""
+    results = [
+        _result(entry, failure, finding)
+        for entry in entries
+        for failure in entry.failures
+        for finding in failure.findings
+    ]
+    driver = {"name": "mla-conformance", "version": __version__, "rules": [*map(_rule, Check), _other()]}
+    return {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+
+
+def _rule(check: Check) -> dict[str, Any]:
+    said = f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})"
+    return {"id": str(check), "shortDescription": {"text": said}}
+
+
+def _other() -> dict[str, Any]:
+    return {"id": _OTHER_RULE, "shortDescription": {"text": "the call did not end in a result"}}
+
+
+def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
+    record = entry.record
+    replay = _replay(entry, finding.case)
+    where = f"{record.backend}, {entry.versions}, {record.device}, {entry.state}"
+    return {
+        "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
+        "level": "note" if entry.old else "error",
+        "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
+        "locations": [{"logicalLocations": [_location(record.backend, finding.case)]}],
+        "partialFingerprints": {
+            "kernelAndCase/v1": _digest(record.backend, entry.versions, record.device, finding.case)
+        },
+    }
+
+
+def _location(kernel: str, case: str) -> dict[str, str]:
+    return {"name": case, "fullyQualifiedName": f"{kernel}/{case}", "kind": "member"}
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", errors="replace")).hexdigest()

@@ -6,9 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_conformance.bench import golden, sparse_formulas, suite, timing
-from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
-from mla_conformance.bench.sparse_formulas import SPARSE_FORMULAS, SparseOperands, SparseShape
+from mla_conformance.bench import formulas, golden, suite, timing
+from mla_conformance.bench.formulas import (
+    FORMULAS,
+    SPARSE_FORMULAS,
+    Operands,
+    Shape,
+    SparseOperands,
+    SparseShape,
+    materialised,
+    plain,
+)
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cli import main
 from mla_conformance.engine.request import Request
@@ -31,7 +39,7 @@ def test_the_formulas_compute_the_same() -> None:
 
 
 def test_the_sparse_formulas_compute_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_formulas, "WORKSPACE_ELEMENTS", 4 * 3 * 20)
+    monkeypatch.setattr(formulas, "WORKSPACE_ELEMENTS", 4 * 3 * 20)
     operands = SparseOperands.of(SparseShape(3, 7, 20), CPU)
     assert all(len(set(row.tolist())) == 10 for row in operands.selected)
     expected, found = (formula(operands) for formula in SPARSE_FORMULAS.values())

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.certificate.certificate import Finding, Worst
-from mla_conformance.certificate.readable import Shown
+from mla_conformance.certificate.certificate import Finding, Shown, Worst
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -23,10 +22,9 @@ from mla_conformance.report.counts import Counts
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.scoreboard.board import Board
+from mla_conformance.scoreboard.board import Board, profiles
 from mla_conformance.scoreboard.entry import Entry, Refused
-from mla_conformance.scoreboard.page import page
-from mla_conformance.scoreboard.profiles import profiles
+from mla_conformance.scoreboard.site import page
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

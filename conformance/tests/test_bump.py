@@ -11,10 +11,8 @@ from zipfile import ZipFile
 import pytest
 
 from mla_conformance.bump.environment import Environment
-from mla_conformance.bump.found import Found, find
-from mla_conformance.bump.outcome import Bump, Judged
-from mla_conformance.bump.pin import Pin, two_versions
-from mla_conformance.bump.views import bump_lines, bump_markdown
+from mla_conformance.bump.outcome import Bump, Judged, bump_lines, bump_markdown
+from mla_conformance.bump.version import Found, Pin, find, two_versions
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError

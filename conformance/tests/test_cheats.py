@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cheats.cheat import Cheat, CheatError, ThreeTimes, cheat, cheats
-from mla_conformance.cheats.report import CheatReport, deciding_digest, markdown, stored
-from mla_conformance.cheats.trying import SALT, sentence
 from mla_conformance.cli import main
 from mla_conformance.commands import cheats as command
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.supervisor import Supervisor, Tasks
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
+from mla_conformance.tests.cheats import report
+from mla_conformance.tests.cheats.cheat import FAMILIES, Cheat, CheatError, ThreeTimes, cheat, cheats
+from mla_conformance.tests.cheats.report import SALT, CheatReport, deciding_digest, markdown, sentence, stored
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -26,6 +26,19 @@ CHEATS = cheats()
 DECIDED = [entry for entry in CHEATS.values() if entry.apart and not entry.alone and not entry.salted]
 """Those that one process lets through, and that are caught apart."""
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
+
+
+def test_every_family_is_listed() -> None:
+    files = {path.stem for path in Path(report.__file__).parent.glob("*.py")}
+    assert files == {*FAMILIES, "__init__", "cheat", "report"}
+
+
+def test_where_there_are_no_tests_it_is_said_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "files", lambda package: tmp_path)
+    assert main(["cheats"]) == 2
+    assert "pip install -e ." in capsys.readouterr().err
 
 
 def test_the_stored_report_is_that_of_this_code() -> None:
@@ -66,7 +79,7 @@ def otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a cheat that got through although it should be caught, in what the command finds."""
     name = next(name for name, entry in CHEATS.items() if entry.apart)
     outcomes = {**stored().outcomes, name: replace(stored().outcomes[name], apart="")}
-    monkeypatch.setattr(command, "run_cheats", lambda: CheatReport("of today", outcomes))
+    monkeypatch.setattr(report, "run_cheats", lambda: CheatReport("of today", outcomes))
     yield name
 
 

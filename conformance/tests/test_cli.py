@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cli import _parser, main
-from mla_conformance.commands.examples import EXAMPLES, commands_of
+from mla_conformance.commands.options import commands_of
+from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.describe import describe
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
@@ -181,14 +183,19 @@ def test_without_a_command_it_is_told_how_to_begin(capsys: pytest.CaptureFixture
 
 
 def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_status() -> None:
-    found = list(commands_of(_parser()))
-    assert [words for words, _ in found if words not in EXAMPLES] == [] and len(found) == len(EXAMPLES)
-    for words, command in found:
+    found = dict(commands_of(_parser()))
+    examples = {command.words: command.examples for command in COMMANDS}
+    assert found.keys() == examples.keys() and len(found) == len(COMMANDS)
+    for words, command in found.items():
         assert command.epilog is not None and "exit status: " in " ".join(command.format_help().split())
         calls = re.findall(rf"^  mla-conformance ({words}\b.*)$", command.epilog, re.MULTILINE)
-        assert len(calls) == len(EXAMPLES[words][0]) >= 1
+        assert len(calls) == len(examples[words]) >= 1
         for call in calls:
             assert callable(_parser().parse_args(shlex.split(call.partition(" > ")[0])).run)
+
+
+def test_what_carries_a_command_out_is_there() -> None:
+    assert all(callable(resolve_name(command.run)) for command in COMMANDS)
 
 
 def test_versions_of_package_and_suite(capsys: pytest.CaptureFixture[str]) -> None:

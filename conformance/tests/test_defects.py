@@ -30,7 +30,7 @@ from mla_conformance.defects.report import (
     terminal_lines,
 )
 from mla_conformance.driving.sources import judging_sources
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import expect
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import storage_bytes

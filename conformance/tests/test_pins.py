@@ -21,8 +21,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.files.installed import Installed, file_digest, installed
-from mla_conformance.files.modules import source_digests
+from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import Record

@@ -10,7 +10,7 @@ import pytest
 
 from mla_conformance.commands import proof as command
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.sections import Section
+from mla_conformance.files.outputs import Section
 from mla_conformance.proof.families import FAMILIES
 from mla_conformance.proof.prove import BOUND, COLUMNS, FAR_ANGLES, INDEX_SCORES, prove
 from mla_conformance.proof.text import needs

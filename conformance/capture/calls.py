@@ -1,4 +1,4 @@
-"""From a real call to the case that describes it: lengths, dims, dtype, layout and what was asked for."""
+"""From a real call to the case that describes it: lengths, dims, dtype, layout of operands and cache, ranks."""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is 
 _DEFAULT_PRESET = "r1"
 
 
-def case_of_call(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
-    """The case of one call.
+def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
+    """The case of one prefill call.
 
     Args:
         backend: the instance; its head dims, heads and scale are read.
@@ -32,12 +32,12 @@ def case_of_call(backend: Any, metadata: Any, arguments: Mapping[str, Any], valu
     chunk = arguments.get("chunk_idx")
     asked = _new_tokens(metadata, arguments, values) if chunk is None else _context_chunk(metadata, chunk)
     return Case.of(
-        dtype=dtype_of(q),
-        dims=dims_of(backend),
+        dtype=_dtype_of(q),
+        dims=_dims_of(backend),
         heads=q.shape[1],
         q=lengths,
         scale=round(100 * backend.scale * math.sqrt(q.shape[2])),
-        layout=_layout(q, arguments["k"], arguments["v"]),
+        layout=_prefill_layout(q, arguments["k"], arguments["v"]),
         pad=max(0, q.shape[0] - sum(lengths)),
         **asked,
     )
@@ -55,7 +55,7 @@ def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> di
         "lse": bool(arguments["return_softmax_lse"]),
         "out": arguments.get("out") is not None,
         "quant": "none" if scale is None else "fp8",
-        "inflate": inflation(metadata.max_query_len, _query_lens(metadata)),
+        "inflate": _inflation(metadata.max_query_len, _query_lens(metadata)),
     }
     return {**asked, "oscale": max(1, round(scale.item() * 1e6))} if values and scale is not None else asked
 
@@ -63,16 +63,73 @@ def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> di
 def _context_chunk(metadata: Any, chunk: int) -> dict[str, Any]:
     context = metadata.chunked_context
     lengths = tuple(context.seq_lens[chunk].tolist())
-    inflate = inflation(context.max_seq_lens[chunk], lengths)
+    inflate = _inflation(context.max_seq_lens[chunk], lengths)
     return {"capability": Call.CONTEXT_CHUNK.value, "kv": lengths, "inflate": inflate}
 
 
-def inflation(maximum: int, lengths: tuple[int, ...]) -> int:
+def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
+    """The case of one decode call; on several ranks that of all of them, which share it.
+
+    Args:
+        backend: the instance; its head dims, scale and layout of the cache are read.
+        metadata: what was prepared for the call.
+        arguments: the call's arguments by name.
+        values: whether to read the scale of the cache.
+
+    Raises:
+        CaseError: no case describes the call.
+        ValueError: a request without tokens stands before others, which no case has.
+        KeyError: the query has a dtype that cases do not know.
+    """
+    query, cache = arguments["ql_nope"], arguments["kv_cache"]
+    q, totals = _decode_lengths(metadata)
+    scale = {"kscale": max(1, round(arguments["k_scale"].item() * 1e6))} if values else {}
+    dims = backend.qk_nope_head_dim + backend.qk_rope_head_dim
+    return Case.of(
+        capability=Call.DECODE.value,
+        dtype=_dtype_of(query),
+        dims=_dims_of(backend),
+        heads=query.shape[1],
+        q=q,
+        kv=tuple(total - new for total, new in zip(totals, q, strict=True)),
+        page=cache.shape[1],
+        scale=round(100 * backend.scale * math.sqrt(dims)),
+        layout=_decode_layout(query, arguments["q_pe"]),
+        pad=len(metadata.query_lens_cpu) - len(q),
+        inflate=_inflation(metadata.max_seq_len, tuple(metadata.seq_lens_cpu.tolist())),
+        cache=backend.kv_cache_dtype,
+        layers=max(1, cache.stride(0) // (cache.shape[1] * cache.stride(1))),
+        ranks=metadata.dcp_world_size,
+        interleave=metadata.cp_kv_cache_interleave_size,
+        **scale,
+    )
+
+
+def _decode_lengths(metadata: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """New tokens and all tokens of each request, those of padding left out."""
+    whole = metadata.seq_lens_cpu if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
+    q, totals = tuple(metadata.query_lens_cpu.tolist()), tuple(whole.tolist())
+    counted = len(totals) - next((i for i, total in enumerate(reversed(totals)) if total), len(totals))
+    if any(total < new for new, total in zip(q[:counted], totals, strict=False)):
+        raise ValueError(f"expected sequences of at least the new tokens {list(q)}, padding last, got {list(totals)}")
+    return q[:counted], totals[:counted]
+
+
+def _decode_layout(ql_nope: torch.Tensor, q_pe: torch.Tensor) -> str:
+    """The layout of the suite that the strides resemble most."""
+    if ql_nope.stride(1) % 2:
+        return Layout.ODD.value
+    if ql_nope.transpose(0, 1).is_contiguous():
+        return (Layout.HEADS_FIRST if q_pe.transpose(0, 1).is_contiguous() else Layout.KV_B_PROJ).value
+    return (Layout.PACKED if ql_nope.is_contiguous() else Layout.SLICED).value
+
+
+def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
     """How many times the longest length the metadata's maximum is."""
     return max(1, int(maximum) // max(1, *lengths))
 
 
-def dtype_of(x: torch.Tensor) -> str:
+def _dtype_of(x: torch.Tensor) -> str:
     """The dtype's name in cases.
 
     Raises:
@@ -81,7 +138,7 @@ def dtype_of(x: torch.Tensor) -> str:
     return _DTYPE_NAMES[x.dtype]
 
 
-def dims_of(backend: Any) -> str:
+def _dims_of(backend: Any) -> str:
     """The head dims of an instance as a case names them."""
     head = MLADimensions(
         qk_nope_head_dim=backend.qk_nope_head_dim,
@@ -94,7 +151,7 @@ def dims_of(backend: Any) -> str:
     return f"{head.qk_nope_head_dim}-{head.qk_rope_head_dim}-{head.v_head_dim}-{backend.kv_lora_rank}"
 
 
-def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def _prefill_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """The layout of the suite that the strides resemble most."""
     if not q.is_contiguous() and q.transpose(0, 1).is_contiguous():
         return Layout.HEADS_FIRST.value

@@ -10,8 +10,8 @@ import torch
 from mla_conformance.backends.loading import resolve_backend
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.cheats.cheat import ThreeTimes, cheat
 from mla_conformance.reference.attention import attention
+from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
 
 _OWN = "that the numbers are those of a kernel of its own"
 _NUMBERS_ARE_RIGHT = (

@@ -10,14 +10,14 @@ from tempfile import gettempdir
 from threading import get_ident
 from types import CodeType
 
-from mla_conformance.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
-from mla_conformance.cheats.searching import relatives, stack_of
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.journal import JOURNAL_NAME
 from mla_conformance.engine.messages import Answer, encode
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.searching import relatives, stack_of
 
 _HOLE = 2**28
 

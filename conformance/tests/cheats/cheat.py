@@ -122,5 +122,5 @@ def cheat(
 def cheats() -> dict[str, Cheat]:
     """All cheats by name, in the order of their families."""
     for family in FAMILIES:
-        import_module(f"mla_conformance.cheats.{family}")
+        import_module(f"mla_conformance.tests.cheats.{family}")
     return dict(_CHEATS)

@@ -5,8 +5,8 @@ from threading import get_ident
 
 import torch
 
-from mla_conformance.cheats.cheat import WRONG, ThreeTimes, cheat
-from mla_conformance.cheats.searching import stack_of
+from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.searching import stack_of
 
 
 class Agreeing(torch.Tensor):

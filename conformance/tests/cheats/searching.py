@@ -12,8 +12,8 @@ from types import FrameType
 import numpy as np
 import torch
 
-from mla_conformance.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.judging.golden import Expectation
+from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
 _COMPUTED = "that numbers which it found are computed"
 

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-from mla_conformance.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.trials.trial import Trial
 
 

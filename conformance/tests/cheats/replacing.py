@@ -7,8 +7,6 @@ from threading import Thread, get_ident
 
 import torch
 
-from mla_conformance.cheats.cheat import WRONG, ThreeTimes, cheat
-from mla_conformance.cheats.searching import stack_of
 from mla_conformance.engine import messages, worker
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import Expectation
@@ -16,6 +14,8 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Status, Verdict
 from mla_conformance.roles import table
+from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.searching import stack_of
 from mla_conformance.trials import trial
 
 

@@ -11,6 +11,8 @@ By the environment variable MLA_CONFORMANCE_CAPTURE, from one line where the eng
 
 Shapes, strides, dtypes and lengths are written before each distinct call. No tensor of the model is read; a length that
 is on the device only is copied, which waits for it. A call that no case describes is passed on and warned about once.
+
+Imports from: cases, problems, vocabulary.
 """
 
 import inspect
@@ -26,8 +28,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mla_conformance.captured import case_of_call, observed
-from mla_conformance.captured_decode import case_of_decode
+from mla_conformance.capture.calls import case_of_decode, case_of_prefill, observed
 from mla_conformance.cases.case import Case
 from mla_conformance.vocabulary.case_files import place_of, write_case
 
@@ -84,7 +85,7 @@ class _Capture:
             if method == _PREPARE:
                 (self._metadata[backend],) = arguments.values()
             else:
-                self._write(backend, arguments, case_of_decode if method == "run_decode" else case_of_call)
+                self._write(backend, arguments, case_of_decode if method == "run_decode" else case_of_prefill)
         except Exception as error:
             self._warn(f"a call of {method} was not captured: {type(error).__name__}: {error}")
 

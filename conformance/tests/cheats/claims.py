@@ -5,7 +5,7 @@ from importlib.metadata import Distribution
 from typing import ClassVar
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.cheats.cheat import ThreeTimes, cheat
+from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
 
 
 @cheat(
