@@ -32,9 +32,6 @@ def add_commands(commands: Any) -> None:
     defects.add_argument("--tier", default="full", metavar=TIERS)
     defects.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")
     defects.add_argument("--page", type=Path, metavar="FILE", help="rewrite the section between this file's markers")
-    defects.add_argument(
-        "--diagnosis", action="store_true", help="judge instead what is told of failures: right, wrong or nothing"
-    )
     defects.set_defaults(run=_defects)
     cheats = commands.add_parser("cheats", help="kernels that cheat, and what catches them")
     cheats.add_argument("--out", type=Path, metavar="FILE", help="also write the outcome as JSON")

@@ -75,12 +75,17 @@ class KnownDefect:
     @property
     def sentence(self) -> str:
         """What is wrong, in one sentence."""
-        return (self.kernel.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        return sentence_of(self.kernel)
 
     @property
     def reference(self) -> str:
         """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+
+def sentence_of(wrong: type) -> str:
+    """What is wrong with a class, as its docstring says in one sentence."""
+    return (wrong.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:

@@ -7,8 +7,6 @@ from importlib.resources import files
 from typing import Any
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.defects.diagnosis_report import sentence
-from mla_conformance.defects.diagnosis_report import stored as stored_diagnosis
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.matrix import Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
@@ -121,7 +119,7 @@ def closing_line(report: DefectReport) -> str:
 def markdown(report: DefectReport) -> str:
     """The section of docs/known-defects.md."""
     rest = f"{len(NOT_EMULATED)} further reports are not emulated; `mla-conformance defects` says why."
-    return f"{closing_line(report)}. {rest}\n\n{sentence(stored_diagnosis())} (`mla-conformance defects --diagnosis`)."
+    return f"{closing_line(report)}. {rest}"
 
 
 def stored() -> DefectReport:

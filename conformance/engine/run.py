@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
@@ -27,7 +28,6 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap, is_mapped
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -233,8 +233,7 @@ class Run:
     def _keep_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.heat and isinstance(outcome.task, Judge):
-            told = msgspec.to_builtins(outcome.heat)
-            self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
+            self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=outcome.heat)
 
     def _heat(self, records: Sequence[Record]) -> dict[str, HeatMap]:
         """Where the errors of each case are that fails by a wrong number, as far as it was told."""

@@ -17,11 +17,11 @@ import pytest
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Finding, Worst
 from mla_conformance.certificate.readable import Shown
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board

@@ -1,21 +1,19 @@
 """Candidates: everything that a failure is compared with, known defects and mistakes that nobody needs to report."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.backends.roles import Role
-from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects
+from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects, sentence_of
 from mla_conformance.defects.layered import LayeredDecode
-
-_SUSPECTS: list["Candidate"] = []
-_MODULES = ("suspects", "suspects_prefill", "suspects_decode", "suspects_sparse")
+from mla_conformance.diagnosis.suspects import Suspect
+from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 
 
 @dataclass(frozen=True)
@@ -59,51 +57,45 @@ class Candidate:
         return Candidate(entry.sentence, entry.family, entry.kernel, entry.roles, entry.id, entry.sources)
 
 
-Kernel = type[OnlineSoftmax]
+@cache
+def candidates(role: Role) -> tuple[Candidate, ...]:
+    """All that serve cases of a role, suspects first."""
+    return tuple(candidate for candidate in _everyone() if role in candidate.roles)
 
 
-def suspect(family: str, *covers: str) -> Callable[[Kernel], Kernel]:
-    """Class decorator that enters a mistake: a wrong kernel, or a wrong step of the softmax that any kernel may have.
-
-    Args:
-        family: the kind of fault.
-        covers: ids of known defects that are the same mistake.
-    """
-
-    def enter(wrong: Kernel) -> Kernel:
-        for kernel, roles in _kernels(wrong):
-            sentence = (wrong.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-            _SUSPECTS.append(Candidate(sentence, family, kernel, roles, covers=covers))
-        return wrong
-
-    return enter
+@cache
+def _everyone() -> tuple[Candidate, ...]:
+    known = known_defects()
+    suspects = [candidate for each in SUSPECTS for candidate in _suspected(each, known)]
+    return (*suspects, *map(Candidate.of, known.values()))
 
 
-def _kernels(wrong: Kernel) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
+def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[Candidate]:
+    """The kernels of a mistake: itself, or one of each role that makes it."""
+    sources = known[suspect.covers[0]].sources if suspect.covers else ()
+    for kernel, roles in _kernels(suspect.wrong):
+        yield Candidate(sentence_of(suspect.wrong), suspect.family, kernel, roles, "", sources, suspect.covers)
+
+
+def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
     """A kernel of each role with this step, and a layer of both."""
     if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
         yield wrong, judged_roles(wrong)
         return
-    prefill = _with_step(wrong, EagerPrefillBackend)
+    prefill = combined(wrong, EagerPrefillBackend)
     yield prefill, (Role.PREFILL,)
-    yield _with_step(wrong, EagerDecodeBackend), (Role.DECODE,)
-    yield _with_step(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
-    yield _with_step(wrong, EagerSparseBackend), (Role.SPARSE,)
+    yield combined(wrong, EagerDecodeBackend), (Role.DECODE,)
+    yield combined(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
+    yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
 
 
-def _with_step(step: Kernel, base: type[Judged], **attributes: object) -> type[Judged]:
-    """A kernel that takes one step wrongly, where its reference finds it."""
-    kernel = type(f"{step.__name__}{base.__name__}", (step, base), {"__module__": step.__module__, **attributes})
-    setattr(sys.modules[step.__module__], kernel.__name__, kernel)
+def combined(first: type, second: type, **attributes: object) -> type[Judged]:
+    """A kernel that is both classes, where its reference finds it.
+
+    Raises:
+        TypeError: there is none; they are of different roles, or there is no order of their bases.
+    """
+    module, name = first.__module__, first.__name__ + second.__name__
+    kernel = type(name, (first, second), {"__module__": module, **attributes})
+    setattr(sys.modules[module], name, kernel)
     return kernel
-
-
-@cache
-def candidates(role: Role) -> tuple[Candidate, ...]:
-    """All that serve cases of a role, suspects first."""
-    for name in _MODULES:
-        import_module(f"mla_conformance.defects.{name}")
-    known = known_defects()
-    suspects = [replace(each, sources=known[each.covers[0]].sources) if each.covers else each for each in _SUSPECTS]
-    everyone = (*suspects, *map(Candidate.of, known.values()))
-    return tuple(candidate for candidate in everyone if role in candidate.roles)

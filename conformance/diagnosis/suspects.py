@@ -1,11 +1,42 @@
-"""Suspects of every role: mistakes in a step of the softmax that prefill and decode have in common."""
+"""Suspects: mistakes that nobody needs to report; here those of the softmax, which a kernel of any role may make."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
-from mla_conformance.defects.candidates import suspect
+
+Step = type[OnlineSoftmax]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A mistake.
+
+    Attributes:
+        wrong: a wrong kernel, or a wrong step of the softmax.
+        family: the kind of fault, named as the families of the known defects.
+        covers: ids of known defects that are the same mistake under some condition.
+    """
+
+    wrong: Step
+    family: str
+    covers: tuple[str, ...]
+
+
+SUSPECTS: list[Suspect] = []
+
+
+def suspect(family: str, *covers: str) -> Callable[[Step], Step]:
+    """Class decorator that enters a mistake; :class:`Suspect` has the arguments."""
+
+    def enter(wrong: Step) -> Step:
+        SUSPECTS.append(Suspect(wrong, family, covers))
+        return wrong
+
+    return enter
 
 
 @suspect("scale")
