@@ -30,8 +30,8 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
+from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Judged, KnownDefect, known_defects
-from mla_conformance.defects.layered import LayeredDecode
 from mla_conformance.defects.report import stored as stored_kills
 from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
 from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of

@@ -3,9 +3,8 @@
 import argparse
 
 from mla_conformance.cases.capabilities import CapabilityError, find_tier
-from mla_conformance.defects.digest import deciding_digest
 from mla_conformance.defects.matrix import run_matrix
-from mla_conformance.defects.report import markdown, summarise, terminal_lines
+from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
 from mla_conformance.report.json_report import write_json

@@ -9,8 +9,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.defects.layered import LayeredDecode
-from mla_conformance.defects.split_keys import SplitDecode, joined
+from mla_conformance.defects.bases import LayeredDecode, SplitDecode, joined
 
 _LOG2_E = math.log2(math.e)
 

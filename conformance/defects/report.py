@@ -4,15 +4,22 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import NOT_EMULATED, KnownDefect, known_defects
 from mla_conformance.defects.matrix import Outcome, kernels
-from mla_conformance.defects.not_emulated import NOT_EMULATED
+from mla_conformance.files.meaning import meaning_digest
+from mla_conformance.files.modules import source_digests
+from mla_conformance.judging.sources import judging_sources
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
+_DECIDE_NOTHING = ("__init__", "known", "matrix", "report")
+"""The modules of this room that hold no kernel."""
+_GOLDEN = ("error_budget", "index_scores")
+"""Of the reference, which has a digest of its own, what depends on the defects' numbers."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
         killers = report.kills[entry.id]
         sign = "✔" if report.dies(entry) else "✘"
         others = [name for name in killers if name != entry.killed_by]
-        yield f"{sign} {entry.family:<12} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
+        yield f"{sign} {entry.family:<14} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
     yield from (f"ALIVE {id}" for id in report.survivors)
     yield from (f"FALSE ALARM {alarm}" for alarm in report.false_alarms)
     yield f"{len(NOT_EMULATED)} reported bugs of these layers are not emulated:"
@@ -126,3 +133,16 @@ def stored() -> DefectReport:
     """The report of the last full run that was committed."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
     return DefectReport.from_json(json.loads(text))
+
+
+def deciding_digest() -> str:
+    """Digest of the cases, the judge, the suite's procedures, the data, and the kernels with the steps they consist of.
+
+    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
+    """
+    reference, room = (Path(str(files(f"mla_conformance.{name}"))) for name in ("reference", "defects"))
+    names = [path.stem for path in room.glob("*.py") if path.stem not in _DECIDE_NOTHING]
+    kernels = source_digests(f"{__package__}.{name}" for name in names)
+    lists = ("\n".join(case.id for case in capability.cases) for capability in CAPABILITIES.values())
+    sources = [*judging_sources(), *(reference / f"{name}.py" for name in _GOLDEN)]
+    return meaning_digest(sources, *lists, *(f"{name} {digest}" for name, digest in kernels.items()))[:16]

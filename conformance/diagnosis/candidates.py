@@ -10,8 +10,8 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.backends.roles import Role
+from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects, sentence_of
-from mla_conformance.defects.layered import LayeredDecode
 from mla_conformance.diagnosis.suspects import Suspect
 from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 

@@ -26,7 +26,7 @@ class ScaleOfLatent(EagerPrefillBackend):
         return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
 
 
-@suspect("masking")
+@suspect("indexing")
 class LeakedKey(EagerPrefillBackend):
     """The causal mask is off by one: a query sees the key after its own."""
 
@@ -35,7 +35,7 @@ class LeakedKey(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class HiddenKey(EagerPrefillBackend):
     """The causal mask is off by one: a query does not see its own key."""
 
@@ -44,7 +44,7 @@ class HiddenKey(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class StrictMask(EagerPrefillBackend):
     """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
 
@@ -53,12 +53,12 @@ class StrictMask(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class StrictMaskDividesByZero(DividesByZero, StrictMask):
     """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
 
 
-@suspect("masking")
+@suspect("indexing")
 class NoMask(EagerPrefillBackend):
     """There is no causal mask."""
 
@@ -126,7 +126,7 @@ class RowsNeverWritten(EagerPrefillBackend):
         return output, lse
 
 
-@suspect("quant_output")
+@suspect("precision")
 class OutputScaleTwice(EagerPrefillBackend):
     """The quantised output is divided by its scale twice."""
 
@@ -134,7 +134,7 @@ class OutputScaleTwice(EagerPrefillBackend):
         return super()._quantise(accumulated / output_scale, output_scale)
 
 
-@suspect("quant_output")
+@suspect("precision")
 class OutputScaleLeftOut(EagerPrefillBackend):
     """The quantised output is not divided by its scale."""
 
@@ -150,7 +150,7 @@ class ScaleOfLatentQueries(EagerDecodeBackend):
         return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
 
 
-@suspect("decode_masking")
+@suspect("decode_softmax")
 class OwnTokenHidden(EagerDecodeBackend):
     """The causal mask is off by one: a query does not see its own token."""
 
@@ -160,7 +160,7 @@ class OwnTokenHidden(EagerDecodeBackend):
         return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
 
 
-@suspect("decode_indexing")
+@suspect("decode_cache")
 class LastTokenDropped(EagerDecodeBackend):
     """The last token of a request's cache is dropped."""
 
@@ -168,7 +168,7 @@ class LastTokenDropped(EagerDecodeBackend):
         return super()._attend(q, request, max(seq_len - 1, min(seq_len, 1)), kv_cache, k_scale)
 
 
-@suspect("decode_indexing")
+@suspect("decode_cache")
 class FirstTokenDropped(EagerDecodeBackend):
     """The first token of a request's cache is dropped."""
 
@@ -177,7 +177,7 @@ class FirstTokenDropped(EagerDecodeBackend):
         return visible & (torch.arange(tile.start, tile.stop, device=visible.device) > 0) if seq_len > 1 else visible
 
 
-@suspect("decode_pages")
+@suspect("decode_cache")
 class LastPageOfTokensDropped(EagerDecodeBackend):
     """The last, partly filled page of a request's cache is dropped."""
 
@@ -186,7 +186,7 @@ class LastPageOfTokensDropped(EagerDecodeBackend):
         return super()._attend(q, request, seq_len // page * page or seq_len, kv_cache, k_scale)
 
 
-@suspect("decode_pages", "rocm-fp8-gluon-batch1-only")
+@suspect("decode_cache", "rocm-fp8-gluon-batch1-only")
 class TableOfFirstRequest(EagerDecodeBackend):
     """Every request reads the pages of the first one."""
 
@@ -248,7 +248,7 @@ class FirstKeyOfAListDropped(EagerSparseBackend):
         return listed & (listed.cumsum(1) > 1)
 
 
-@suspect("sparse_sinks")
+@suspect("sparse_lse")
 class SinkSubtracted(EagerSparseBackend):
     """A sink has the wrong sign."""
 

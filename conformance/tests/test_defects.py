@@ -17,14 +17,21 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.defects.digest import deciding_digest
+from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
-from mla_conformance.defects.layered import LayeredDecode
+from mla_conformance.defects.known import (
+    FAMILIES,
+    NOT_EMULATED,
+    DefectError,
+    KnownDefect,
+    judged_roles,
+    known_defect,
+    known_defects,
+)
 from mla_conformance.defects.matrix import Kernel, Outcome, Task, first_tasks, further_tasks, kernels, run_task
-from mla_conformance.defects.not_emulated import NOT_EMULATED
 from mla_conformance.defects.report import (
     DefectReport,
+    deciding_digest,
     markdown,
     stored,
     summarise,
@@ -131,6 +138,12 @@ def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str)
     assert said in str(caught.value)
     assert f"known defect '{changes.get('id', 'brand-new')}'" in str(caught.value) and "Wrong)" in str(caught.value)
     assert known_defects() == DEFECTS
+
+
+def test_families_are_the_modules_that_declare_defects() -> None:
+    room = ROOT / "conformance" / "defects"
+    declaring = {path.stem for path in room.glob("*.py") if "\n@known_defect(" in path.read_text(encoding="utf-8")}
+    assert sorted(FAMILIES) == sorted(declaring)
 
 
 def test_what_is_not_emulated_has_a_reason() -> None:

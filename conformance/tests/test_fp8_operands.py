@@ -10,7 +10,7 @@ from mla_conformance.backends.declaration import Declaration, Precision, Roundin
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
+from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands, added
 from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
