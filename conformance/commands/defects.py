@@ -2,6 +2,8 @@
 
 import argparse
 
+import msgspec
+
 from mla_conformance.cases.capabilities import CapabilityError, find_tier
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
@@ -21,7 +23,7 @@ def run_defects(options: argparse.Namespace) -> int:
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier), tier.value, digest)
     if options.out:
-        write_json(options.out, report.to_json())
+        write_json(options.out, msgspec.to_builtins(report))
     if page:
         page.write(markdown(report))
     for line in terminal_lines(report):

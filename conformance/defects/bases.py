@@ -57,6 +57,32 @@ def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
     return SoftmaxState(maximum, a.total * wa + b.total * wb, a.weighted * wa + b.weighted * wb)
 
 
+def joined_in_a_tree(parts: Sequence[SoftmaxState]) -> SoftmaxState:
+    """The state of all splits together, joined by twos."""
+    waiting = list(parts)
+    while len(waiting) > 1:
+        pairs = [joined(a, b) for a, b in zip(waiting[::2], waiting[1::2], strict=False)]
+        waiting = pairs + waiting[len(pairs) * 2 :]
+    return waiting[0]
+
+
+def stored_in(state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
+    """A split's state whose output has waited for the others in ``dtype``."""
+    total = state.total.masked_fill(state.total == 0, 1.0)
+    return state._replace(weighted=(state.weighted / total).to(dtype).float() * state.total)
+
+
+def packed(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache [blocks, page, width] as it would be read if no other page lay between its blocks."""
+    _, page, width = kv_cache.shape
+    return kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
+
+
+def declares(rounding: Rounding) -> Declaration:
+    """What an emulation declares that rounds so."""
+    return Declaration(rounding=rounding, emulated=True)
+
+
 class SplitDecode(LayeredDecode):
     """Splits of ``split`` keys each."""
 

@@ -3,7 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import through_e8m0
+from mla_conformance.defects.bases import packed, through_e8m0
 from mla_conformance.defects.known import known_defect
 
 
@@ -70,9 +70,7 @@ class PackedPages(EagerDecodeBackend):
     """A page's address is its number times a packed page, whatever the stride between blocks is."""
 
     def _entries(self, kv_cache, request, tile):
-        _, page, width = kv_cache.shape
-        packed = kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
-        return super()._entries(packed, request, tile)
+        return super()._entries(packed(kv_cache), request, tile)
 
 
 @known_defect(

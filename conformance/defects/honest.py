@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.online_softmax import SoftmaxState
@@ -20,15 +20,14 @@ from mla_conformance.defects.bases import (
     E4M3Operands,
     EagerLayer,
     HopperE4M3Operands,
+    declares,
     joined,
+    joined_in_a_tree,
+    stored_in,
 )
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
 from mla_conformance.defects.known import Judged
-
-
-def _declares(rounding: Rounding) -> Declaration:
-    return Declaration(rounding=rounding, emulated=True)
 
 
 def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,10 +104,7 @@ class Splits16Tree(_Split):
     key_tile = 16
 
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        while len(parts) > 1:
-            pairs = [joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-            parts = pairs + parts[len(pairs) * 2 :]
-        return parts[0]
+        return joined_in_a_tree(parts)
 
 
 class StoredPartials(_Split):
@@ -116,17 +112,16 @@ class StoredPartials(_Split):
 
     splits = 4
     key_tile = 32
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=_through(state.weighted / total, dtype) * state.total)
+        return stored_in(state, dtype)
 
 
 class ApproximateExp(EagerPrefillBackend):
     """An exponential with relative errors up to 1e-4."""
 
-    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+    declaration = declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
 
     def _exp(self, x: torch.Tensor) -> torch.Tensor:
         exact = x.exp()
@@ -141,7 +136,7 @@ class ApproximateExp(EagerPrefillBackend):
 class HalfWeights(EagerPrefillBackend):
     """P in fp16, whatever the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.FLOAT16))
+    declaration = declares(Rounding(p=Precision.FLOAT16))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p, torch.float16)
@@ -157,7 +152,7 @@ class Float32Throughout(EagerPrefillBackend):
 class SumOfRoundedWeights(EagerPrefillBackend):
     """The row sum adds up P as it was rounded for the second product."""
 
-    declaration = _declares(Rounding(lse=LseClass.ROUNDED_P))
+    declaration = declares(Rounding(lse=LseClass.ROUNDED_P))
 
     def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
         maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
@@ -171,7 +166,7 @@ class SumOfRoundedWeights(EagerPrefillBackend):
 class E4M3Weights(EagerPrefillBackend):
     """P in e4m3 as it is, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.E4M3))
+    declaration = declares(Rounding(p=Precision.E4M3))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p, torch.float8_e4m3fn)
@@ -180,7 +175,7 @@ class E4M3Weights(EagerPrefillBackend):
 class ScaledE4M3Weights(EagerPrefillBackend):
     """P × 2^8 in e4m3, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.SCALED_E4M3))
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p * 256, torch.float8_e4m3fn) / 256

@@ -6,16 +6,12 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.defects.bases import added, joined, through_e8m0
+from mla_conformance.defects.bases import added, declares, joined, stored_in, through_e8m0
 from mla_conformance.reference.selected import NO_KEY
-
-
-def _declares(rounding: Rounding) -> Declaration:
-    return Declaration(rounding=rounding, emulated=True)
 
 
 class ColumnTiles(EagerSparseBackend):
@@ -31,20 +27,17 @@ class SplitLists(EagerSparseBackend):
     """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
 
     splits = 3
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _attend(self, q, request, sources, k_scale):
         parts = [self._part(source, number) for source in sources for number in range(self.splits)]
-        return reduce(joined, [self._stored(super(SplitLists, self)._attend(q, request, [p], k_scale)) for p in parts])
+        states = [super(SplitLists, self)._attend(q, request, [part], k_scale) for part in parts]
+        return reduce(joined, [stored_in(state, self._model_dtype) for state in states])
 
     def _part(self, source, number):
         """Every third column of a list."""
         length = source.length if source.length is None else (source.length - number + self.splits - 1) // self.splits
         return replace(source, indices=source.indices[:, number :: self.splits], length=length)
-
-    def _stored(self, state):
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
 
 
 class SharedUnions(EagerSparseBackend):
@@ -71,7 +64,7 @@ class SharedUnions(EagerSparseBackend):
 class SelectedInTheModelsDtype(EagerSparseBackend):
     """Codes are dequantised to the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _keys(self, source, slots, visible, k_scale):
         return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
@@ -131,7 +124,7 @@ class ScalesBehindTheSum(EagerIndexerBackend):
 class RoundedKeys(EagerIndexerBackend):
     """Codes are dequantised to bfloat16, and declared so."""
 
-    declaration = Declaration(rounding=Rounding(dequantised_keys=Precision.MODEL), emulated=True)
+    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _keys(self, k, k_scale, request, positions):
         keys = super()._keys(k, k_scale, request, positions)
@@ -142,7 +135,7 @@ class TruncatedSums(EagerIndexerBackend):
     """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
 
     token_tile = 64
-    declaration = Declaration(rounding=Rounding(accumulation=Precision.FP22), emulated=True)
+    declaration = declares(Rounding(accumulation=Precision.FP22))
 
     def _scores(self, q, weights, keys):
         if self.kv_cache_dtype == "auto":

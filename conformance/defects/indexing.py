@@ -7,24 +7,35 @@ from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.known import known_defect
 
 
+class _OtherKeys(EagerPrefillBackend):
+    """A request of a context chunk attends to other keys than its own."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        parts = []
+        for request in range(len(key_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            keys = self._keys(request, query_start_loc, key_start_loc)
+            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+
+    def _keys(self, request, query_start_loc, key_start_loc):
+        raise NotImplementedError
+
+
 @known_defect(
     "flashinfer-ragged-cutlass-192-noncausal-mismatch",
     killed_by="context_chunk",
     related=("lse", "empty_rows"),
     sources=("flashinfer-ai/flashinfer#1663",),
 )
-class LastLengthForAll(EagerPrefillBackend):
+class LastLengthForAll(_OtherKeys):
     """Without a mask, the last request's number of keys is used for every request."""
 
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        if causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        parts, last = [], key_start_loc[-1] - key_start_loc[-2]
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            keys = slice(key_start_loc[request], min(key_start_loc[request] + last, key_start_loc[-1]))
-            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+    def _keys(self, request, query_start_loc, key_start_loc):
+        start, last = key_start_loc[request], key_start_loc[-1] - key_start_loc[-2]
+        return slice(start, min(start + last, key_start_loc[-1]))
 
 
 @known_defect(
@@ -33,20 +44,13 @@ class LastLengthForAll(EagerPrefillBackend):
     related=("lse", "empty_rows"),
     sources=("flashinfer-ai/flashinfer#4018",),
 )
-class KeyOffsetOfQueries(EagerPrefillBackend):
+class KeyOffsetOfQueries(_OtherKeys):
     """A request's keys start at the offset of its queries."""
 
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        if causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        parts = []
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            length = key_start_loc[request + 1] - key_start_loc[request]
-            start = min(query_start_loc[request], key_start_loc[-1] - length)
-            keys = slice(start, start + length)
-            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+    def _keys(self, request, query_start_loc, key_start_loc):
+        length = key_start_loc[request + 1] - key_start_loc[request]
+        start = min(query_start_loc[request], key_start_loc[-1] - length)
+        return slice(start, start + length)
 
 
 @known_defect(

@@ -126,39 +126,40 @@ class TwinOfTheScale(EagerLayer):
             return super()._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, torch.ones_like(k_scale))
 
 
-def _write_tiles(kv_cache, kv_c, k_pe, slots, scales_of):
-    """Mixed entries whose tiles have the scales that their largest magnitudes [T, 4, 1] are given."""
-    tiles = kv_c[: len(slots)].float().unflatten(-1, (-1, 128))
-    scales = scales_of(tiles.abs().amax(dim=-1, keepdim=True))
-    codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-    parts = (codes, scales.squeeze(-1), k_pe[: len(slots)].contiguous())
-    entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
-    stored = slots[slots >= 0]
-    kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slots >= 0]
+class _WritesTiles(MLACommonImpl):
+    """Writes mixed entries by scales of its own."""
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+            return
+        tiles = kv_c_normed[: len(slot_mapping)].float().unflatten(-1, (-1, 128))
+        scales = self._scales(tiles.abs().amax(dim=-1, keepdim=True))
+        codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+        parts = (codes, scales.squeeze(-1), k_pe[: len(slot_mapping)].contiguous())
+        entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+        stored = slot_mapping[slot_mapping >= 0]
+        kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slot_mapping >= 0]
+
+    def _scales(self, amax):
+        """Those of tiles with these largest magnitudes [T, 4, 1]."""
+        return amax / E4M3_MAX
 
 
 @known_defect("fp8-ds-mla-tile-scale-has-a-floor", killed_by="cache_write", related=("mixed_batch",))
 class ScaleWithAFloor(EagerLayer):
     """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
 
-    class impl_class(MLACommonImpl):
-        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-            if self.kv_cache_dtype != "fp8_ds_mla":
-                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-            return _write_tiles(
-                kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax.clamp(min=_FLOOR) / E4M3_MAX
-            )
+    class impl_class(_WritesTiles):
+        def _scales(self, amax):
+            return super()._scales(amax.clamp(min=_FLOOR))
 
 
 @known_defect("fp8-ds-mla-tile-of-zeros-divided-by-zero", killed_by="cache_write", related=("mixed_batch",))
 class ZerosDividedByZero(EagerLayer):
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
-    class impl_class(MLACommonImpl):
-        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-            if self.kv_cache_dtype != "fp8_ds_mla":
-                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-            return _write_tiles(kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax / E4M3_MAX)
+    impl_class = _WritesTiles
 
 
 @known_defect("cache-writer-takes-latents-for-packed", killed_by="cache_write")

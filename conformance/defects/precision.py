@@ -4,9 +4,10 @@ import math
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.bases import declares
 from mla_conformance.defects.known import known_defect
 
 _VALUES = (
@@ -73,7 +74,7 @@ class UniformFactor(EagerPrefillBackend):
 class E5M2Weights(EagerPrefillBackend):
     """P is rounded to e5m2 where e4m3 is declared."""
 
-    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
 
     def _round_p(self, p, dtype):
         return _through(p, torch.float8_e5m2)
@@ -92,7 +93,7 @@ class E5M2Weights(EagerPrefillBackend):
 class UnscaledE4M3Weights(EagerPrefillBackend):
     """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
 
-    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
 
     def _round_p(self, p, dtype):
         return _through(p, torch.float8_e4m3fn)
@@ -113,7 +114,7 @@ class UnscaledE4M3Weights(EagerPrefillBackend):
 class SaturatedWeights(EagerPrefillBackend):
     """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
 
-    declaration = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
 
     def _accumulate(self, state, scores, v):
         new = scores.amax(dim=-1, keepdim=True)

@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import EagerLayer, SplitDecode
+from mla_conformance.defects.bases import EagerLayer, SplitDecode, packed
 from mla_conformance.defects.known import known_defect
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -234,10 +234,8 @@ class PackedPagesOfARank(EagerDecodeBackend):
     """On several ranks a page's address is its number times a packed page, whatever the stride between blocks is."""
 
     def _entries(self, kv_cache, request, tile):
-        _, page, width = kv_cache.shape
-        packed = kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
         ranks = self._decode_metadata.dcp_world_size
-        return super()._entries(packed if ranks > 1 else kv_cache, request, tile)
+        return super()._entries(packed(kv_cache) if ranks > 1 else kv_cache, request, tile)
 
 
 class _ScaleOfOneModel(EagerDecodeBackend):
@@ -255,10 +253,8 @@ class ScaleOfOneModel(EagerLayer):
 
 class _PackedForSeveralTokens(EagerDecodeBackend):
     def _entries(self, kv_cache, request, tile):
-        _, page, width = kv_cache.shape
-        packed = kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
         several = int(self._decode_metadata.query_lens_cpu.max()) > 1
-        return super()._entries(packed if several else kv_cache, request, tile)
+        return super()._entries(packed(kv_cache) if several else kv_cache, request, tile)
 
 
 @known_defect("layer-several-tokens-assume-packed-pages", killed_by="layer_combinations")
