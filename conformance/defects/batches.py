@@ -53,11 +53,7 @@ class AddedMask(_RunsOn):
         return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
 
 
-@known_defect(
-    "decode-last-tile-of-pages-weighs-neighbours-entries-with-zero",
-    killed_by="neighbour_keys",
-    sources=("flashinfer-ai/flashinfer#942",),
-)
+@known_defect("decode-last-tile-of-pages-weighs-neighbours-entries-with-zero", killed_by="neighbour_keys")
 class PagesOfTheNext(EagerDecodeBackend):
     """A decode's last tile is filled up with entries of the next request, which are weighed with 0, not cleared."""
 

@@ -7,14 +7,7 @@ from mla_conformance.defects.bases import packed, through_e8m0
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "triton-mla-spec-decode-block-table-oob",
-    killed_by="decode_multi_token",
-    sources=(
-        "vllm-project/vllm#51848",
-        "vllm-project/vllm#51065",
-    ),
-)
+@known_defect("triton-mla-spec-decode-block-table-oob", killed_by="decode_multi_token")
 class TableRowOfTheToken(EagerDecodeBackend):
     """The table has a row for each request and is read at the number of the query token."""
 
@@ -24,11 +17,7 @@ class TableRowOfTheToken(EagerDecodeBackend):
         return super()._blocks(row, pages)
 
 
-@known_defect(
-    "flashmla-draft-extend-metadata-layout-clash",
-    killed_by="decode_multi_token",
-    sources=("sgl-project/sglang#28028",),
-)
+@known_defect("flashmla-draft-extend-metadata-layout-clash", killed_by="decode_multi_token")
 class FlatTable(EagerDecodeBackend):
     """For several query tokens the table is taken for a flat list of the requests' pages, one after the other."""
 
@@ -44,12 +33,7 @@ class FlatTable(EagerDecodeBackend):
         return super()._entries(kv_cache, request, tile)
 
 
-@known_defect(
-    "flashmla-kv-indices-loop-tokens-vs-pages",
-    killed_by="paged_cache",
-    related=("decode_multi_token",),
-    sources=("sgl-project/sglang#11985",),
-)
+@known_defect("flashmla-kv-indices-loop-tokens-vs-pages", killed_by="paged_cache", related=("decode_multi_token",))
 class SixtyFourPagesAStep(EagerDecodeBackend):
     """Page ids are copied 64 at a time, in as many steps as 4096 tokens fit into the sequence; others stay 0."""
 
@@ -58,14 +42,7 @@ class SixtyFourPagesAStep(EagerDecodeBackend):
         return super()._blocks(request, pages).masked_fill(pages >= copied, 0)
 
 
-@known_defect(
-    "mla-kernels-assume-packed-pages",
-    killed_by="paged_cache",
-    sources=(
-        "vllm-project/vllm#45111",
-        "ROCm/aiter#3498",
-    ),
-)
+@known_defect("mla-kernels-assume-packed-pages", killed_by="paged_cache")
 class PackedPages(EagerDecodeBackend):
     """A page's address is its number times a packed page, whatever the stride between blocks is."""
 
@@ -73,11 +50,7 @@ class PackedPages(EagerDecodeBackend):
         return super()._entries(packed(kv_cache), request, tile)
 
 
-@known_defect(
-    "rocm-fp8-gluon-batch1-only",
-    killed_by="kv_cache_fp8",
-    sources=("vllm-project/vllm#51011",),
-)
+@known_defect("rocm-fp8-gluon-batch1-only", killed_by="kv_cache_fp8")
 class OneRequestOfCodes(EagerDecodeBackend):
     """The kernel for codes knows one request: all requests of a batch read its pages."""
 
@@ -103,17 +76,7 @@ class _ReadsOn(EagerDecodeBackend):
         raise NotImplementedError
 
 
-@known_defect(
-    "mla-last-page-nan-leak",
-    killed_by="paged_cache",
-    related=_POISONED_TOO,
-    sources=(
-        "flashinfer-ai/flashinfer#941",
-        "flashinfer-ai/flashinfer#942",
-        "vllm-project/vllm#43961",
-        "vllm-project/vllm#57716",
-    ),
-)
+@known_defect("mla-last-page-nan-leak", killed_by="paged_cache", related=_POISONED_TOO)
 class WeightedTail(_ReadsOn):
     """The values of the last page's unused slots are multiplied by weights of 0 instead of being left out."""
 
@@ -121,12 +84,7 @@ class WeightedTail(_ReadsOn):
         return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))
 
 
-@known_defect(
-    "tma-overread-uninitialised-kv-tile",
-    killed_by="paged_cache",
-    related=_POISONED_TOO,
-    sources=("vllm-project/vllm#37442",),
-)
+@known_defect("tma-overread-uninitialised-kv-tile", killed_by="paged_cache", related=_POISONED_TOO)
 class AdditiveMask(_ReadsOn):
     """Scores of unused slots are masked by adding -inf, which leaves a NaN a NaN."""
 
@@ -134,12 +92,7 @@ class AdditiveMask(_ReadsOn):
         return self._accumulate(state, self._scores(q, keys) - torch.inf, torch.zeros_like(self._values(keys)))
 
 
-@known_defect(
-    "paged-flex-missing-upper-bound-mask",
-    killed_by="paged_cache",
-    related=_POISONED_TOO,
-    sources=("pytorch/pytorch#160861",),
-)
+@known_defect("paged-flex-missing-upper-bound-mask", killed_by="paged_cache", related=_POISONED_TOO)
 class WholePages(_ReadsOn):
     """Nothing bounds the keys from above: whole pages are attended to."""
 
@@ -147,15 +100,7 @@ class WholePages(_ReadsOn):
         return self._accumulate(state, self._scores(q, keys), self._values(keys))
 
 
-@known_defect(
-    "aiter-oob-page-id-folds-to-slot0-nan",
-    killed_by="paged_cache",
-    related=_POISONED_TOO,
-    sources=(
-        "ROCm/aiter#4245",
-        "sgl-project/sglang#36207",
-    ),
-)
+@known_defect("aiter-oob-page-id-folds-to-slot0-nan", killed_by="paged_cache", related=_POISONED_TOO)
 class TailInSlotZero(EagerDecodeBackend):
     """The rest of the last tile is read from slot 0 of the cache, with weights of 0."""
 
@@ -167,11 +112,7 @@ class TailInSlotZero(EagerDecodeBackend):
         return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
 
 
-@known_defect(
-    "dense-mla-invalid-page-ids-cross-request",
-    killed_by="paged_cache",
-    sources=("local-inference-lab/b12x#193",),
-)
+@known_defect("dense-mla-invalid-page-ids-cross-request", killed_by="paged_cache")
 class DeadRequestsRead(EagerDecodeBackend):
     """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
 
@@ -184,11 +125,7 @@ class DeadRequestsRead(EagerDecodeBackend):
         return super()._blocks(request, pages).clamp(0, self._last_block)
 
 
-@known_defect(
-    "cutlass-mla-claims-fp8-without-scales",
-    killed_by="kv_cache_fp8",
-    sources=("vllm-project/vllm#37054",),
-)
+@known_defect("cutlass-mla-claims-fp8-without-scales", killed_by="kv_cache_fp8")
 class ScalesIgnored(EagerDecodeBackend):
     """Codes are read as values: the scale of the cache is not used."""
 
@@ -196,14 +133,7 @@ class ScalesIgnored(EagerDecodeBackend):
         return super()._dequantise(rows, torch.ones_like(k_scale))
 
 
-@known_defect(
-    "fp8-mla-k-scale-vs-v-scale-inconsistent",
-    killed_by="kv_cache_fp8",
-    sources=(
-        "vllm-project/vllm#37054",
-        "sgl-project/sglang#34765",
-    ),
-)
+@known_defect("fp8-mla-k-scale-vs-v-scale-inconsistent", killed_by="kv_cache_fp8")
 class ValuesByAnotherScale(EagerDecodeBackend):
     """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
 
@@ -215,11 +145,7 @@ class ValuesByAnotherScale(EagerDecodeBackend):
         return super()._values(keys) / self._descale
 
 
-@known_defect(
-    "trtllm-mha-fp8-q-without-qscale",
-    killed_by="kv_cache_fp8",
-    sources=("sgl-project/sglang#28144",),
-)
+@known_defect("trtllm-mha-fp8-q-without-qscale", killed_by="kv_cache_fp8")
 class QueriesWithoutScale(EagerDecodeBackend):
     """Beside a cache of codes the queries become codes themselves, without a scale."""
 
@@ -228,11 +154,7 @@ class QueriesWithoutScale(EagerDecodeBackend):
         return super()._scores(codes, k)
 
 
-@known_defect(
-    "fp8-compile-cache-folds-unit-scale",
-    killed_by="call_order",
-    sources=("local-inference-lab/b12x#63",),
-)
+@known_defect("fp8-compile-cache-folds-unit-scale", killed_by="call_order")
 class FoldedScale(EagerDecodeBackend):
     """A kernel that was compiled while the scale was 1 has no multiplication, and its key does not say so."""
 
@@ -241,11 +163,7 @@ class FoldedScale(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, torch.ones_like(k_scale) if folded else k_scale)
 
 
-@known_defect(
-    "fp8-ds-mla-float-scale-read-as-e8m0",
-    killed_by="kv_cache_fp8_ds_mla",
-    sources=("deepseek-ai/FlashMLA#184",),
-)
+@known_defect("fp8-ds-mla-float-scale-read-as-e8m0", killed_by="kv_cache_fp8_ds_mla")
 class ScalesToPowersOfTwo(EagerDecodeBackend):
     """The float32 scales of a mixed entry pass through e8m0, which holds powers of two."""
 

@@ -10,11 +10,7 @@ from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "mistral4-triton-mla-latent-dims-hardcoded",
-    killed_by="decode",
-    sources=("vllm-project/vllm#40260",),
-)
+@known_defect("mistral4-triton-mla-latent-dims-hardcoded", killed_by="decode")
 class LatentsOf512(EagerDecodeBackend):
     """The tile of a latent is hard-wired to 512 columns, and other models do not compile."""
 
@@ -24,11 +20,7 @@ class LatentsOf512(EagerDecodeBackend):
         return super()._attend(q, request, seq_len, kv_cache, k_scale)
 
 
-@known_defect(
-    "aiter-qh64-pagesize1-fault",
-    killed_by="paged_cache",
-    sources=("ROCm/aiter#4365",),
-)
+@known_defect("aiter-qh64-pagesize1-fault", killed_by="paged_cache")
 class SinglePages(EagerDecodeBackend):
     """With pages of one token, a batch of 16 requests or more reads out of bounds."""
 
@@ -38,11 +30,7 @@ class SinglePages(EagerDecodeBackend):
         return super()._entries(kv_cache, request, tile)
 
 
-@known_defect(
-    "aiter-no-kernel-bf16q-fp8kv-qlen5",
-    killed_by="kv_cache_fp8",
-    sources=("ROCm/aiter#4752",),
-)
+@known_defect("aiter-no-kernel-bf16q-fp8kv-qlen5", killed_by="kv_cache_fp8")
 class FourTokensBesideCodes(EagerDecodeBackend):
     """Beside a cache of codes there is no kernel for more than four query tokens."""
 
@@ -56,12 +44,7 @@ _PADDED_TOO = ("paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_writ
 """Some of their cases have rows of padding as well."""
 
 
-@known_defect(
-    "flashmla-fp8-cg-padding-seq0-oob",
-    killed_by="graph_padding",
-    related=_PADDED_TOO,
-    sources=("vllm-project/vllm#35969",),
-)
+@known_defect("flashmla-fp8-cg-padding-seq0-oob", killed_by="graph_padding", related=_PADDED_TOO)
 class LastPageOfNothing(LayeredDecode):
     """In a cache of codes, the last page of a row of padding is number -1 of its table."""
 
@@ -71,17 +54,7 @@ class LastPageOfNothing(LayeredDecode):
         return super()._attend(q, request, seq_len, kv_cache, k_scale)
 
 
-@known_defect(
-    "cg-padding-rows-not-written-nan-amax",
-    killed_by="graph_padding",
-    related=_PADDED_TOO,
-    sources=(
-        "vllm-project/vllm#37442",
-        "flashinfer-ai/flashinfer#2883",
-        "vllm-project/vllm#37815",
-        "vllm-project/vllm#37682",
-    ),
-)
+@known_defect("cg-padding-rows-not-written-nan-amax", killed_by="graph_padding", related=_PADDED_TOO)
 class PaddingUnwritten(LayeredDecode):
     """Rows of padding are skipped and hold what the buffer held."""
 
@@ -91,15 +64,7 @@ class PaddingUnwritten(LayeredDecode):
         return state._replace(total=state.total + 1, weighted=state.weighted * torch.nan) if skipped else state
 
 
-@known_defect(
-    "cg-metadata-not-padded-bucket",
-    killed_by="graph_padding",
-    related=_PADDED_TOO,
-    sources=(
-        "xLLM-AI/xllm#1939",
-        "sgl-project/sglang#1469",
-    ),
-)
+@known_defect("cg-metadata-not-padded-bucket", killed_by="graph_padding", related=_PADDED_TOO)
 class MetadataOfRealRows(LayeredDecode):
     """Metadata cover the real requests only, and the rows of padding find what stands last in them."""
 
@@ -114,11 +79,7 @@ class MetadataOfRealRows(LayeredDecode):
         return super()._blocks(self._row, pages)
 
 
-@known_defect(
-    "flashmla-fp8-metadata-not-persistent",
-    killed_by="graph_replay",
-    sources=("vllm-project/vllm#35175",),
-)
+@known_defect("flashmla-fp8-metadata-not-persistent", killed_by="graph_replay")
 class MetadataOfTheCapture(LayeredDecode):
     """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
 
@@ -130,11 +91,7 @@ class MetadataOfTheCapture(LayeredDecode):
         super().prepare_metadata(replace(decode_metadata, seq_lens=lengths))
 
 
-@known_defect(
-    "flashinfer-fa2-nosplit-graph-uninit-tiles",
-    killed_by="graph_replay",
-    sources=("flashinfer-ai/flashinfer#4430",),
-)
+@known_defect("flashinfer-fa2-nosplit-graph-uninit-tiles", killed_by="graph_replay")
 class TilesOfThePlanBefore(LayeredDecode):
     """A smaller plan leaves tiles of the one before it in the list, and the first of them overwrites the last row."""
 
@@ -162,11 +119,7 @@ class _Scribbles(EagerPrefillBackend):
         return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
 
 
-@known_defect(
-    "graph-eager-workspace-aliasing",
-    killed_by="mixed_batch",
-    sources=("vllm-project/vllm#57388",),
-)
+@known_defect("graph-eager-workspace-aliasing", killed_by="mixed_batch")
 class OneWorkspace(LayeredDecode):
     """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
 

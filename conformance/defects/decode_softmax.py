@@ -11,16 +11,7 @@ from mla_conformance.defects.bases import SplitDecode, joined
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "lse-base2-dcp-combine-flashinfer-mla",
-    killed_by="decode_lse",
-    related=("decode",),
-    sources=(
-        "vllm-project/vllm#43919",
-        "vllm-project/vllm#47079",
-        "vllm-project/vllm#28840",
-    ),
-)
+@known_defect("lse-base2-dcp-combine-flashinfer-mla", killed_by="decode_lse", related=("decode",))
 class Base2DecodeLse(EagerDecodeBackend):
     """The LSE of a decode is in base 2 and is handed on as a natural one."""
 
@@ -29,12 +20,7 @@ class Base2DecodeLse(EagerDecodeBackend):
         return output, lse / math.log(2)
 
 
-@known_defect(
-    "no-lse-when-dcp-needs-it",
-    killed_by="decode_lse",
-    related=("decode",),
-    sources=("local-inference-lab/vllm#56",),
-)
+@known_defect("no-lse-when-dcp-needs-it", killed_by="decode_lse", related=("decode",))
 class NoLse(EagerDecodeBackend):
     """None stands where the LSE should be."""
 
@@ -42,11 +28,7 @@ class NoLse(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)[0], None
 
 
-@known_defect(
-    "mla-decode-scale-missing-log2e",
-    killed_by="decode",
-    sources=("flashinfer-ai/flashinfer#787",),
-)
+@known_defect("mla-decode-scale-missing-log2e", killed_by="decode")
 class ScaleOfAnotherBase(EagerDecodeBackend):
     """Powers of two are taken of scores that were not multiplied by log2(e), so the softmax is too flat."""
 
@@ -54,11 +36,7 @@ class ScaleOfAnotherBase(EagerDecodeBackend):
         return super()._scores(q, k) * math.log(2)
 
 
-@known_defect(
-    "sm89-mla-correctness",
-    killed_by="decode",
-    sources=("flashinfer-ai/flashinfer#821",),
-)
+@known_defect("sm89-mla-correctness", killed_by="decode")
 class HalfATile(EagerDecodeBackend):
     """Where the tile does not fit into shared memory, only its first half is attended to."""
 
@@ -67,11 +45,7 @@ class HalfATile(EagerDecodeBackend):
             yield slice(tile.start, tile.start + -(-(tile.stop - tile.start) // 2))
 
 
-@known_defect(
-    "xqa-mla-bf16-ten-bugs",
-    killed_by="decode",
-    sources=("flashinfer-ai/flashinfer#2689",),
-)
+@known_defect("xqa-mla-bf16-ten-bugs", killed_by="decode")
 class StridesOfBytes(EagerDecodeBackend):
     """In a 16-bit cache, the element strides of a kernel for codes lead to every other element."""
 
@@ -82,11 +56,7 @@ class StridesOfBytes(EagerDecodeBackend):
         return keys.flatten()[torch.arange(keys.numel()) * 2 % keys.numel()].view(keys.shape)
 
 
-@known_defect(
-    "cudnn-decode-key-omits-dtype-hardcoded-bf16",
-    killed_by="decode",
-    sources=("flashinfer-ai/flashinfer#4270",),
-)
+@known_defect("cudnn-decode-key-omits-dtype-hardcoded-bf16", killed_by="decode")
 class BfloatGraph(EagerDecodeBackend):
     """The graph is built for bf16, and the bits of an fp16 model are read as such."""
 
@@ -99,11 +69,7 @@ class BfloatGraph(EagerDecodeBackend):
         return output.view(torch.float16), lse
 
 
-@known_defect(
-    "mla-multi-seq-decode-cross-contamination",
-    killed_by="decode",
-    sources=("Avarok-Cybersecurity/atlas#84",),
-)
+@known_defect("mla-multi-seq-decode-cross-contamination", killed_by="decode")
 class QueryOfTheNeighbour(EagerDecodeBackend):
     """One scratch row serves all requests, so a request may find the query of the one before it."""
 
@@ -113,14 +79,7 @@ class QueryOfTheNeighbour(EagerDecodeBackend):
         return super()._attend(found if found.shape == q.shape else q, request, seq_len, kv_cache, k_scale)
 
 
-@known_defect(
-    "cutlass-mla-splitkv-lse-overflow-large-q",
-    killed_by="decode",
-    sources=(
-        "NVIDIA/cutlass#2274",
-        "sgl-project/sglang#6101",
-    ),
-)
+@known_defect("cutlass-mla-splitkv-lse-overflow-large-q", killed_by="decode")
 class UnshiftedCombination(SplitDecode):
     """Splits are weighted by the exponential of their LSE without subtracting the largest, which overflows."""
 
@@ -135,14 +94,7 @@ class UnshiftedCombination(SplitDecode):
         return SoftmaxState(torch.zeros_like(total), total, weighted)
 
 
-@known_defect(
-    "splitk-reduce-pow2-padding-uninit",
-    killed_by="decode",
-    sources=(
-        "flashinfer-ai/flashinfer#4018",
-        "flashinfer-ai/flashinfer#3959",
-    ),
-)
+@known_defect("splitk-reduce-pow2-padding-uninit", killed_by="decode")
 class PaddedReduction(SplitDecode):
     """The reduction runs over a power of two of splits, and the outputs of those that do not exist are garbage."""
 
@@ -154,11 +106,7 @@ class PaddedReduction(SplitDecode):
         return state if exact else state._replace(weighted=state.weighted + 0.0 * torch.nan)
 
 
-@known_defect(
-    "window-stage2-merges-empty-splits",
-    killed_by="decode",
-    sources=("vllm-project/vllm#47188",),
-)
+@known_defect("window-stage2-merges-empty-splits", killed_by="decode")
 class LeftoverPartials(SplitDecode):
     """All four slots of partials are combined, although a short request fills the first ones only."""
 
@@ -174,12 +122,7 @@ class LeftoverPartials(SplitDecode):
         return reduce(joined, [part for (_, shape), part in scratch.items() if shape == parts[0].total.shape])
 
 
-@known_defect(
-    "mtp-split-fully-causal-masked-zero-times-nan",
-    killed_by="decode_multi_token",
-    related=("decode_lse",),
-    sources=("ROCm/aiter#4711",),
-)
+@known_defect("mtp-split-fully-causal-masked-zero-times-nan", killed_by="decode_multi_token", related=("decode_lse",))
 class NanOfAMaskedSplit(SplitDecode):
     """A split that an early query token does not see at all leaves 0 / 0, which is combined with the weight 0."""
 
@@ -189,11 +132,7 @@ class NanOfAMaskedSplit(SplitDecode):
         return state._replace(weighted=state.weighted / state.total * state.total)
 
 
-@known_defect(
-    "trtllm-workspace-not-zero-initialised",
-    killed_by="decode",
-    sources=("flashinfer-ai/flashinfer#1463",),
-)
+@known_defect("trtllm-workspace-not-zero-initialised", killed_by="decode")
 class DirtyWorkspace(SplitDecode):
     """Where several blocks work on a sequence, they add to a workspace that nobody has zeroed."""
 
@@ -202,11 +141,7 @@ class DirtyWorkspace(SplitDecode):
         return state._replace(weighted=state.weighted + 1e3) if len(parts) > 1 else state
 
 
-@known_defect(
-    "splitk-nan-nondeterministic-at-splits-16",
-    killed_by="determinism",
-    sources=("ROCm/aiter#4350",),
-)
+@known_defect("splitk-nan-nondeterministic-at-splits-16", killed_by="determinism")
 class RacySixteenSplits(SplitDecode):
     """With sixteen splits the reduction is a race that is lost every other time."""
 
@@ -224,17 +159,7 @@ _SEVERAL_TOO = ("decode_lse",)
 """One of its cases has several query tokens a request."""
 
 
-@known_defect(
-    "causal-topleft-instead-of-bottomright",
-    killed_by="decode_multi_token",
-    related=_SEVERAL_TOO,
-    sources=(
-        "Dao-AILab/flash-attention#282",
-        "Dao-AILab/flash-attention#436",
-        "gittensor-ai-lab/sparkinfer#3",
-        "vllm-project/vllm#5678",
-    ),
-)
+@known_defect("causal-topleft-instead-of-bottomright", killed_by="decode_multi_token", related=_SEVERAL_TOO)
 class TopLeft(EagerDecodeBackend):
     """Several query tokens are masked from the top left, as if they stood at the start of the sequence."""
 
@@ -244,12 +169,7 @@ class TopLeft(EagerDecodeBackend):
         return torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
 
 
-@known_defect(
-    "causal-arg-accepted-but-dropped",
-    killed_by="decode_multi_token",
-    related=_SEVERAL_TOO,
-    sources=("AMD-Ecosystem/flashinfer#296",),
-)
+@known_defect("causal-arg-accepted-but-dropped", killed_by="decode_multi_token", related=_SEVERAL_TOO)
 class CausalDropped(EagerDecodeBackend):
     """The plan takes the causal flag and forgets it: every query token sees the whole sequence."""
 
@@ -257,12 +177,7 @@ class CausalDropped(EagerDecodeBackend):
         return super()._visible(1, request, seq_len, tile).expand(queries, -1)
 
 
-@known_defect(
-    "single-batch-mask-mid-decode-shape",
-    killed_by="decode_multi_token",
-    related=_SEVERAL_TOO,
-    sources=("deepseek-ai/DeepSeek-V3#1536",),
-)
+@known_defect("single-batch-mask-mid-decode-shape", killed_by="decode_multi_token", related=_SEVERAL_TOO)
 class SquareMask(EagerDecodeBackend):
     """The mask is a square of the query tokens and is laid over the first keys instead of the last."""
 
@@ -271,12 +186,7 @@ class SquareMask(EagerDecodeBackend):
         return (position >= queries) | (position <= torch.arange(queries).unsqueeze(1))
 
 
-@known_defect(
-    "aiter-mtp-metadata-sized-for-qlen1",
-    killed_by="decode_multi_token",
-    related=_SEVERAL_TOO,
-    sources=("vllm-project/vllm#45227",),
-)
+@known_defect("aiter-mtp-metadata-sized-for-qlen1", killed_by="decode_multi_token", related=_SEVERAL_TOO)
 class MetadataOfOneToken(EagerDecodeBackend):
     """Metadata for one query token a request: the rows of the others are never computed."""
 
@@ -286,12 +196,7 @@ class MetadataOfOneToken(EagerDecodeBackend):
         return output, lse
 
 
-@known_defect(
-    "aiter-identical-output-all-query-positions",
-    killed_by="decode_multi_token",
-    related=_SEVERAL_TOO,
-    sources=("ROCm/aiter#2720",),
-)
+@known_defect("aiter-identical-output-all-query-positions", killed_by="decode_multi_token", related=_SEVERAL_TOO)
 class SameForAllPositions(EagerDecodeBackend):
     """For a number of query tokens that is no power of two, all get the result of the first."""
 

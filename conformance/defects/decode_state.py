@@ -11,14 +11,7 @@ from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "dcp-empty-owner-zero-times-nan",
-    killed_by="dcp",
-    sources=(
-        "ROCm/ATOM#1832",
-        "local-inference-lab/b12x#116",
-    ),
-)
+@known_defect("dcp-empty-owner-zero-times-nan", killed_by="dcp")
 class NanOfARankWithoutKeys(EagerDecodeBackend):
     """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
 
@@ -29,11 +22,7 @@ class NanOfARankWithoutKeys(EagerDecodeBackend):
         return output, lse
 
 
-@known_defect(
-    "dcp-causal-mask-on-local-len",
-    killed_by="dcp",
-    sources=("lightseekorg/tokenspeed#364",),
-)
+@known_defect("dcp-causal-mask-on-local-len", killed_by="dcp")
 class LocalBound(EagerDecodeBackend):
     """The causal bound counts the tokens of this rank back from its own last one."""
 
@@ -42,11 +31,7 @@ class LocalBound(EagerDecodeBackend):
         return torch.arange(tile.start, tile.stop) <= last
 
 
-@known_defect(
-    "leading-masked-chunk-nan-poisons-row",
-    killed_by="dcp",
-    sources=("vllm-project/vllm#48366",),
-)
+@known_defect("leading-masked-chunk-nan-poisons-row", killed_by="dcp")
 class UnguardedMaximum(EagerDecodeBackend):
     """A first tile without a visible key leaves a maximum of -inf, and -inf minus -inf stays in the row for ever."""
 
@@ -91,16 +76,7 @@ class _Counters(EagerDecodeBackend):
         raise NotImplementedError
 
 
-@known_defect(
-    "trtllm-counter-region-moves-with-shape",
-    killed_by="call_order",
-    sources=(
-        "flashinfer-ai/flashinfer#1584",
-        "flashinfer-ai/flashinfer#3114",
-        "flashinfer-ai/flashinfer#3474",
-        "flashinfer-ai/flashinfer#3465",
-    ),
-)
+@known_defect("trtllm-counter-region-moves-with-shape", killed_by="call_order")
 class MovingCounters(_Counters):
     """The counters stand behind statistics whose size changes with the longest sequence, so old ones are met there."""
 
@@ -113,11 +89,7 @@ class MovingCounters(_Counters):
         self.workspace[:start] = 7
 
 
-@known_defect(
-    "trtllm-counter-clear-byte-vs-int-size",
-    killed_by="determinism",
-    sources=("NVIDIA/TensorRT-LLM#15761",),
-)
+@known_defect("trtllm-counter-clear-byte-vs-int-size", killed_by="determinism")
 class QuarterCleared(_Counters):
     """The number of counters is passed as a number of bytes, so a quarter of them is cleared."""
 
@@ -125,11 +97,7 @@ class QuarterCleared(_Counters):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-@known_defect(
-    "spec-metadata-pinned-temp-freed",
-    killed_by="determinism",
-    sources=("vllm-project/vllm-ascend#15719",),
-)
+@known_defect("spec-metadata-pinned-temp-freed", killed_by="determinism")
 class FreedLengths(EagerDecodeBackend):
     """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
 
@@ -143,14 +111,7 @@ class FreedLengths(EagerDecodeBackend):
         return result
 
 
-@known_defect(
-    "plan-pinned-buffer-race",
-    killed_by="call_order",
-    sources=(
-        "sgl-project/mini-sglang#103",
-        "vllm-project/vllm#32799",
-    ),
-)
+@known_defect("plan-pinned-buffer-race", killed_by="call_order")
 class OneStagingBuffer(EagerDecodeBackend):
     """All plans are staged in one buffer, and a second one overwrites it before the first has been copied."""
 
@@ -165,11 +126,7 @@ class OneStagingBuffer(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-@known_defect(
-    "ubatch-workspace-slot-misrouted",
-    killed_by="no_side_effects",
-    sources=("vllm-project/vllm#58161",),
-)
+@known_defect("ubatch-workspace-slot-misrouted", killed_by="no_side_effects")
 class SharedScratch(EagerDecodeBackend):
     """Every micro-batch gets the first one's slot of the workspace, so results lie where the next ones will."""
 

@@ -8,16 +8,7 @@ from mla_conformance.defects.bases import HopperE4M3Operands
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "prefill-backend-pins-cutlass-unsupported-dims",
-    killed_by="mla_dims",
-    sources=(
-        "vllm-project/vllm#57217",
-        "vllm-project/vllm#43525",
-        "vllm-project/vllm#37475",
-        "vllm-project/vllm#48855",
-    ),
-)
+@known_defect("prefill-backend-pins-cutlass-unsupported-dims", killed_by="mla_dims")
 class NoKernelForGlm(EagerPrefillBackend):
     """GLM's head dims are declared supported, and the dispatch table lacks them."""
 
@@ -27,11 +18,7 @@ class NoKernelForGlm(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "trtllm-gen-missing-cubin-after-selection",
-    killed_by="mla_dims",
-    sources=("vllm-project/vllm#48082",),
-)
+@known_defect("trtllm-gen-missing-cubin-after-selection", killed_by="mla_dims")
 class MissingCubin(EagerPrefillBackend):
     """Selection accepts head dims for which no binary was shipped."""
 
@@ -41,11 +28,7 @@ class MissingCubin(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "nope-mla-rotary-none-crash",
-    killed_by="mla_dims",
-    sources=("sgl-project/sglang#38158",),
-)
+@known_defect("nope-mla-rotary-none-crash", killed_by="mla_dims")
 class NeedsRotary(EagerPrefillBackend):
     """A model without RoPE has no rotary embedding, and the backend asks it for one."""
 
@@ -55,14 +38,7 @@ class NeedsRotary(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "missing-template-instantiation",
-    killed_by="head_counts",
-    sources=(
-        "flashinfer-ai/flashinfer#3828",
-        "flashinfer-ai/flashinfer#5135",
-    ),
-)
+@known_defect("missing-template-instantiation", killed_by="head_counts")
 class NoInstanceForTwentyHeads(EagerPrefillBackend):
     """One number of heads has no template instance."""
 
@@ -72,11 +48,7 @@ class NoInstanceForTwentyHeads(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "ragged-sm90-ima-total-16384",
-    killed_by="token_counts",
-    sources=("flashinfer-ai/flashinfer#1419",),
-)
+@known_defect("ragged-sm90-ima-total-16384", killed_by="token_counts")
 class Beyond16384Tokens(EagerPrefillBackend):
     """A batch of 16,384 tokens or more reads out of bounds."""
 
@@ -86,11 +58,7 @@ class Beyond16384Tokens(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "tma-short-tail-descriptor-flag",
-    killed_by="new_tokens",
-    sources=("NVIDIA/cudnn-frontend#1015",),
-)
+@known_defect("tma-short-tail-descriptor-flag", killed_by="new_tokens")
 class ShortTail(EagerPrefillBackend):
     """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
 
@@ -100,11 +68,7 @@ class ShortTail(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "tma-odd-stride-illegal",
-    killed_by="strided_inputs",
-    sources=("flashinfer-ai/flashinfer#2274",),
-)
+@known_defect("tma-odd-stride-illegal", killed_by="strided_inputs")
 class OddStrides(EagerPrefillBackend):
     """A row stride that is no multiple of 16 bytes cannot be described, and is not checked for."""
 
@@ -114,18 +78,7 @@ class OddStrides(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "merge-both-neg-inf-nan",
-    killed_by="merge_states",
-    sources=(
-        "vllm-project/vllm#27491",
-        "vllm-project/vllm#28181",
-        "vllm-project/vllm#39148",
-        "flashinfer-ai/flashinfer#4051",
-        "flashinfer-ai/flashinfer#5262",
-        "flashinfer-ai/flashinfer#4054",
-    ),
-)
+@known_defect("merge-both-neg-inf-nan", killed_by="merge_states")
 class UnguardedMerge(EagerPrefillBackend):
     """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
 
@@ -172,29 +125,14 @@ class ClearsItsOutput(_Merge):
             output_lse.copy_(merged)
 
 
-@known_defect(
-    "hopper-fp8-accumulator-keeps-13-bits",
-    killed_by="fp8_operands",
-    sources=(
-        "vllm-project/vllm#23813",
-        "Dao-AILab/flash-attention#2250",
-    ),
-)
+@known_defect("hopper-fp8-accumulator-keeps-13-bits", killed_by="fp8_operands")
 class AccumulatesIn22Bits(HopperE4M3Operands):
     """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
 
     declaration = Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 
-@known_defect(
-    "e4m3fn-codes-read-as-e4m3fnuz",
-    killed_by="fp8_operands",
-    related=("quant_output_fp8",),
-    sources=(
-        "vllm-project/vllm#42893",
-        "vllm-project/vllm#45562",
-    ),
-)
+@known_defect("e4m3fn-codes-read-as-e4m3fnuz", killed_by="fp8_operands", related=("quant_output_fp8",))
 class ReadsFnuzCodes(EagerPrefillBackend):
     """Codes of e4m3fn are read as e4m3fnuz: half of each value, and -0 is NaN."""
 

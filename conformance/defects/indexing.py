@@ -25,10 +25,7 @@ class _OtherKeys(EagerPrefillBackend):
 
 
 @known_defect(
-    "flashinfer-ragged-cutlass-192-noncausal-mismatch",
-    killed_by="context_chunk",
-    related=("lse", "empty_rows"),
-    sources=("flashinfer-ai/flashinfer#1663",),
+    "flashinfer-ragged-cutlass-192-noncausal-mismatch", killed_by="context_chunk", related=("lse", "empty_rows")
 )
 class LastLengthForAll(_OtherKeys):
     """Without a mask, the last request's number of keys is used for every request."""
@@ -38,12 +35,7 @@ class LastLengthForAll(_OtherKeys):
         return slice(start, min(start + last, key_start_loc[-1]))
 
 
-@known_defect(
-    "ragged-kv-offset-derived-from-q",
-    killed_by="context_chunk",
-    related=("lse", "empty_rows"),
-    sources=("flashinfer-ai/flashinfer#4018",),
-)
+@known_defect("ragged-kv-offset-derived-from-q", killed_by="context_chunk", related=("lse", "empty_rows"))
 class KeyOffsetOfQueries(_OtherKeys):
     """A request's keys start at the offset of its queries."""
 
@@ -53,11 +45,7 @@ class KeyOffsetOfQueries(_OtherKeys):
         return slice(start, start + length)
 
 
-@known_defect(
-    "fa4-sm90-varlen-bug",
-    killed_by="new_tokens",
-    sources=("Dao-AILab/flash-attention#2194",),
-)
+@known_defect("fa4-sm90-varlen-bug", killed_by="new_tokens")
 class TilePaddedOffsets(EagerPrefillBackend):
     """The keys of later requests start at an offset that is rounded up to whole tiles."""
 
@@ -72,11 +60,7 @@ class TilePaddedOffsets(EagerPrefillBackend):
         return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "fa4-sm120-wrong-smem-store-atom",
-    killed_by="new_tokens",
-    sources=("Dao-AILab/flash-attention#2553",),
-)
+@known_defect("fa4-sm120-wrong-smem-store-atom", killed_by="new_tokens")
 class PermutedColumns(EagerPrefillBackend):
     """The epilogue stores every 8 × 8 block of an output row transposed."""
 
@@ -89,11 +73,7 @@ class PermutedColumns(EagerPrefillBackend):
         return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
 
 
-@known_defect(
-    "int16-truncation-seqlen-32768",
-    killed_by="token_counts",
-    sources=("facebookresearch/xformers#719",),
-)
+@known_defect("int16-truncation-seqlen-32768", killed_by="token_counts")
 class Int16KeyIndex(EagerPrefillBackend):
     """A key index above 32767 wraps and reads what is not a number."""
 
@@ -107,15 +87,7 @@ class Int16KeyIndex(EagerPrefillBackend):
         return super()._attend(q, k, v, causal)
 
 
-@known_defect(
-    "fpad-negative-truncates",
-    killed_by="v_padding",
-    related=(
-        "lse",
-        "merge_states",
-    ),
-    sources=("vllm-project/vllm#50060",),
-)
+@known_defect("fpad-negative-truncates", killed_by="v_padding", related=("lse", "merge_states"))
 class NegativePadding(EagerPrefillBackend):
     """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
 
@@ -125,15 +97,7 @@ class NegativePadding(EagerPrefillBackend):
         return super()._batch(q, k, torch.nn.functional.pad(kept, (0, lost)), query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "finite-neg-sentinel-rowmax-zeroes-row",
-    killed_by="shift_invariance",
-    sources=(
-        "flashinfer-ai/flashinfer#4267",
-        "flashinfer-ai/flashinfer#4450",
-        "flashinfer-ai/flashinfer#4401",
-    ),
-)
+@known_defect("finite-neg-sentinel-rowmax-zeroes-row", killed_by="shift_invariance")
 class FiniteInitialMaximum(EagerPrefillBackend):
     """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to 0."""
 
@@ -146,14 +110,7 @@ class FiniteInitialMaximum(EagerPrefillBackend):
         return state._replace(maximum=torch.full_like(state.maximum, self._start))
 
 
-@known_defect(
-    "masked-key-dominates-finite-mask-value",
-    killed_by="shift_invariance",
-    sources=(
-        "ohdearquant/lattice#361",
-        "ohdearquant/lattice#373",
-    ),
-)
+@known_defect("masked-key-dominates-finite-mask-value", killed_by="shift_invariance")
 class FiniteMask(EagerPrefillBackend):
     """Masked scores are -1e4, which is more than a valid score may be."""
 
@@ -167,11 +124,7 @@ class FiniteMask(EagerPrefillBackend):
         return state
 
 
-@known_defect(
-    "lazy-rescale-wave-uniform-nan",
-    killed_by="logit_range",
-    sources=("ROCm/FlyDSL#1033",),
-)
+@known_defect("lazy-rescale-wave-uniform-nan", killed_by="logit_range")
 class MaximumOfTheTile(EagerPrefillBackend):
     """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
 

@@ -1,9 +1,14 @@
 """What a known defect is, and the list of all of them."""
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.resources import files
 from typing import TypeVar
+
+import msgspec
 
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
@@ -27,6 +32,25 @@ class DefectError(ValueError):
     """A known defect that is declared wrongly."""
 
 
+class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The catalogue of bugs that were reported of the layers that are judged here.
+
+    Attributes:
+        sources: public threads, by the id of the known defect that emulates what they report.
+        not_emulated: why there is no emulation of the others, by their ids.
+    """
+
+    sources: dict[str, tuple[str, ...]]
+    not_emulated: dict[str, str]
+
+
+@cache
+def reported_bugs() -> ReportedBugs:
+    """The catalogue, ``fixtures/reported.toml``."""
+    text = (files("mla_conformance.fixtures") / "reported.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), ReportedBugs)
+
+
 @dataclass(frozen=True)
 class KnownDefect:
     """A bug, emulated.
@@ -36,14 +60,17 @@ class KnownDefect:
         kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
-        sources: public threads that report it; none if the like of it was only thought of.
     """
 
     id: str
     kernel: type[Judged]
     killed_by: str
-    related: tuple[str, ...]
-    sources: tuple[str, ...]
+    related: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Public threads that report it; none if the like of it was only thought of."""
+        return reported_bugs().sources.get(self.id, ())
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -78,9 +105,7 @@ def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
     return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
 
 
-def known_defect(
-    id: str, *, killed_by: str, sources: tuple[str, ...] = (), related: tuple[str, ...] = ()
-) -> Callable[[Kernel], Kernel]:
+def known_defect(id: str, *, killed_by: str, related: tuple[str, ...] = ()) -> Callable[[Kernel], Kernel]:
     """Class decorator that enters an emulated bug into the list.
 
     Raises:
@@ -88,7 +113,7 @@ def known_defect(
     """
 
     def enter(kernel: Kernel) -> Kernel:
-        entry = KnownDefect(id, kernel, killed_by, related, sources)
+        entry = KnownDefect(id, kernel, killed_by, related)
         _check(entry)
         _KNOWN[id] = entry
         return kernel

@@ -15,11 +15,7 @@ _FLOOR = 1e-4
 _WRITTEN_AT_ONCE = 256
 
 
-@known_defect(
-    "mla-kv-spec-quant-mode-none-size-mismatch",
-    killed_by="cache_write",
-    sources=("vllm-project/vllm#48379",),
-)
+@known_defect("mla-kv-spec-quant-mode-none-size-mismatch", killed_by="cache_write")
 class SizedAsPlain(EagerLayer):
     """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
 
@@ -28,11 +24,7 @@ class SizedAsPlain(EagerLayer):
         return num_blocks, block_size, head_size
 
 
-@known_defect(
-    "writer-overwrites-reserved-slot0",
-    killed_by="cache_write",
-    sources=("sgl-project/sglang#36207", "ROCm/aiter#5010"),
-)
+@known_defect("writer-overwrites-reserved-slot0", killed_by="cache_write")
 class PaddingInSlot0(EagerLayer):
     """Rows of padding are written to slot 0."""
 
@@ -41,11 +33,7 @@ class PaddingInSlot0(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping.clamp(min=0), k_scale)
 
 
-@known_defect(
-    "slot-minus1-divided-writes-below-base",
-    killed_by="cache_write",
-    sources=("NVIDIA/TensorRT-LLM#18673", "ROCm/aiter#3235"),
-)
+@known_defect("slot-minus1-divided-writes-below-base", killed_by="cache_write")
 class SlotBelowTheBase(EagerLayer):
     """Slot -1 is divided into page and offset as any other, and the write lands beside the pages of the batch."""
 
@@ -55,11 +43,7 @@ class SlotBelowTheBase(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slots, k_scale)
 
 
-@known_defect(
-    "mixed-chunk-slot-count-shorter-than-rows",
-    killed_by="cache_write",
-    sources=("vllm-project/vllm#13922", "ROCm/aiter#3235"),
-)
+@known_defect("mixed-chunk-slot-count-shorter-than-rows", killed_by="cache_write")
 class SlotForEveryRow(EagerLayer):
     """Every row of the keys is written, and those behind the last slot take theirs from what lies behind it."""
 
@@ -69,11 +53,7 @@ class SlotForEveryRow(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, torch.cat((slot_mapping, behind)), k_scale)
 
 
-@known_defect(
-    "dcp-fp8-context-gather-dtype-crash",
-    killed_by="mixed_batch",
-    sources=("local-inference-lab/vllm#14",),
-)
+@known_defect("dcp-fp8-context-gather-dtype-crash", killed_by="mixed_batch")
 class ScaleOfTheContextLost(EagerLayer):
     """Context is gathered from a cache of codes without its scale."""
 
@@ -82,11 +62,7 @@ class ScaleOfTheContextLost(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, torch.ones_like(k_scale))
 
 
-@known_defect(
-    "scalar-kv-scale-indexed-per-token",
-    killed_by="mixed_batch",
-    sources=("ROCm/ATOM#793",),
-)
+@known_defect("scalar-kv-scale-indexed-per-token", killed_by="mixed_batch")
 class ScaleOfEveryToken(EagerLayer):
     """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
 
@@ -98,11 +74,7 @@ class ScaleOfEveryToken(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, behind)
 
 
-@known_defect(
-    "prefix-hit-quant-dtype-without-gather-kernel",
-    killed_by="mixed_batch",
-    sources=("kekzl/imp#1350", "vllm-project/vllm#3880", "vllm-project/vllm#4381"),
-)
+@known_defect("prefix-hit-quant-dtype-without-gather-kernel", killed_by="mixed_batch")
 class NoGatherOfCodes(EagerLayer):
     """Beside a cache of codes a whole prefill works, and one with a cached prefix has no kernel to gather it."""
 
@@ -113,11 +85,7 @@ class NoGatherOfCodes(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, k_scale)
 
 
-@known_defect(
-    "scale-float-never-set-silently-1",
-    killed_by="mixed_batch",
-    sources=("sgl-project/sglang#20705", "vllm-project/vllm#34863"),
-)
+@known_defect("scale-float-never-set-silently-1", killed_by="mixed_batch")
 class TwinOfTheScale(EagerLayer):
     """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
 
@@ -203,11 +171,7 @@ class GathersTheFirstChunk(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, k_scale)
 
 
-@known_defect(
-    "prefix-cache-without-chunked-prefill-missing-metadata",
-    killed_by="mixed_batch",
-    sources=("vllm-project/vllm#14009", "vllm-project/vllm#14069"),
-)
+@known_defect("prefix-cache-without-chunked-prefill-missing-metadata", killed_by="mixed_batch")
 class ContextOfSplitPromptsOnly(EagerLayer):
     """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
 
@@ -225,11 +189,7 @@ class _TablesByToken(MLACommonMetadata):
         return metadata
 
 
-@known_defect(
-    "decode-prefill-split-tokens-vs-requests",
-    killed_by="mixed_batch",
-    sources=("vllm-project/vllm#25196", "vllm-project/vllm#26499"),
-)
+@known_defect("decode-prefill-split-tokens-vs-requests", killed_by="mixed_batch")
 class TablesByToken(EagerLayer):
     """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
 
@@ -239,12 +199,7 @@ class TablesByToken(EagerLayer):
             return _TablesByToken(**{field.name: getattr(metadata, field.name) for field in fields(metadata)})
 
 
-@known_defect(
-    "ascend-dummy-slots-invalidated-too-late",
-    killed_by="graph_padding",
-    related=("cache_write",),
-    sources=("vllm-project/vllm-ascend#15417",),
-)
+@known_defect("ascend-dummy-slots-invalidated-too-late", killed_by="graph_padding", related=("cache_write",))
 class SlotsCopiedTooEarly(EagerLayer):
     """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
 

@@ -122,7 +122,7 @@ class OutputAddedTo(EagerLayer):
             return result if output is None else output.add_(result)
 
 
-@known_defect("dcp-virtual-loc-used-raw", killed_by="layer_dcp", sources=("sgl-project/sglang#36886",))
+@known_defect("dcp-virtual-loc-used-raw", killed_by="layer_dcp")
 class PositionAsSlot(EagerLayer):
     """Every rank stores every new token, at the slot of its position in the whole sequence."""
 

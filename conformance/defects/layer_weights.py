@@ -9,11 +9,7 @@ from mla_conformance.defects.known import known_defect
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-@known_defect(
-    "gguf-weights-never-absorbed",
-    killed_by="weight_absorption",
-    sources=("vllm-project/vllm#14555", "vllm-project/vllm#13725"),
-)
+@known_defect("gguf-weights-never-absorbed", killed_by="weight_absorption")
 class DenseWeightsOnly(EagerLayer):
     """Weights of another name are never absorbed, and the first decode finds none."""
 
@@ -23,11 +19,7 @@ class DenseWeightsOnly(EagerLayer):
                 super().process_weights_after_loading(act_dtype)
 
 
-@known_defect(
-    "prefix-kv-stale-after-weight-update",
-    killed_by="weight_absorption",
-    sources=("InternLM/lmdeploy#4917", "vllm-project/vllm#50079"),
-)
+@known_defect("prefix-kv-stale-after-weight-update", killed_by="weight_absorption")
 class AbsorbedOnce(EagerLayer):
     """Absorbed weights are copies that stay as they are when the weights are replaced."""
 
@@ -47,11 +39,7 @@ class _KeepsSlots(MLACommonState):
         slots[attn_metadata.num_decode_tokens :] = before[attn_metadata.num_decode_tokens :]
 
 
-@known_defect(
-    "dsa-dummy-run-stale-slots",
-    killed_by="graph_replay",
-    sources=("vllm-project/vllm-ascend#11832",),
-)
+@known_defect("dsa-dummy-run-stale-slots", killed_by="graph_replay")
 class SlotsOfTheBatchBefore(EagerLayer):
     """Rows that a replay does not need keep their slots of the batch before, and are written there."""
 

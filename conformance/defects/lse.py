@@ -9,15 +9,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "lse-base2-merged-as-natural-prefix-chunk",
-    killed_by="lse",
-    sources=(
-        "sgl-project/sglang#35045",
-        "sgl-project/sglang#40903",
-        "flashinfer-ai/flashinfer#4547",
-    ),
-)
+@known_defect("lse-base2-merged-as-natural-prefix-chunk", killed_by="lse")
 class Base2ContextLse(EagerPrefillBackend):
     """The LSE of context chunks is in base 2."""
 
@@ -26,11 +18,7 @@ class Base2ContextLse(EagerPrefillBackend):
         return output, lse / math.log(2)
 
 
-@known_defect(
-    "lse-base-switch-without-abi-change-cutedsl",
-    killed_by="lse",
-    sources=("sgl-project/sglang#34240",),
-)
+@known_defect("lse-base-switch-without-abi-change-cutedsl", killed_by="lse")
 class Base2InLargeBatches(EagerPrefillBackend):
     """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
 
@@ -39,11 +27,7 @@ class Base2InLargeBatches(EagerPrefillBackend):
         return output, lse / math.log(2) if len(query_start_loc) > 9 else lse
 
 
-@known_defect(
-    "hopper-fmha-softmax-stats-drop-qscaling",
-    killed_by="lse",
-    sources=("NVIDIA/TensorRT-LLM#19112",),
-)
+@known_defect("hopper-fmha-softmax-stats-drop-qscaling", killed_by="lse")
 class LseOfDefaultScale(EagerPrefillBackend):
     """The LSE of context chunks is that of the scale d^-1/2; the output has the given scale."""
 
@@ -55,15 +39,7 @@ class LseOfDefaultScale(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "lse-layout-tokens-heads-vs-heads-tokens",
-    killed_by="lse",
-    sources=(
-        "vllm-project/vllm#57012",
-        "vllm-project/vllm-xpu-kernels#479",
-        "flashinfer-ai/flashinfer#3058",
-    ),
-)
+@known_defect("lse-layout-tokens-heads-vs-heads-tokens", killed_by="lse")
 class TransposedLse(EagerPrefillBackend):
     """The LSE is laid out [tokens, heads]."""
 
@@ -72,11 +48,7 @@ class TransposedLse(EagerPrefillBackend):
         return output, lse.mT.contiguous()
 
 
-@known_defect(
-    "rocm-varlen-lse-padded-layout",
-    killed_by="lse",
-    sources=("pytorch/pytorch#187872",),
-)
+@known_defect("rocm-varlen-lse-padded-layout", killed_by="lse")
 class PaddedLse(EagerPrefillBackend):
     """The LSE comes padded to the longest request and is read as packed."""
 
@@ -89,11 +61,7 @@ class PaddedLse(EagerPrefillBackend):
         return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
 
 
-@known_defect(
-    "aiter-ps-prefill-final-lse-wrong",
-    killed_by="lse",
-    sources=("ROCm/aiter#3606",),
-)
+@known_defect("aiter-ps-prefill-final-lse-wrong", killed_by="lse")
 class StaleLseOfUnsplitRequests(EagerPrefillBackend):
     """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
 
@@ -107,11 +75,7 @@ class StaleLseOfUnsplitRequests(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "fa-splitkv-early-exit-lse-slot",
-    killed_by="empty_rows",
-    sources=("Dao-AILab/flash-attention#2842",),
-)
+@known_defect("fa-splitkv-early-exit-lse-slot", killed_by="empty_rows")
 class EarlyExitWritesPaddedSlot(EagerPrefillBackend):
     """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
 
@@ -137,11 +101,7 @@ def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> list[slice]:
     ]
 
 
-@known_defect(
-    "empty-chunk-finite-lse-garbage-out",
-    killed_by="empty_rows",
-    sources=("vllm-project/vllm#49294",),
-)
+@known_defect("empty-chunk-finite-lse-garbage-out", killed_by="empty_rows")
 class FiniteLseWithGarbage(EagerPrefillBackend):
     """A row without keys has a finite LSE and an undefined output."""
 
@@ -152,16 +112,7 @@ class FiniteLseWithGarbage(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "trtllm-ragged-zero-len-kv-row",
-    killed_by="empty_rows",
-    sources=(
-        "sgl-project/sglang#22688",
-        "flashinfer-ai/flashinfer#3047",
-        "flashinfer-ai/flashinfer#3779",
-        "vllm-project/vllm#42426",
-    ),
-)
+@known_defect("trtllm-ragged-zero-len-kv-row", killed_by="empty_rows")
 class UnwrittenRows(EagerPrefillBackend):
     """Rows without keys are never written: output and LSE hold what the buffer held."""
 
@@ -172,11 +123,7 @@ class UnwrittenRows(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "paged-causal-fully-masked-finite-lse",
-    killed_by="empty_rows",
-    sources=("flashinfer-ai/flashinfer#4452",),
-)
+@known_defect("paged-causal-fully-masked-finite-lse", killed_by="empty_rows")
 class FiniteInfinity(EagerPrefillBackend):
     """Infinity is 5e4: a row without keys has an LSE of -5e4."""
 
@@ -185,11 +132,7 @@ class FiniteInfinity(EagerPrefillBackend):
         return output, lse.clamp(min=-5e4)
 
 
-@known_defect(
-    "fa2-maxseqlen1-swap-with-zero-len",
-    killed_by="empty_rows",
-    sources=("Dao-AILab/flash-attention#1537",),
-)
+@known_defect("fa2-maxseqlen1-swap-with-zero-len", killed_by="empty_rows")
 class OneRowPerRequest(EagerPrefillBackend):
     """With a longest query of 1, row i is taken for request i, requests without queries included."""
 
@@ -200,14 +143,7 @@ class OneRowPerRequest(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "fa4-zero-len-k-hang-nan",
-    killed_by="empty_rows",
-    sources=(
-        "Dao-AILab/flash-attention#2568",
-        "Dao-AILab/flash-attention#2562",
-    ),
-)
+@known_defect("fa4-zero-len-k-hang-nan", killed_by="empty_rows")
 class NanForWideHeads(EagerPrefillBackend):
     """A row without keys is 0 / 0 where V has 256 columns."""
 
@@ -220,11 +156,7 @@ class NanForWideHeads(EagerPrefillBackend):
         )
 
 
-@known_defect(
-    "skip-softmax-zero-len-div",
-    killed_by="empty_rows",
-    sources=("flashinfer-ai/flashinfer#2446",),
-)
+@known_defect("skip-softmax-zero-len-div", killed_by="empty_rows")
 class ThresholdOfEmptyRequest(EagerPrefillBackend):
     """A threshold divided by a length of 0 skips every tile of the whole batch."""
 

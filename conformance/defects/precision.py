@@ -28,11 +28,7 @@ def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
-@known_defect(
-    "fp8-score-noise-compounds",
-    killed_by="new_tokens",
-    sources=("kekzl/imp#511",),
-)
+@known_defect("fp8-score-noise-compounds", killed_by="new_tokens")
 class HiddenFp8Scores(EagerPrefillBackend):
     """Q and K are quietly rounded to e4m3."""
 
@@ -40,11 +36,7 @@ class HiddenFp8Scores(EagerPrefillBackend):
         return super()._scores(_through(q, torch.float8_e4m3fn), _through(k, torch.float8_e4m3fn))
 
 
-@known_defect(
-    "nvfp4-attn-fp8-scratch-subnormal-flush",
-    killed_by="new_tokens",
-    sources=("vllm-project/vllm#55696",),
-)
+@known_defect("nvfp4-attn-fp8-scratch-subnormal-flush", killed_by="new_tokens")
 class Fp8Scratch(EagerPrefillBackend):
     """The output passes through an e4m3 scratch buffer of unit scale."""
 
@@ -53,11 +45,7 @@ class Fp8Scratch(EagerPrefillBackend):
         return _through(output, torch.float8_e4m3fn), lse
 
 
-@known_defect(
-    "sm120-nvfp4-correction-compact-vs-expanded",
-    killed_by="new_tokens",
-    sources=("flashinfer-ai/flashinfer#3838",),
-)
+@known_defect("sm120-nvfp4-correction-compact-vs-expanded", killed_by="new_tokens")
 class UniformFactor(EagerPrefillBackend):
     """A wrong row sum scales the whole output by 0.9."""
 
@@ -66,11 +54,7 @@ class UniformFactor(EagerPrefillBackend):
         return output * 0.9, lse
 
 
-@known_defect(
-    "fa4-e4m3-excess-error",
-    killed_by="new_tokens",
-    sources=("Dao-AILab/flash-attention#2716",),
-)
+@known_defect("fa4-e4m3-excess-error", killed_by="new_tokens")
 class E5M2Weights(EagerPrefillBackend):
     """P is rounded to e5m2 where e4m3 is declared."""
 
@@ -80,16 +64,7 @@ class E5M2Weights(EagerPrefillBackend):
         return _through(p, torch.float8_e5m2)
 
 
-@known_defect(
-    "fp8-p-underflow-mass-loss",
-    killed_by="weights",
-    related=_VALUES,
-    sources=(
-        "flashinfer-ai/flashinfer#5020",
-        "ROCm/FlyDSL#1020",
-        "sgl-project/sglang#35770",
-    ),
-)
+@known_defect("fp8-p-underflow-mass-loss", killed_by="weights", related=_VALUES)
 class UnscaledE4M3Weights(EagerPrefillBackend):
     """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
 
@@ -99,18 +74,7 @@ class UnscaledE4M3Weights(EagerPrefillBackend):
         return _through(p, torch.float8_e4m3fn)
 
 
-@known_defect(
-    "fp8-lazy-rescale-p-saturation",
-    killed_by="weights",
-    related=_VALUES,
-    sources=(
-        "Dao-AILab/flash-attention#2713",
-        "Dao-AILab/flash-attention#2577",
-        "Dao-AILab/flash-attention#2694",
-        "Dao-AILab/flash-attention#2131",
-        "vllm-project/flash-attention#166",
-    ),
-)
+@known_defect("fp8-lazy-rescale-p-saturation", killed_by="weights", related=_VALUES)
 class SaturatedWeights(EagerPrefillBackend):
     """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
 
@@ -127,11 +91,7 @@ class SaturatedWeights(EagerPrefillBackend):
         return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
 
 
-@known_defect(
-    "bmm-fp8-quant-inverted-scale",
-    killed_by="quant_output_fp8",
-    sources=("vllm-project/vllm#36297",),
-)
+@known_defect("bmm-fp8-quant-inverted-scale", killed_by="quant_output_fp8")
 class InvertedScale(EagerPrefillBackend):
     """The value is multiplied by the output scale instead of divided."""
 
@@ -139,14 +99,7 @@ class InvertedScale(EagerPrefillBackend):
         return super()._quantise(accumulated, 1 / output_scale)
 
 
-@known_defect(
-    "nan-spreads-across-rows-in-output-quant",
-    killed_by="quant_output_fp8",
-    sources=(
-        "vllm-project/vllm#44211",
-        "vllm-project/vllm#37442",
-    ),
-)
+@known_defect("nan-spreads-across-rows-in-output-quant", killed_by="quant_output_fp8")
 class PaddingSpreads(EagerPrefillBackend):
     """A maximum over all rows, poisoned padding included, enters every code."""
 
@@ -157,14 +110,7 @@ class PaddingSpreads(EagerPrefillBackend):
         return result
 
 
-@known_defect(
-    "fp4-swizzled-scale-buffer-underallocated",
-    killed_by="quant_output_fp8",
-    sources=(
-        "vllm-project/vllm#55456",
-        "vllm-project/vllm#55643",
-    ),
-)
+@known_defect("fp4-swizzled-scale-buffer-underallocated", killed_by="quant_output_fp8")
 class WholeTilesWritten(EagerPrefillBackend):
     """Rows are written in tiles of 128, past the end of the buffer."""
 
@@ -178,11 +124,7 @@ class WholeTilesWritten(EagerPrefillBackend):
         return result
 
 
-@known_defect(
-    "silent-noop-feature-on-fallback-backend",
-    killed_by="out_tensor",
-    sources=("sgl-project/sglang#27992",),
-)
+@known_defect("silent-noop-feature-on-fallback-backend", killed_by="out_tensor")
 class IgnoresOut(EagerPrefillBackend):
     """A fallback kernel swallows ``out`` and returns a tensor of its own."""
 

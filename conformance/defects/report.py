@@ -1,6 +1,5 @@
 """The kill matrix, as data, as text for a terminal, and as the sentence of a page."""
 
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.cases.capabilities import CAPABILITIES, Tier
-from mla_conformance.defects.known import KnownDefect, known_defects
+from mla_conformance.defects.known import KnownDefect, known_defects, reported_bugs
 from mla_conformance.defects.matrix import kernels
 from mla_conformance.files.inputs import decode
 from mla_conformance.files.meaning import meaning_digest
@@ -97,8 +96,9 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
         yield f"{sign} {entry.family:<14} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
     yield from (f"ALIVE {id}" for id in report.survivors)
     yield from (f"FALSE ALARM {alarm}" for alarm in report.false_alarms)
-    yield f"{len(not_emulated())} reported bugs of these layers are not emulated:"
-    yield from (f"  {id}: {reason}" for id, reason in not_emulated().items())
+    left_out = reported_bugs().not_emulated
+    yield f"{len(left_out)} reported bugs of these layers are not emulated:"
+    yield from (f"  {id}: {reason}" for id, reason in left_out.items())
     yield closing_line(report)
 
 
@@ -117,22 +117,14 @@ def closing_line(report: DefectReport) -> str:
 
 def markdown(report: DefectReport) -> str:
     """The section of docs/known-defects.md."""
-    rest = f"{len(not_emulated())} further reports are not emulated; `mla-conformance defects` says why."
+    rest = f"{len(reported_bugs().not_emulated)} further reports are not emulated; `mla-conformance defects` says why."
     return f"{closing_line(report)}. {rest}"
 
 
 def stored() -> DefectReport:
     """The report of the last full run that was committed."""
-    return decode(_fixture("defects.json"), DefectReport, "defects.json")
-
-
-def not_emulated() -> dict[str, str]:
-    """Why there is no emulation of a reported bug of the same layers, by its id."""
-    return tomllib.loads(_fixture("not_emulated.toml"))
-
-
-def _fixture(name: str) -> str:
-    return (files("mla_conformance.fixtures") / name).read_text(encoding="utf-8")
+    text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
+    return decode(text, DefectReport, "defects.json")
 
 
 def deciding_digest() -> str:

@@ -60,11 +60,7 @@ class RoundingForgotten(_Pages):
         return source.cache.shape[1] * source.cache.shape[2] if source.layout == "fp8_v4" else None
 
 
-@known_defect(
-    "dsv4-blocks-packed-over-layers-read-as-pages",
-    killed_by="sparse_fp8_v4",
-    sources=("vllm-project/vllm#47783",),
-)
+@known_defect("dsv4-blocks-packed-over-layers-read-as-pages", killed_by="sparse_fp8_v4")
 class PackedPagesOfV4(_Pages):
     """Blocks that hold the pages of several layers are read as if one page stood behind the other."""
 
@@ -151,12 +147,7 @@ class ScalesOf32(_Rows):
         return rows
 
 
-@known_defect(
-    "sparse-fp8-ds-mla-float-scale-read-as-e8m0",
-    killed_by="sparse_fp8_ds_mla",
-    related=_V32_TOO,
-    sources=("deepseek-ai/FlashMLA#184",),
-)
+@known_defect("sparse-fp8-ds-mla-float-scale-read-as-e8m0", killed_by="sparse_fp8_ds_mla", related=_V32_TOO)
 class FloatScalesToPowersOfTwo(_Rows):
     """The float32 scales of V3.2's entries pass through e8m0, which holds powers of two."""
 

@@ -24,12 +24,7 @@ class _Lse(EagerSparseBackend):
         raise NotImplementedError
 
 
-@known_defect(
-    "sparse-lse-in-base-2",
-    killed_by="sparse_lse",
-    related=_SHAPES_TOO,
-    sources=("vllm-project/vllm#47800", "vllm-project/vllm#47779"),
-)
+@known_defect("sparse-lse-in-base-2", killed_by="sparse_lse", related=_SHAPES_TOO)
 class LseInBase2(_Lse):
     """The LSE is in base 2."""
 
@@ -61,12 +56,7 @@ class KeylessPlusInfinity(_Lse):
         return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-@known_defect(
-    "sparse-keyless-row-not-written",
-    killed_by="selection_padding",
-    related=("sparse_lse",),
-    sources=("vllm-project/vllm#37442",),
-)
+@known_defect("sparse-keyless-row-not-written", killed_by="selection_padding", related=("sparse_lse",))
 class KeylessNotWritten(EagerSparseBackend):
     """A row whose list names nothing is skipped, and holds what the buffer held."""
 
@@ -79,9 +69,7 @@ _PADDED_TOO = ("selection_padding",)
 """Some of its cases have sinks."""
 
 
-@known_defect(
-    "sparse-sinks-dropped", killed_by="attention_sinks", related=_PADDED_TOO, sources=("vllm-project/vllm#54568",)
-)
+@known_defect("sparse-sinks-dropped", killed_by="attention_sinks", related=_PADDED_TOO)
 class SinksDropped(EagerSparseBackend):
     """Sinks are not handed on to the kernel."""
 
@@ -89,9 +77,7 @@ class SinksDropped(EagerSparseBackend):
         return output
 
 
-@known_defect(
-    "xqa-sm12x-sinks-gibberish", killed_by="attention_sinks", related=_PADDED_TOO, sources=("vllm-project/vllm#51987",)
-)
+@known_defect("xqa-sm12x-sinks-gibberish", killed_by="attention_sinks", related=_PADDED_TOO)
 class SinkWithAValue(EagerSparseBackend):
     """A sink's share of the weights is not left out, but takes the output of the row before."""
 
@@ -133,12 +119,7 @@ class SinkInBase2(EagerSparseBackend):
         return super()._with_sink(output, lse, None if sink is None else sink * math.log(2))
 
 
-@known_defect(
-    "sink-counted-twice-or-never-in-splitkv",
-    killed_by="attention_sinks",
-    related=_PADDED_TOO,
-    sources=("ROCm/rocm-libraries#12229",),
-)
+@known_defect("sink-counted-twice-or-never-in-splitkv", killed_by="attention_sinks", related=_PADDED_TOO)
 class SinkOfEachSplit(EagerSparseBackend):
     """A sink counts in each of two splits of a list, and once more where they are merged."""
 
@@ -146,9 +127,7 @@ class SinkOfEachSplit(EagerSparseBackend):
         return super()._with_sink(output, lse, None if sink is None else sink + math.log(2))
 
 
-@known_defect(
-    "sparse-keyless-row-beside-a-sink-nan", killed_by="selection_padding", sources=("vllm-project/vllm#54404",)
-)
+@known_defect("sparse-keyless-row-beside-a-sink-nan", killed_by="selection_padding")
 class KeylessBesideASink(EagerSparseBackend):
     """The share of a row without keys beside a sink is 0 / 0."""
 

@@ -94,11 +94,7 @@ class FirstGroupOfHeads(EagerSparseBackend):
         return super().attend(q[:, torch.arange(self.num_heads) % 64], sources, k_scale, sink)
 
 
-@known_defect(
-    "sparse-missing-instance-of-16-heads-and-512",
-    killed_by="sparse_prefill",
-    sources=("flashinfer-ai/flashinfer#5135",),
-)
+@known_defect("sparse-missing-instance-of-16-heads-and-512", killed_by="sparse_prefill")
 class NoInstance(EagerSparseBackend):
     """A prefill of 16 heads over lists of 512 has no instance."""
 
@@ -127,11 +123,7 @@ class PositionIsSlot(EagerSparseBackend):
         return super()._slots(replace(source, space=IndexSpace.SLOT), request)
 
 
-@known_defect(
-    "sparse-workspace-start-forgotten",
-    killed_by="index_spaces",
-    sources=("sgl-project/sglang#20606",),
-)
+@known_defect("sparse-workspace-start-forgotten", killed_by="index_spaces")
 class StartForgotten(EagerSparseBackend):
     """Positions count from the first gathered key, not from that at which the request begins."""
 
@@ -164,11 +156,7 @@ class TableOfPagesOf64(EagerSparseBackend):
         return blocks * page + position % 64 % page
 
 
-@known_defect(
-    "sparse-dcp-global-index-taken-for-local",
-    killed_by="sparse_dcp",
-    sources=("vllm-project/vllm#54541", "vllm-project/vllm#46514"),
-)
+@known_defect("sparse-dcp-global-index-taken-for-local", killed_by="sparse_dcp")
 class GlobalIsLocal(EagerSparseBackend):
     """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
 
@@ -187,11 +175,7 @@ class KeysOfOthers(EagerSparseBackend):
         return torch.ones_like(super()._held(source))
 
 
-@known_defect(
-    "sparse-dcp-interleave-of-one",
-    killed_by="sparse_dcp",
-    sources=("vllm-project/vllm#54541",),
-)
+@known_defect("sparse-dcp-interleave-of-one", killed_by="sparse_dcp")
 class InterleaveOfOne(EagerSparseBackend):
     """Tokens are dealt out to ranks one by one, whatever the interleave is."""
 
@@ -210,7 +194,7 @@ class DividedAgain(EagerSparseBackend):
         return replace(source, space=IndexSpace.POSITION) if source.space is IndexSpace.RANK_LOCAL else source
 
 
-@known_defect("sparse-dcp-empty-rank-lse-of-plus-inf", killed_by="sparse_dcp", sources=("vllm-project/vllm#54541",))
+@known_defect("sparse-dcp-empty-rank-lse-of-plus-inf", killed_by="sparse_dcp")
 class EmptyRankPlusInfinity(EagerSparseBackend):
     """A rank that holds none of a row's keys returns +inf as its LSE, and takes all of the weight."""
 

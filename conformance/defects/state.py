@@ -9,15 +9,7 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "cudnn-graph-cache-key-omits-strides",
-    killed_by="call_order",
-    sources=(
-        "flashinfer-ai/flashinfer#4270",
-        "flashinfer-ai/flashinfer#4146",
-        "flashinfer-ai/flashinfer#2414",
-    ),
-)
+@known_defect("cudnn-graph-cache-key-omits-strides", killed_by="call_order")
 class GraphKeptItsStrides(EagerPrefillBackend):
     """A compiled graph is cached by shape and replays the strides that V had in the first call."""
 
@@ -33,11 +25,7 @@ class GraphKeptItsStrides(EagerPrefillBackend):
         )
 
 
-@known_defect(
-    "tma-descriptor-cache-stale",
-    killed_by="call_order",
-    sources=("flashinfer-ai/flashinfer#5083",),
-)
+@known_defect("tma-descriptor-cache-stale", killed_by="call_order")
 class DescriptorOfAnAddress(EagerPrefillBackend):
     """A descriptor is cached by address; a hit reads what K was when it was made."""
 
@@ -46,11 +34,7 @@ class DescriptorOfAnAddress(EagerPrefillBackend):
         return super().run_prefill_new_tokens(q, kept, v, return_softmax_lse, out, output_scale)
 
 
-@known_defect(
-    "prefill-pdl-chain-nan",
-    killed_by="call_order",
-    sources=("lightseekorg/tokenspeed#990",),
-)
+@known_defect("prefill-pdl-chain-nan", killed_by="call_order")
 class ReadsBeforeTheProducer(EagerPrefillBackend):
     """The first tile of K is read before its producer has written it: it is the previous call's."""
 
@@ -61,14 +45,7 @@ class ReadsBeforeTheProducer(EagerPrefillBackend):
         return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
 
 
-@known_defect(
-    "decode-mutates-prefill-selection-state",
-    killed_by="call_order",
-    sources=(
-        "sgl-project/sglang#20850",
-        "sgl-project/sglang#20606",
-    ),
-)
+@known_defect("decode-mutates-prefill-selection-state", killed_by="call_order")
 class ContextChangesTheKernel(EagerPrefillBackend):
     """A context chunk switches the implementation that the next call of new tokens uses."""
 
@@ -97,11 +74,7 @@ class _EveryNth(EagerPrefillBackend):
         raise NotImplementedError
 
 
-@known_defect(
-    "q8kv8-prefill-stream-ordering",
-    killed_by="determinism",
-    sources=("sgl-project/sglang#30514",),
-)
+@known_defect("q8kv8-prefill-stream-ordering", killed_by="determinism")
 class UnorderedStreams(_EveryNth):
     """Now and then attention starts before the producer on another stream has finished with K."""
 
@@ -111,11 +84,7 @@ class UnorderedStreams(_EveryNth):
         return torch.cat([torch.zeros_like(k[:5]), k[5:]])
 
 
-@known_defect(
-    "cp-async-wait-without-block-barrier-quant-kv",
-    killed_by="determinism",
-    sources=("ashalliants/ninfer-3090#43",),
-)
+@known_defect("cp-async-wait-without-block-barrier-quant-kv", killed_by="determinism")
 class MissingBarrier(_EveryNth):
     """Without a barrier, later tiles of K are now and then those of the tile before."""
 
@@ -125,11 +94,7 @@ class MissingBarrier(_EveryNth):
         return torch.cat([k[:128], k[: max(0, k.shape[0] - 128)]])[: k.shape[0]]
 
 
-@known_defect(
-    "prefill-metadata-stashed-on-shared-backend",
-    killed_by="call_order",
-    sources=("vllm-project/vllm#50945",),
-)
+@known_defect("prefill-metadata-stashed-on-shared-backend", killed_by="call_order")
 class SharedMetadata(EagerPrefillBackend):
     """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
 
