@@ -15,8 +15,8 @@ from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.cases.capabilities import CAPABILITIES
 
-_PREFILL = ("lse", "indexing", "precision", "state", "features")
-_DECODE = ("decode_softmax", "decode_cache", "decode_state", "decode_graph")
+_PREFILL = ("lse", "indexing", "precision", "features")
+_DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
 _ROLES = ("batches", "replays", "shapes")
 _SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")

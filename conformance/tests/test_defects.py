@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,12 @@ def test_families_are_the_modules_that_declare_defects() -> None:
     room = ROOT / "conformance" / "defects"
     declaring = {path.stem for path in room.glob("*.py") if "\n@known_defect(" in path.read_text(encoding="utf-8")}
     assert sorted(FAMILIES) == sorted(declaring)
+
+
+def test_every_honest_kernel_is_judged() -> None:
+    rooms = [import_module(f"mla_conformance.defects.{name}") for name in ("honest", "honest_decode", "honest_sparse")]
+    own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
+    assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
 
 
 def test_what_is_not_emulated_has_a_reason() -> None:
