@@ -1,5 +1,6 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
+import contextlib
 import datetime
 import os
 import shlex
@@ -233,7 +234,9 @@ class Run:
     def _keep_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.heat and isinstance(outcome.task, Judge):
-            self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=outcome.heat)
+            with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
+                told = msgspec.to_builtins(msgspec.convert(outcome.heat, HeatMap))
+                self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
 
     def _heat(self, records: Sequence[Record]) -> dict[str, HeatMap]:
         """Where the errors of each case are that fails by a wrong number, as far as it was told."""
