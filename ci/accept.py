@@ -17,7 +17,7 @@ import lock
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
 from mla_conformance.certificate.submission import RECORD_NAME, folder_of
-from mla_conformance.defects.digest import deciding_digest
+from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.inputs import read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.verdict import Status

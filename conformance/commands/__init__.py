@@ -1,5 +1,5 @@
 """The commands as a person gives them and what they print; `cli` puts them together.
 
-Imports from: files, proof, cases, judging, vocabulary, models, trials, report, defects, expectations, export, gating,
-engine, certificate, bump, bench, scoreboard.
+Imports from: files, proof, cases, judging, vocabulary, models, trials, defects, diagnosis, report, expectations,
+export, engine, gating, bump, bench, certificate, scoreboard.
 """

@@ -11,7 +11,7 @@ from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
-from mla_conformance.defects.explain import explain
+from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
 from mla_conformance.export.checked import RIGHT, WRONG, Ran, run_alone
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call

@@ -168,7 +168,6 @@ COMMANDS = (
             option("--tier", _TIERS, default="full"),
             _JSON,
             path("--page", "FILE", "rewrite the section between this file's markers"),
-            flag("--diagnosis", "judge instead what is told of failures: right, wrong or nothing"),
         ),
         ("--tier smoke", "--out defects.json"),
         "0 every wrong kernel is found and no honest one · 1 not so · 2 usage",

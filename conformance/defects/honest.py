@@ -1,4 +1,4 @@
-"""Honest kernels that differ legitimately from EAGER: the judge must accept every one of them on every case.
+"""Honest kernels and layers that differ legitimately from EAGER: the judge must accept each of them on every case.
 
 They declare what they do; a policy that rejects one of them raises a false alarm.
 """
@@ -9,21 +9,25 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.defects.capturable import CapturableDecode, CapturablePrefill, CapturableSparse
+from mla_conformance.defects.bases import (
+    CapturableDecode,
+    CapturablePrefill,
+    CapturableSparse,
+    E4M3Operands,
+    EagerLayer,
+    HopperE4M3Operands,
+    declares,
+    joined,
+    joined_in_a_tree,
+    stored_in,
+)
 from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.defects.honest_indexer import HONEST_INDEXERS
-from mla_conformance.defects.honest_layer import HONEST_LAYERS
-from mla_conformance.defects.honest_sparse import HONEST_SPARSE
+from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
 from mla_conformance.defects.known import Judged
-from mla_conformance.defects.split_keys import joined
-from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands
-
-
-def _declares(rounding: Rounding) -> Declaration:
-    return Declaration(rounding=rounding, emulated=True)
 
 
 def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -100,10 +104,7 @@ class Splits16Tree(_Split):
     key_tile = 16
 
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        while len(parts) > 1:
-            pairs = [joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-            parts = pairs + parts[len(pairs) * 2 :]
-        return parts[0]
+        return joined_in_a_tree(parts)
 
 
 class StoredPartials(_Split):
@@ -111,17 +112,16 @@ class StoredPartials(_Split):
 
     splits = 4
     key_tile = 32
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=_through(state.weighted / total, dtype) * state.total)
+        return stored_in(state, dtype)
 
 
 class ApproximateExp(EagerPrefillBackend):
     """An exponential with relative errors up to 1e-4."""
 
-    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+    declaration = declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
 
     def _exp(self, x: torch.Tensor) -> torch.Tensor:
         exact = x.exp()
@@ -136,7 +136,7 @@ class ApproximateExp(EagerPrefillBackend):
 class HalfWeights(EagerPrefillBackend):
     """P in fp16, whatever the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.FLOAT16))
+    declaration = declares(Rounding(p=Precision.FLOAT16))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p, torch.float16)
@@ -152,7 +152,7 @@ class Float32Throughout(EagerPrefillBackend):
 class SumOfRoundedWeights(EagerPrefillBackend):
     """The row sum adds up P as it was rounded for the second product."""
 
-    declaration = _declares(Rounding(lse=LseClass.ROUNDED_P))
+    declaration = declares(Rounding(lse=LseClass.ROUNDED_P))
 
     def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
         maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
@@ -166,7 +166,7 @@ class SumOfRoundedWeights(EagerPrefillBackend):
 class E4M3Weights(EagerPrefillBackend):
     """P in e4m3 as it is, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.E4M3))
+    declaration = declares(Rounding(p=Precision.E4M3))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p, torch.float8_e4m3fn)
@@ -175,7 +175,7 @@ class E4M3Weights(EagerPrefillBackend):
 class ScaledE4M3Weights(EagerPrefillBackend):
     """P × 2^8 in e4m3, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.SCALED_E4M3))
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if dtype is torch.float32 else _through(p * 256, torch.float8_e4m3fn) / 256
@@ -205,6 +205,71 @@ class ReciprocalScale(EagerPrefillBackend):
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
 
+class ReciprocalCacheScale(EagerLayer):
+    """Codes are written of values times the reciprocal of the scale."""
+
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+            if self.kv_cache_dtype == "fp8":
+                factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
+                kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+
+
+class LastChunkFirst(EagerLayer):
+    """Chunks of context are merged from the last to the first."""
+
+    class impl_class(MLACommonImpl):
+        def _compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
+            chunks, merged = attn_metadata.prefill_metadata.chunked_context, None
+            for index, tokens in reversed(list(enumerate(chunks.seq_tot))):
+                self._gather(index, kv_cache, attn_metadata, k_scale)
+                kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
+                chunk = self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
+                merged = chunk if merged is None else self._merge(chunk, merged)
+            return merged
+
+
+class UncountedUnwritten(EagerLayer):
+    """Rows that the metadata does not count hold what the buffer held."""
+
+    class impl_class(MLACommonImpl):
+        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs):
+            result = super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs)
+            result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
+            return result
+
+
+class ProjectsInFloat32(EagerLayer):
+    """Absorbed weights are held in float32, and each product with them is rounded once."""
+
+    class impl_class(MLACommonImpl):
+        def process_weights_after_loading(self, act_dtype):
+            super().process_weights_after_loading(act_dtype)
+            self.W_UK_T, self.W_UV = self.W_UK_T.float(), self.W_UV.float()
+
+        def _absorb(self, q_nope):
+            return super()._absorb(q_nope.float()).to(q_nope.dtype)
+
+        def _v_up_proj(self, x):
+            return super()._v_up_proj(x.float()).to(x.dtype)
+
+
+class PowersOfTwo(EagerLayer):
+    """The scales of tiles are powers of two."""
+
+    tile_scales = "pow2"
+
+
+class OneBlockAfterTheOther(EagerLayer):
+    """Blocks are copied in the order of the list, each before the next is read."""
+
+    @staticmethod
+    def copy_blocks(kv_caches, src_to_dists):
+        for pair in src_to_dists.split(1):
+            EagerLayer.copy_blocks(kv_caches, pair)
+
+
 HONEST: tuple[type[Judged], ...] = (
     EagerPrefillBackend,
     Tiles16,
@@ -229,7 +294,13 @@ HONEST: tuple[type[Judged], ...] = (
     CapturableSparse,
     *HONEST_DECODES,
     *HONEST_INDEXERS,
-    *HONEST_LAYERS,
+    EagerLayer,
+    ReciprocalCacheScale,
+    LastChunkFirst,
+    UncountedUnwritten,
+    ProjectsInFloat32,
+    OneBlockAfterTheOther,
+    PowersOfTwo,
     *HONEST_SPARSE,
 )
 """Every honest emulation; real kernels are judged beside them."""

@@ -6,17 +6,12 @@ from functools import reduce
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.defects.layered import LayeredDecode
-from mla_conformance.defects.split_keys import SplitDecode, joined
+from mla_conformance.defects.bases import LayeredDecode, SplitDecode, declares, joined, joined_in_a_tree, stored_in
 
 _LOG2_E = math.log2(math.e)
-
-
-def _declares(rounding: Rounding) -> Declaration:
-    return Declaration(rounding=rounding, emulated=True)
 
 
 class PageTiles(LayeredDecode):
@@ -59,17 +54,16 @@ class SplitTokens(LayeredDecode):
 class StoredSplits(SplitTokens):
     """Splits whose outputs wait in the model's dtype."""
 
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _stored(self, state: SoftmaxState) -> SoftmaxState:
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
+        return stored_in(state, self._model_dtype)
 
 
 class KeysOfTheModel(LayeredDecode):
     """Codes are dequantised to the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
@@ -92,7 +86,7 @@ class ScaledScores(LayeredDecode):
 class RoughExponential(LayeredDecode):
     """An exponential with relative errors up to 1e-4, for 16-bit models."""
 
-    declaration = _declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+    declaration = declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
 
     def _exp(self, x: torch.Tensor) -> torch.Tensor:
         exact = x.exp()
@@ -111,7 +105,7 @@ class UnroundedWeights(LayeredDecode):
 class TinyWeights(LayeredDecode):
     """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
 
-    declaration = _declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
 
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
@@ -127,17 +121,13 @@ class SplitTree(SplitDecode):
         return max(1, -(-seq_len // 16))
 
     def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-        waiting = list(parts)
-        while len(waiting) > 1:
-            pairs = [joined(a, b) for a, b in zip(waiting[::2], waiting[1::2], strict=False)]
-            waiting = pairs + waiting[len(pairs) * 2 :]
-        return waiting[0]
+        return joined_in_a_tree(parts)
 
 
 class HalfPrecisionWeights(LayeredDecode):
     """P in fp16, whatever the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(p=Precision.FLOAT16))
+    declaration = declares(Rounding(p=Precision.FLOAT16))
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()

@@ -1,4 +1,4 @@
-"""Honest kernels over selected keys that differ legitimately from EAGER's: the judge must accept every one of them."""
+"""Honest kernels over selected keys, and indexers, that differ legitimately from EAGER's."""
 
 from dataclasses import replace
 from functools import reduce
@@ -6,16 +6,12 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.defects.e8m0 import through_e8m0
-from mla_conformance.defects.split_keys import joined
+from mla_conformance.defects.bases import added, declares, joined, stored_in, through_e8m0
 from mla_conformance.reference.selected import NO_KEY
-
-
-def _declares(rounding: Rounding) -> Declaration:
-    return Declaration(rounding=rounding, emulated=True)
 
 
 class ColumnTiles(EagerSparseBackend):
@@ -31,20 +27,17 @@ class SplitLists(EagerSparseBackend):
     """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
 
     splits = 3
-    declaration = _declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _attend(self, q, request, sources, k_scale):
         parts = [self._part(source, number) for source in sources for number in range(self.splits)]
-        return reduce(joined, [self._stored(super(SplitLists, self)._attend(q, request, [p], k_scale)) for p in parts])
+        states = [super(SplitLists, self)._attend(q, request, [part], k_scale) for part in parts]
+        return reduce(joined, [stored_in(state, self._model_dtype) for state in states])
 
     def _part(self, source, number):
         """Every third column of a list."""
         length = source.length if source.length is None else (source.length - number + self.splits - 1) // self.splits
         return replace(source, indices=source.indices[:, number :: self.splits], length=length)
-
-    def _stored(self, state):
-        total = state.total.masked_fill(state.total == 0, 1.0)
-        return state._replace(weighted=(state.weighted / total).to(self._model_dtype).float() * state.total)
 
 
 class SharedUnions(EagerSparseBackend):
@@ -71,7 +64,7 @@ class SharedUnions(EagerSparseBackend):
 class SelectedInTheModelsDtype(EagerSparseBackend):
     """Codes are dequantised to the model's dtype, and declared so."""
 
-    declaration = _declares(Rounding(dequantised_keys=Precision.MODEL))
+    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _keys(self, source, slots, visible, k_scale):
         return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
@@ -96,3 +89,77 @@ HONEST_SPARSE: tuple[type[KernelBackend], ...] = (
     ScalesOfPowersOfTwo,
 )
 """Every honest emulation of a sparse kernel."""
+
+
+class NarrowTiles(EagerIndexerBackend):
+    """Tiles of 16 tokens, and anything behind a row's bound."""
+
+    token_tile = 16
+
+    def run_index_logits(self, q, weights, k, k_scale=None):
+        return super().run_index_logits(q, weights, k, k_scale).nan_to_num(neginf=torch.nan)
+
+
+class HeadAfterHead(EagerIndexerBackend):
+    """Heads are added one after another, the last one first."""
+
+    def _scores(self, q, weights, keys):
+        scores = q.new_zeros(len(q), len(keys))
+        for head in reversed(range(q.shape[1])):
+            scores += weights[:, head, None] * (q[:, head] @ keys.mT).relu()
+        return scores
+
+
+class ScalesBehindTheSum(EagerIndexerBackend):
+    """Codes of keys are multiplied as they are; scores take the scale."""
+
+    def _scales(self, scales):
+        self._behind = scales
+        return torch.ones_like(scales)
+
+    def _scores(self, q, weights, keys):
+        return super()._scores(q, weights, keys) * self.__dict__.pop("_behind", keys.new_ones(1, 1)).mT
+
+
+class RoundedKeys(EagerIndexerBackend):
+    """Codes are dequantised to bfloat16, and declared so."""
+
+    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
+
+    def _keys(self, k, k_scale, request, positions):
+        keys = super()._keys(k, k_scale, request, positions)
+        return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
+
+
+class TruncatedSums(EagerIndexerBackend):
+    """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
+
+    token_tile = 64
+    declaration = declares(Rounding(accumulation=Precision.FP22))
+
+    def _scores(self, q, weights, keys):
+        if self.kv_cache_dtype == "auto":
+            return super()._scores(q, weights, keys)
+        rows = q.flatten(0, 1)
+        (dots,) = added(rows.new_zeros(1, len(rows), len(keys)), rows[None], keys.mT[None])
+        return (weights.unsqueeze(1) @ dots.view(*q.shape[:2], -1).relu()).squeeze(1)
+
+
+class AscendingTokens(EagerIndexerBackend):
+    """The selected tokens are told in their order, those of equal scores that come last are taken, -1 stands first."""
+
+    def _choose(self, logits, topk_tokens):
+        flipped = super()._choose(logits.flip(1), topk_tokens)
+        return torch.where(flipped == NO_KEY, NO_KEY, logits.shape[1] - 1 - flipped).sort(dim=1).values
+
+
+HONEST_INDEXERS: tuple[type[KernelBackend], ...] = (
+    EagerIndexerBackend,
+    NarrowTiles,
+    HeadAfterHead,
+    ScalesBehindTheSum,
+    RoundedKeys,
+    TruncatedSums,
+    AscendingTokens,
+)
+"""Every honest emulation of an indexer."""

@@ -1,39 +1,14 @@
-"""Wrong offsets: another request's keys, permuted columns, indices that wrap."""
+"""Wrong keys: another request's, permuted columns, indices that wrap; finite sentinels among masks and maxima."""
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "flashinfer-ragged-cutlass-192-noncausal-mismatch",
-    killed_by="context_chunk",
-    related=("lse", "empty_rows"),
-    sources=("flashinfer-ai/flashinfer#1663",),
-)
-class LastLengthForAll(EagerPrefillBackend):
-    """Without a mask, the last request's number of keys is used for every request."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        if causal:
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-        parts, last = [], key_start_loc[-1] - key_start_loc[-2]
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            keys = slice(key_start_loc[request], min(key_start_loc[request] + last, key_start_loc[-1]))
-            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
-
-
-@known_defect(
-    "ragged-kv-offset-derived-from-q",
-    killed_by="context_chunk",
-    related=("lse", "empty_rows"),
-    sources=("flashinfer-ai/flashinfer#4018",),
-)
-class KeyOffsetOfQueries(EagerPrefillBackend):
-    """A request's keys start at the offset of its queries."""
+class _OtherKeys(EagerPrefillBackend):
+    """A request of a context chunk attends to other keys than its own."""
 
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         if causal:
@@ -41,18 +16,36 @@ class KeyOffsetOfQueries(EagerPrefillBackend):
         parts = []
         for request in range(len(key_start_loc) - 1):
             rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            length = key_start_loc[request + 1] - key_start_loc[request]
-            start = min(query_start_loc[request], key_start_loc[-1] - length)
-            keys = slice(start, start + length)
+            keys = self._keys(request, query_start_loc, key_start_loc)
             parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
+    def _keys(self, request, query_start_loc, key_start_loc):
+        raise NotImplementedError
+
 
 @known_defect(
-    "fa4-sm90-varlen-bug",
-    killed_by="new_tokens",
-    sources=("Dao-AILab/flash-attention#2194",),
+    "flashinfer-ragged-cutlass-192-noncausal-mismatch", killed_by="context_chunk", related=("lse", "empty_rows")
 )
+class LastLengthForAll(_OtherKeys):
+    """Without a mask, the last request's number of keys is used for every request."""
+
+    def _keys(self, request, query_start_loc, key_start_loc):
+        start, last = key_start_loc[request], key_start_loc[-1] - key_start_loc[-2]
+        return slice(start, min(start + last, key_start_loc[-1]))
+
+
+@known_defect("ragged-kv-offset-derived-from-q", killed_by="context_chunk", related=("lse", "empty_rows"))
+class KeyOffsetOfQueries(_OtherKeys):
+    """A request's keys start at the offset of its queries."""
+
+    def _keys(self, request, query_start_loc, key_start_loc):
+        length = key_start_loc[request + 1] - key_start_loc[request]
+        start = min(query_start_loc[request], key_start_loc[-1] - length)
+        return slice(start, start + length)
+
+
+@known_defect("fa4-sm90-varlen-bug", killed_by="new_tokens")
 class TilePaddedOffsets(EagerPrefillBackend):
     """The keys of later requests start at an offset that is rounded up to whole tiles."""
 
@@ -67,11 +60,7 @@ class TilePaddedOffsets(EagerPrefillBackend):
         return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
 
 
-@known_defect(
-    "fa4-sm120-wrong-smem-store-atom",
-    killed_by="new_tokens",
-    sources=("Dao-AILab/flash-attention#2553",),
-)
+@known_defect("fa4-sm120-wrong-smem-store-atom", killed_by="new_tokens")
 class PermutedColumns(EagerPrefillBackend):
     """The epilogue stores every 8 × 8 block of an output row transposed."""
 
@@ -84,11 +73,7 @@ class PermutedColumns(EagerPrefillBackend):
         return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
 
 
-@known_defect(
-    "int16-truncation-seqlen-32768",
-    killed_by="token_counts",
-    sources=("facebookresearch/xformers#719",),
-)
+@known_defect("int16-truncation-seqlen-32768", killed_by="token_counts")
 class Int16KeyIndex(EagerPrefillBackend):
     """A key index above 32767 wraps and reads what is not a number."""
 
@@ -102,15 +87,7 @@ class Int16KeyIndex(EagerPrefillBackend):
         return super()._attend(q, k, v, causal)
 
 
-@known_defect(
-    "fpad-negative-truncates",
-    killed_by="v_padding",
-    related=(
-        "lse",
-        "merge_states",
-    ),
-    sources=("vllm-project/vllm#50060",),
-)
+@known_defect("fpad-negative-truncates", killed_by="v_padding", related=("lse", "merge_states"))
 class NegativePadding(EagerPrefillBackend):
     """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
 
@@ -118,3 +95,43 @@ class NegativePadding(EagerPrefillBackend):
         lost = max(0, v.shape[-1] - q.shape[-1])
         kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
         return super()._batch(q, k, torch.nn.functional.pad(kept, (0, lost)), query_start_loc, key_start_loc, causal)
+
+
+@known_defect("finite-neg-sentinel-rowmax-zeroes-row", killed_by="shift_invariance")
+class FiniteInitialMaximum(EagerPrefillBackend):
+    """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to 0."""
+
+    def _attend(self, q, k, v, causal):
+        self._start = -5e4 * self.scale if k.shape[0] else -torch.inf
+        return super()._attend(q, k, v, causal)
+
+    def _initial(self, q, v):
+        state = super()._initial(q, v)
+        return state._replace(maximum=torch.full_like(state.maximum, self._start))
+
+
+@known_defect("masked-key-dominates-finite-mask-value", killed_by="shift_invariance")
+class FiniteMask(EagerPrefillBackend):
+    """Masked scores are -1e4, which is more than a valid score may be."""
+
+    def _attend(self, q, k, v, causal):
+        state = self._initial(q, v)
+        for tile in self._tiles(k.shape[0]):
+            scores = self._scores(q, k[tile])
+            if causal:
+                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -1e4)
+            state = self._accumulate(state, scores, v[tile])
+        return state
+
+
+@known_defect("lazy-rescale-wave-uniform-nan", killed_by="logit_range")
+class MaximumOfTheTile(EagerPrefillBackend):
+    """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
+
+    def _accumulate(self, state, scores, v):
+        maximum = scores.amax(dim=-1, keepdim=True)
+        maximum = torch.where(maximum == -torch.inf, state.maximum, maximum)
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp(), self._exp(scores - shift)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)

@@ -1,39 +1,27 @@
 """What a known defect is, and the list of all of them."""
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.resources import files
 from typing import TypeVar
+
+import msgspec
 
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-_PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
-_FP8 = ("fp8_operands",)
-_DECODE = ("decode_softmax", "decode_splits", "decode_masking", "decode_indexing", "decode_pages", "decode_cache")
-_DECODE_BATCHES = ("decode_ranks", "decode_state", "decode_support", "decode_graph")
-_LAYER = ("layer_cache", "layer_batch", "layer_weights", "layer_graph")
-_LAYERS = ("layer_precision", "layer_blocks", "layer_state", "layer_ranks")
-_SPARSE = ("sparse_lists", "sparse_rows", "sparse_spaces", "sparse_lse", "sparse_sinks")
-_SPARSE_CACHES = ("sparse_caches", "sparse_entries", "sparse_state")
-_INDEXER = ("indexer",)
-_STATE = ("neighbours", "batch_order", "replays", "refusals")
-_SHAPES = ("prefill_shapes", "decode_shapes", "layer_shapes")
-FAMILIES = (
-    *_PREFILL,
-    *_FP8,
-    *_DECODE,
-    *_DECODE_BATCHES,
-    *_LAYER,
-    *_LAYERS,
-    *_STATE,
-    *_SHAPES,
-    *_SPARSE,
-    *_SPARSE_CACHES,
-    *_INDEXER,
-)
+_PREFILL = ("lse", "indexing", "precision", "features")
+_DECODE = ("decode_softmax", "decode_cache", "decode_state")
+_LAYER = ("layer_cache", "layer_weights", "layer_calls")
+_ROLES = ("batches", "replays", "shapes")
+_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
+FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE)
+"""The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Judged = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""
@@ -42,6 +30,25 @@ Kernel = TypeVar("Kernel", bound=type[Judged])
 
 class DefectError(ValueError):
     """A known defect that is declared wrongly."""
+
+
+class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The catalogue of bugs that were reported of the layers that are judged here.
+
+    Attributes:
+        sources: public threads, by the id of the known defect that emulates what they report.
+        not_emulated: why there is no emulation of the others, by their ids.
+    """
+
+    sources: dict[str, tuple[str, ...]]
+    not_emulated: dict[str, str]
+
+
+@cache
+def reported_bugs() -> ReportedBugs:
+    """The catalogue, ``fixtures/reported.toml``."""
+    text = (files("mla_conformance.fixtures") / "reported.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), ReportedBugs)
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,17 @@ class KnownDefect:
         kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
         related: capabilities that may fail before that one, because the bug is theirs too.
-        sources: public threads that report it; none if the like of it was only thought of.
     """
 
     id: str
     kernel: type[Judged]
     killed_by: str
-    related: tuple[str, ...]
-    sources: tuple[str, ...]
+    related: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Public threads that report it; none if the like of it was only thought of."""
+        return reported_bugs().sources.get(self.id, ())
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -75,12 +85,17 @@ class KnownDefect:
     @property
     def sentence(self) -> str:
         """What is wrong, in one sentence."""
-        return (self.kernel.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        return sentence_of(self.kernel)
 
     @property
     def reference(self) -> str:
         """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+
+def sentence_of(wrong: type) -> str:
+    """What is wrong with a class, as its docstring says in one sentence."""
+    return (wrong.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
@@ -90,9 +105,7 @@ def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
     return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
 
 
-def known_defect(
-    id: str, *, killed_by: str, sources: tuple[str, ...] = (), related: tuple[str, ...] = ()
-) -> Callable[[Kernel], Kernel]:
+def known_defect(id: str, *, killed_by: str, related: tuple[str, ...] = ()) -> Callable[[Kernel], Kernel]:
     """Class decorator that enters an emulated bug into the list.
 
     Raises:
@@ -100,7 +113,7 @@ def known_defect(
     """
 
     def enter(kernel: Kernel) -> Kernel:
-        entry = KnownDefect(id, kernel, killed_by, related, sources)
+        entry = KnownDefect(id, kernel, killed_by, related)
         _check(entry)
         _KNOWN[id] = entry
         return kernel
@@ -123,4 +136,4 @@ def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
-    return dict(_KNOWN)
+    return dict(sorted(_KNOWN.items(), key=lambda item: FAMILIES.index(item[1].family)))

@@ -1,9 +1,13 @@
-"""A layer that writes its paged cache, or gathers from it, what it should not."""
+"""A layer that writes to its paged cache, or gathers from it, what it should not; metadata of another batch."""
+
+from dataclasses import fields, replace
 
 import torch
 
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.eager_layer import EagerLayer
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.defects.known import known_defect
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -11,11 +15,7 @@ _FLOOR = 1e-4
 _WRITTEN_AT_ONCE = 256
 
 
-@known_defect(
-    "mla-kv-spec-quant-mode-none-size-mismatch",
-    killed_by="cache_write",
-    sources=("vllm-project/vllm#48379",),
-)
+@known_defect("mla-kv-spec-quant-mode-none-size-mismatch", killed_by="cache_write")
 class SizedAsPlain(EagerLayer):
     """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
 
@@ -24,11 +24,7 @@ class SizedAsPlain(EagerLayer):
         return num_blocks, block_size, head_size
 
 
-@known_defect(
-    "writer-overwrites-reserved-slot0",
-    killed_by="cache_write",
-    sources=("sgl-project/sglang#36207", "ROCm/aiter#5010"),
-)
+@known_defect("writer-overwrites-reserved-slot0", killed_by="cache_write")
 class PaddingInSlot0(EagerLayer):
     """Rows of padding are written to slot 0."""
 
@@ -37,11 +33,7 @@ class PaddingInSlot0(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping.clamp(min=0), k_scale)
 
 
-@known_defect(
-    "slot-minus1-divided-writes-below-base",
-    killed_by="cache_write",
-    sources=("NVIDIA/TensorRT-LLM#18673", "ROCm/aiter#3235"),
-)
+@known_defect("slot-minus1-divided-writes-below-base", killed_by="cache_write")
 class SlotBelowTheBase(EagerLayer):
     """Slot -1 is divided into page and offset as any other, and the write lands beside the pages of the batch."""
 
@@ -51,11 +43,7 @@ class SlotBelowTheBase(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slots, k_scale)
 
 
-@known_defect(
-    "mixed-chunk-slot-count-shorter-than-rows",
-    killed_by="cache_write",
-    sources=("vllm-project/vllm#13922", "ROCm/aiter#3235"),
-)
+@known_defect("mixed-chunk-slot-count-shorter-than-rows", killed_by="cache_write")
 class SlotForEveryRow(EagerLayer):
     """Every row of the keys is written, and those behind the last slot take theirs from what lies behind it."""
 
@@ -65,11 +53,7 @@ class SlotForEveryRow(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, torch.cat((slot_mapping, behind)), k_scale)
 
 
-@known_defect(
-    "dcp-fp8-context-gather-dtype-crash",
-    killed_by="mixed_batch",
-    sources=("local-inference-lab/vllm#14",),
-)
+@known_defect("dcp-fp8-context-gather-dtype-crash", killed_by="mixed_batch")
 class ScaleOfTheContextLost(EagerLayer):
     """Context is gathered from a cache of codes without its scale."""
 
@@ -78,11 +62,7 @@ class ScaleOfTheContextLost(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, torch.ones_like(k_scale))
 
 
-@known_defect(
-    "scalar-kv-scale-indexed-per-token",
-    killed_by="mixed_batch",
-    sources=("ROCm/ATOM#793",),
-)
+@known_defect("scalar-kv-scale-indexed-per-token", killed_by="mixed_batch")
 class ScaleOfEveryToken(EagerLayer):
     """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
 
@@ -94,11 +74,7 @@ class ScaleOfEveryToken(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, behind)
 
 
-@known_defect(
-    "prefix-hit-quant-dtype-without-gather-kernel",
-    killed_by="mixed_batch",
-    sources=("kekzl/imp#1350", "vllm-project/vllm#3880", "vllm-project/vllm#4381"),
-)
+@known_defect("prefix-hit-quant-dtype-without-gather-kernel", killed_by="mixed_batch")
 class NoGatherOfCodes(EagerLayer):
     """Beside a cache of codes a whole prefill works, and one with a cached prefix has no kernel to gather it."""
 
@@ -109,11 +85,7 @@ class NoGatherOfCodes(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, k_scale)
 
 
-@known_defect(
-    "scale-float-never-set-silently-1",
-    killed_by="mixed_batch",
-    sources=("sgl-project/sglang#20705", "vllm-project/vllm#34863"),
-)
+@known_defect("scale-float-never-set-silently-1", killed_by="mixed_batch")
 class TwinOfTheScale(EagerLayer):
     """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
 
@@ -122,39 +94,40 @@ class TwinOfTheScale(EagerLayer):
             return super()._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, torch.ones_like(k_scale))
 
 
-def _write_tiles(kv_cache, kv_c, k_pe, slots, scales_of):
-    """Mixed entries whose tiles have the scales that their largest magnitudes [T, 4, 1] are given."""
-    tiles = kv_c[: len(slots)].float().unflatten(-1, (-1, 128))
-    scales = scales_of(tiles.abs().amax(dim=-1, keepdim=True))
-    codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-    parts = (codes, scales.squeeze(-1), k_pe[: len(slots)].contiguous())
-    entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
-    stored = slots[slots >= 0]
-    kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slots >= 0]
+class _WritesTiles(MLACommonImpl):
+    """Writes mixed entries by scales of its own."""
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+            return
+        tiles = kv_c_normed[: len(slot_mapping)].float().unflatten(-1, (-1, 128))
+        scales = self._scales(tiles.abs().amax(dim=-1, keepdim=True))
+        codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+        parts = (codes, scales.squeeze(-1), k_pe[: len(slot_mapping)].contiguous())
+        entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+        stored = slot_mapping[slot_mapping >= 0]
+        kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slot_mapping >= 0]
+
+    def _scales(self, amax):
+        """Those of tiles with these largest magnitudes [T, 4, 1]."""
+        return amax / E4M3_MAX
 
 
 @known_defect("fp8-ds-mla-tile-scale-has-a-floor", killed_by="cache_write", related=("mixed_batch",))
 class ScaleWithAFloor(EagerLayer):
     """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
 
-    class impl_class(MLACommonImpl):
-        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-            if self.kv_cache_dtype != "fp8_ds_mla":
-                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-            return _write_tiles(
-                kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax.clamp(min=_FLOOR) / E4M3_MAX
-            )
+    class impl_class(_WritesTiles):
+        def _scales(self, amax):
+            return super()._scales(amax.clamp(min=_FLOOR))
 
 
 @known_defect("fp8-ds-mla-tile-of-zeros-divided-by-zero", killed_by="cache_write", related=("mixed_batch",))
 class ZerosDividedByZero(EagerLayer):
     """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
-    class impl_class(MLACommonImpl):
-        def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-            if self.kv_cache_dtype != "fp8_ds_mla":
-                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
-            return _write_tiles(kv_cache, kv_c_normed, k_pe, slot_mapping, lambda amax: amax / E4M3_MAX)
+    impl_class = _WritesTiles
 
 
 @known_defect("cache-writer-takes-latents-for-packed", killed_by="cache_write")
@@ -196,3 +169,53 @@ class GathersTheFirstChunk(EagerLayer):
             if self.kv_cache_dtype == "fp8_ds_mla":
                 attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
             super()._gather(index, kv_cache, attn_metadata, k_scale)
+
+
+@known_defect("prefix-cache-without-chunked-prefill-missing-metadata", killed_by="mixed_batch")
+class ContextOfSplitPromptsOnly(EagerLayer):
+    """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
+
+    class builder_class(MLACommonMetadataBuilder):
+        def _plan(self, context_lens):
+            return super()._plan(context_lens) if self.chunked_prefill_enabled else None
+
+
+class _TablesByToken(MLACommonMetadata):
+    @property
+    def prefill_metadata(self):
+        metadata = super().prefill_metadata
+        if metadata is not None and not self.prefills_first:
+            metadata.block_table = self.block_tables.roll(-self.num_decode_tokens, 0)[: self.num_prefills]
+        return metadata
+
+
+@known_defect("decode-prefill-split-tokens-vs-requests", killed_by="mixed_batch")
+class TablesByToken(EagerLayer):
+    """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
+
+    class builder_class(MLACommonMetadataBuilder):
+        def _assemble(self, common, prefills, prefills_first, use_cuda_graph):
+            metadata = super()._assemble(common, prefills, prefills_first, use_cuda_graph)
+            return _TablesByToken(**{field.name: getattr(metadata, field.name) for field in fields(metadata)})
+
+
+@known_defect("ascend-dummy-slots-invalidated-too-late", killed_by="graph_padding", related=("cache_write",))
+class SlotsCopiedTooEarly(EagerLayer):
+    """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
+
+    class builder_class(MLACommonMetadataBuilder):
+        def _assemble(self, common, prefills, prefills_first, use_cuda_graph):
+            metadata = super()._assemble(common, prefills, prefills_first, use_cuda_graph)
+            slots = metadata.slot_mapping
+            return replace(metadata, slot_mapping=slots.where(slots >= 0, slots.max()))
+
+
+@known_defect("layer-tables-of-64-requests", killed_by="mixed_batch")
+class TablesOf64Requests(EagerLayer):
+    """The block table is staged for 64 requests, and later ones get the rows of the first."""
+
+    class builder_class(MLACommonMetadataBuilder):
+        def _assemble(self, common, prefills, prefills_first, use_cuda_graph):
+            metadata = super()._assemble(common, prefills, prefills_first, use_cuda_graph)
+            staged = torch.arange(len(metadata.block_tables), device=metadata.block_tables.device) % 64
+            return replace(metadata, block_tables=metadata.block_tables[staged])

@@ -1,4 +1,4 @@
-"""Wrong LSEs beside right outputs: base, layout, scale, stale slots."""
+"""Wrong LSEs beside right outputs, and requests that have no keys or no queries."""
 
 import math
 from itertools import pairwise
@@ -9,15 +9,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect(
-    "lse-base2-merged-as-natural-prefix-chunk",
-    killed_by="lse",
-    sources=(
-        "sgl-project/sglang#35045",
-        "sgl-project/sglang#40903",
-        "flashinfer-ai/flashinfer#4547",
-    ),
-)
+@known_defect("lse-base2-merged-as-natural-prefix-chunk", killed_by="lse")
 class Base2ContextLse(EagerPrefillBackend):
     """The LSE of context chunks is in base 2."""
 
@@ -26,11 +18,7 @@ class Base2ContextLse(EagerPrefillBackend):
         return output, lse / math.log(2)
 
 
-@known_defect(
-    "lse-base-switch-without-abi-change-cutedsl",
-    killed_by="lse",
-    sources=("sgl-project/sglang#34240",),
-)
+@known_defect("lse-base-switch-without-abi-change-cutedsl", killed_by="lse")
 class Base2InLargeBatches(EagerPrefillBackend):
     """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
 
@@ -39,11 +27,7 @@ class Base2InLargeBatches(EagerPrefillBackend):
         return output, lse / math.log(2) if len(query_start_loc) > 9 else lse
 
 
-@known_defect(
-    "hopper-fmha-softmax-stats-drop-qscaling",
-    killed_by="lse",
-    sources=("NVIDIA/TensorRT-LLM#19112",),
-)
+@known_defect("hopper-fmha-softmax-stats-drop-qscaling", killed_by="lse")
 class LseOfDefaultScale(EagerPrefillBackend):
     """The LSE of context chunks is that of the scale d^-1/2; the output has the given scale."""
 
@@ -55,15 +39,7 @@ class LseOfDefaultScale(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "lse-layout-tokens-heads-vs-heads-tokens",
-    killed_by="lse",
-    sources=(
-        "vllm-project/vllm#57012",
-        "vllm-project/vllm-xpu-kernels#479",
-        "flashinfer-ai/flashinfer#3058",
-    ),
-)
+@known_defect("lse-layout-tokens-heads-vs-heads-tokens", killed_by="lse")
 class TransposedLse(EagerPrefillBackend):
     """The LSE is laid out [tokens, heads]."""
 
@@ -72,11 +48,7 @@ class TransposedLse(EagerPrefillBackend):
         return output, lse.mT.contiguous()
 
 
-@known_defect(
-    "rocm-varlen-lse-padded-layout",
-    killed_by="lse",
-    sources=("pytorch/pytorch#187872",),
-)
+@known_defect("rocm-varlen-lse-padded-layout", killed_by="lse")
 class PaddedLse(EagerPrefillBackend):
     """The LSE comes padded to the longest request and is read as packed."""
 
@@ -89,11 +61,7 @@ class PaddedLse(EagerPrefillBackend):
         return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
 
 
-@known_defect(
-    "aiter-ps-prefill-final-lse-wrong",
-    killed_by="lse",
-    sources=("ROCm/aiter#3606",),
-)
+@known_defect("aiter-ps-prefill-final-lse-wrong", killed_by="lse")
 class StaleLseOfUnsplitRequests(EagerPrefillBackend):
     """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
 
@@ -107,11 +75,7 @@ class StaleLseOfUnsplitRequests(EagerPrefillBackend):
         return output, lse
 
 
-@known_defect(
-    "fa-splitkv-early-exit-lse-slot",
-    killed_by="empty_rows",
-    sources=("Dao-AILab/flash-attention#2842",),
-)
+@known_defect("fa-splitkv-early-exit-lse-slot", killed_by="empty_rows")
 class EarlyExitWritesPaddedSlot(EagerPrefillBackend):
     """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
 
@@ -126,3 +90,78 @@ class EarlyExitWritesPaddedSlot(EagerPrefillBackend):
                 slot = min(request * self.num_heads * longest, len(flat) - 1)
                 flat[slot : slot + rows.stop - rows.start] = -torch.inf
         return output, flat.view(lse.shape)
+
+
+def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> list[slice]:
+    """Rows of the requests that have queries and no keys."""
+    return [
+        slice(query_start_loc[r], query_start_loc[r + 1])
+        for r in range(len(key_start_loc) - 1)
+        if key_start_loc[r] == key_start_loc[r + 1] and query_start_loc[r] < query_start_loc[r + 1]
+    ]
+
+
+@known_defect("empty-chunk-finite-lse-garbage-out", killed_by="empty_rows")
+class FiniteLseWithGarbage(EagerPrefillBackend):
+    """A row without keys has a finite LSE and an undefined output."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        for rows in _empty(query_start_loc, key_start_loc):
+            output[rows], lse[:, rows] = torch.linspace(-1, 1, output.shape[-1]), 0.0
+        return output, lse
+
+
+@known_defect("trtllm-ragged-zero-len-kv-row", killed_by="empty_rows")
+class UnwrittenRows(EagerPrefillBackend):
+    """Rows without keys are never written: output and LSE hold what the buffer held."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        for rows in _empty(query_start_loc, key_start_loc):
+            output[rows] = lse[:, rows] = 37.0
+        return output, lse
+
+
+@known_defect("paged-causal-fully-masked-finite-lse", killed_by="empty_rows")
+class FiniteInfinity(EagerPrefillBackend):
+    """Infinity is 5e4: a row without keys has an LSE of -5e4."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse.clamp(min=-5e4)
+
+
+@known_defect("fa2-maxseqlen1-swap-with-zero-len", killed_by="empty_rows")
+class OneRowPerRequest(EagerPrefillBackend):
+    """With a longest query of 1, row i is taken for request i, requests without queries included."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if self._prefill_metadata.max_query_len == 1:
+            total, requests = query_start_loc[-1], len(query_start_loc) - 1
+            query_start_loc = [min(row, total) for row in range(requests + 1)]
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+
+@known_defect("fa4-zero-len-k-hang-nan", killed_by="empty_rows")
+class NanForWideHeads(EagerPrefillBackend):
+    """A row without keys is 0 / 0 where V has 256 columns."""
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return (
+            (output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan), lse)
+            if output.shape[-1] == 256
+            else (output, lse)
+        )
+
+
+@known_defect("skip-softmax-zero-len-div", killed_by="empty_rows")
+class ThresholdOfEmptyRequest(EagerPrefillBackend):
+    """A threshold divided by a length of 0 skips every tile of the whole batch."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        if _empty(query_start_loc, key_start_loc):
+            output, lse = torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+        return output, lse

@@ -19,6 +19,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
+from mla_conformance.judging.record import Record
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -59,25 +60,6 @@ class Task:
     kernels: Sequence[Kernel]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One kernel on one case.
-
-    Attributes:
-        kernel: name of the kernel.
-        capability: capability of the case.
-        case: id of the case.
-        killed: whether the verdict counts against the kernel.
-        message: the verdict's sentence.
-    """
-
-    kernel: str
-    capability: str
-    case: str
-    killed: bool
-    message: str
-
-
 def kernels() -> list[Kernel]:
     """Honest kernels, the real ones among them, then the known defects."""
     honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
@@ -96,16 +78,16 @@ def _real() -> list[Kernel]:
     ]
 
 
-def run_matrix(tier: Tier, workers: int | None = None) -> list[Outcome]:
+def run_matrix(tier: Tier, workers: int | None = None) -> list[Record]:
     """All kernels on what a tier asks of them, in processes of their own."""
     count = workers or max(1, min(4, os.cpu_count() or 1))
     with ProcessPoolExecutor(count, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
 
-        def run(tasks: Iterator[Task]) -> list[Outcome]:
-            return [outcome for outcomes in pool.map(run_task, tasks) for outcome in outcomes]
+        def run(tasks: Iterator[Task]) -> list[Record]:
+            return [record for records in pool.map(run_task, tasks) for record in records]
 
         first = run(first_tasks(tier))
-        return first + run(further_tasks(tier, {row.kernel for row in first if row.killed}))
+        return first + run(further_tasks(tier, {record.backend for record in first if record.failed}))
 
 
 def first_tasks(tier: Tier) -> Iterator[Task]:
@@ -135,20 +117,15 @@ def _on_each_case(tier: Tier, asked: Callable[[Kernel, str], bool]) -> Iterator[
         yield from (Task((case,), chosen) for case in capability.select(tier) if chosen)
 
 
-def run_task(task: Task) -> list[Outcome]:
+def run_task(task: Task) -> list[Record]:
     """Its kernels on those of its cases that are about them."""
-    context, outcomes, asked = Context(), [], list(task.kernels)
+    context, records, asked = Context(), [], list(task.kernels)
     for case in task.cases:
-        found = [_outcome(kernel, case, context) for kernel in asked if kernel.serves(case)]
-        dead = {row.kernel for row in found if row.killed}
+        found = [judge_one(_subject(kernel), case, context) for kernel in asked if kernel.serves(case)]
+        dead = {record.backend for record in found if record.failed}
         asked = [kernel for kernel in asked if kernel.honest or kernel.name not in dead]
-        outcomes += found
-    return outcomes
-
-
-def _outcome(kernel: Kernel, case: Case, context: Context) -> Outcome:
-    record = judge_one(_subject(kernel), case, context)
-    return Outcome(kernel.name, case.capability, case.id, record.failed, record.message)
+        records += found
+    return records
 
 
 @cache

@@ -1,24 +1,29 @@
 """The kill matrix, as data, as text for a terminal, and as the sentence of a page."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
 
-from mla_conformance.defects.diagnosis_report import sentence
-from mla_conformance.defects.diagnosis_report import stored as stored_diagnosis
-from mla_conformance.defects.known import KnownDefect, known_defects
-from mla_conformance.defects.matrix import Outcome, kernels
-from mla_conformance.defects.not_emulated import NOT_EMULATED
+import msgspec
+
+from mla_conformance.defects.known import KnownDefect, known_defects, reported_bugs
+from mla_conformance.defects.matrix import kernels
+from mla_conformance.driving.sources import judging_sources
+from mla_conformance.files.inputs import decode
+from mla_conformance.files.installed import source_digests
+from mla_conformance.files.meaning import meaning_digest
+from mla_conformance.judging.record import Record
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
+_DECIDE_NOTHING = ("__init__", "known", "matrix", "report")
+"""The modules of this room that hold no kernel."""
+_GOLDEN = ("error_budget", "index_scores")
+"""Of the reference, which has a digest of its own, what depends on the defects' numbers."""
 
 
-@dataclass(frozen=True)
-class DefectReport:
+class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of a run over all defects.
 
     Attributes:
@@ -54,15 +59,6 @@ class DefectReport:
         dead = len(self.kills) - len(self.survivors)
         return not self.false_alarms and dead >= PROMISED[Tier(self.tier)] * len(self.kills)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "DefectReport":
-        """The report that :meth:`to_json` wrote."""
-        return DefectReport(**data)
-
 
 def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
     """Killed by the expected capability, and before it by related ones at most."""
@@ -71,23 +67,23 @@ def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
     return set(killers[: list(killers).index(entry.killed_by)]) <= set(entry.related)
 
 
-def summarise(outcomes: Iterable[Outcome], tier: str, digest: str) -> DefectReport:
+def summarise(records: Iterable[Record], tier: str, digest: str) -> DefectReport:
     """Count what a run over all kernels showed; ``digest`` is of when it began."""
-    rows = list(outcomes)
+    rows = list(records)
     honest = {kernel.name for kernel in kernels() if kernel.honest}
-    killed = {(row.kernel, row.capability) for row in rows if row.killed}
+    killed = {(row.backend, row.capability) for row in rows if row.failed}
     kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known_defects()}
-    alarms = [f"{row.kernel} on {row.case}: {row.message}" for row in rows if row.killed and row.kernel in honest]
-    pairs = sum(row.kernel in honest for row in rows)
+    alarms = [f"{row.backend} on {row.case}: {row.message}" for row in rows if row.failed and row.backend in honest]
+    pairs = sum(row.backend in honest for row in rows)
     return DefectReport([digest], tier, kills, _killing_cases(rows), alarms, pairs)
 
 
-def _killing_cases(rows: Iterable[Outcome]) -> dict[str, str]:
+def _killing_cases(rows: Iterable[Record]) -> dict[str, str]:
     expected = {entry.id: entry.killed_by for entry in known_defects().values()}
     found: dict[str, str] = {}
     for row in rows:
-        if row.killed and expected.get(row.kernel) == row.capability:
-            found.setdefault(row.kernel, row.case)
+        if row.failed and expected.get(row.backend) == row.capability:
+            found.setdefault(row.backend, row.case)
     return found
 
 
@@ -97,11 +93,12 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
         killers = report.kills[entry.id]
         sign = "✔" if report.dies(entry) else "✘"
         others = [name for name in killers if name != entry.killed_by]
-        yield f"{sign} {entry.family:<12} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
+        yield f"{sign} {entry.family:<14} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
     yield from (f"ALIVE {id}" for id in report.survivors)
     yield from (f"FALSE ALARM {alarm}" for alarm in report.false_alarms)
-    yield f"{len(NOT_EMULATED)} reported bugs of these layers are not emulated:"
-    yield from (f"  {id}: {reason}" for id, reason in NOT_EMULATED.items())
+    left_out = reported_bugs().not_emulated
+    yield f"{len(left_out)} reported bugs of these layers are not emulated:"
+    yield from (f"  {id}: {reason}" for id, reason in left_out.items())
     yield closing_line(report)
 
 
@@ -120,11 +117,24 @@ def closing_line(report: DefectReport) -> str:
 
 def markdown(report: DefectReport) -> str:
     """The section of docs/known-defects.md."""
-    rest = f"{len(NOT_EMULATED)} further reports are not emulated; `mla-conformance defects` says why."
-    return f"{closing_line(report)}. {rest}\n\n{sentence(stored_diagnosis())} (`mla-conformance defects --diagnosis`)."
+    rest = f"{len(reported_bugs().not_emulated)} further reports are not emulated; `mla-conformance defects` says why."
+    return f"{closing_line(report)}. {rest}"
 
 
 def stored() -> DefectReport:
     """The report of the last full run that was committed."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
-    return DefectReport.from_json(json.loads(text))
+    return decode(text, DefectReport, "defects.json")
+
+
+def deciding_digest() -> str:
+    """Digest of the cases, the judge, the suite's procedures, the data, and the kernels with the steps they consist of.
+
+    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
+    """
+    reference, room = (Path(str(files(f"mla_conformance.{name}"))) for name in ("reference", "defects"))
+    names = [path.stem for path in room.glob("*.py") if path.stem not in _DECIDE_NOTHING]
+    kernels = source_digests(f"{__package__}.{name}" for name in names)
+    lists = ("\n".join(case.id for case in capability.cases) for capability in CAPABILITIES.values())
+    sources = [*judging_sources(), *(reference / f"{name}.py" for name in _GOLDEN)]
+    return meaning_digest(sources, *lists, *(f"{name} {digest}" for name, digest in kernels.items()))[:16]

@@ -17,11 +17,7 @@ def _columns(indices):
     return torch.arange(indices.shape[1], device=indices.device)
 
 
-@known_defect(
-    "sparse-topk-length-not-passed",
-    killed_by="selection_length",
-    sources=("vllm-project/vllm#36616", "vllm-project/vllm#44550"),
-)
+@known_defect("sparse-topk-length-not-passed", killed_by="selection_length")
 class LengthNotPassed(EagerSparseBackend):
     """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
 
@@ -29,11 +25,7 @@ class LengthNotPassed(EagerSparseBackend):
         return source.indices != NO_KEY
 
 
-@known_defect(
-    "sparse-prefill-lanes-beyond-topk-length",
-    killed_by="selection_length",
-    sources=("flashinfer-ai/flashinfer#5095",),
-)
+@known_defect("sparse-prefill-lanes-beyond-topk-length", killed_by="selection_length")
 class LengthOfFewRows(EagerSparseBackend):
     """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
 
@@ -45,11 +37,7 @@ class LengthOfFewRows(EagerSparseBackend):
         return super()._listed(source) if self._bounded else source.indices != NO_KEY
 
 
-@known_defect(
-    "nan-topk-indices-propagate-to-ima",
-    killed_by="selection_length",
-    sources=("vllm-project/vllm#49896", "vllm-project/vllm#49897", "sgl-project/sglang#30512"),
-)
+@known_defect("nan-topk-indices-propagate-to-ima", killed_by="selection_length")
 class NotNegativeIsAnAddress(EagerSparseBackend):
     """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as well."""
 
@@ -97,12 +85,7 @@ class PaddingIsKey0(EagerSparseBackend):
         return super()._slots(source, request).clamp(min=0)
 
 
-@known_defect(
-    "sparse-padding-taken-for-the-entry-before-the-pool",
-    killed_by="sparse_decode",
-    related=_SHAPES_TOO,
-    sources=("sgl-project/sglang#30645",),
-)
+@known_defect("sparse-padding-taken-for-the-entry-before-the-pool", killed_by="sparse_decode", related=_SHAPES_TOO)
 class PaddingWrapsAround(EagerSparseBackend):
     """As many entries as there are tokens are dereferenced, and -1 is the entry before the first: here the last."""
 
@@ -139,12 +122,7 @@ class StopsAtAnEmptyTile(EagerSparseBackend):
         return listed & reached.repeat_interleave(_TILE, dim=1)[:, : listed.shape[1]]
 
 
-@known_defect(
-    "sparse-leading-masked-tile-nan-poisons-row",
-    killed_by="selection_padding",
-    related=("sparse_lse",),
-    sources=("vllm-project/vllm#48366",),
-)
+@known_defect("sparse-leading-masked-tile-nan-poisons-row", killed_by="selection_padding", related=("sparse_lse",))
 class LeadingEmptyTile(EagerSparseBackend):
     """A first tile without a key leaves -inf as the row's maximum, and -inf less -inf in all that follows."""
 
@@ -161,11 +139,7 @@ class LeadingEmptyTile(EagerSparseBackend):
         return super()._initial(q, v)
 
 
-@known_defect(
-    "sparse-list-rows-advance-by-a-power-of-two",
-    killed_by="sparse_decode",
-    sources=("sgl-project/sglang#39431",),
-)
+@known_defect("sparse-list-rows-advance-by-a-power-of-two", killed_by="sparse_decode")
 class RowsOfAPowerOfTwo(EagerSparseBackend):
     """The row of a list is found by the columns that a kernel is compiled for, which are a power of two."""
 
@@ -189,11 +163,7 @@ class LastTileOfAListDropped(EagerSparseBackend):
         return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == _TILE)
 
 
-@known_defect(
-    "sparse-topk-without-an-instance",
-    killed_by="sparse_decode",
-    sources=("flashinfer-ai/flashinfer#4541", "flashinfer-ai/flashinfer#4336", "sgl-project/sglang#33134"),
-)
+@known_defect("sparse-topk-without-an-instance", killed_by="sparse_decode")
 class FallsThrough(EagerSparseBackend):
     """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that refuses."""
 

@@ -1,5 +1,5 @@
 """How a run is carried out: its folder and journal, the supervisor, and the workers that it watches from outside.
 
-Imports from: files, cases, problems, driving, judging, vocabulary, models, trials, report, apart, defects,
-expectations, export.
+Imports from: files, cases, problems, driving, judging, vocabulary, models, trials, apart, diagnosis, report,
+expectations.
 """

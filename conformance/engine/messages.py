@@ -8,7 +8,6 @@ import msgspec
 
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.report.heat_map import HeatMap
 
 Question = tuple[str, str]
 """What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
@@ -125,14 +124,14 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         record: of what was judged.
         facts: of what was described.
         traced: what was seen to run.
-        heat: where the errors of what was judged are.
+        heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         leaves: this process ends now; the next task is another's.
     """
 
     record: dict[str, Any] | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
-    heat: HeatMap | None = None
+    heat: dict[str, Any] | None = None
     leaves: bool = False
 
 

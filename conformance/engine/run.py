@@ -1,5 +1,6 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
+import contextlib
 import datetime
 import os
 import shlex
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import RunFolder
@@ -26,7 +28,6 @@ from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap, is_mapped
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -232,8 +233,9 @@ class Run:
     def _keep_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.heat and isinstance(outcome.task, Judge):
-            told = msgspec.to_builtins(outcome.heat)
-            self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
+            with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
+                told = msgspec.to_builtins(msgspec.convert(outcome.heat, HeatMap))
+                self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
 
     def _heat(self, records: Sequence[Record]) -> dict[str, HeatMap]:
         """Where the errors of each case are that fails by a wrong number, as far as it was told."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
 from mla_conformance.engine.log import BoundedLog
@@ -16,7 +17,6 @@ from mla_conformance.engine.signals import heeded
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
 LOOKS = 0.3
@@ -48,7 +48,7 @@ class Outcome:
         record: of what was judged, or what the end of the process says of it.
         facts: of what was described; None if the process ended over it, which ``ended`` tells.
         traced: what was seen to run.
-        heat: where the errors of what was judged are.
+        heat: where the errors of what was judged are, as the worker told it.
         ended: how the process ended, if it did.
         history: what the same process was given to judge before, the task included.
     """
@@ -57,7 +57,7 @@ class Outcome:
     record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
-    heat: HeatMap | None = None
+    heat: dict[str, Any] | None = None
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 

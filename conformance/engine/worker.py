@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
 
+import msgspec
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.explain import explain
+from mla_conformance.diagnosis.explain import explain
+from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.hand import HERE
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
@@ -34,7 +36,6 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.engine.others import Others
-from mla_conformance.export.heat import heat_of
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Check, Status
@@ -116,7 +117,7 @@ class Worker:
         heat = None
         if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
             self._send(Judged(record.to_json()))
-            heat = heat_of(trial, record)
+            heat = msgspec.to_builtins(heat_of(trial, record))
             record = replace(record, explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors

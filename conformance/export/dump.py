@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.heat import compared, heat_maps
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.export.failing import watched
-from mla_conformance.export.heat import compared, heat_maps
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.export.heat import compared, heat_maps
+from mla_conformance.diagnosis.heat import compared, heat_maps
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.problems.operands import Draw
 from mla_conformance.problems.problem import Problem

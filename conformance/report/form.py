@@ -6,13 +6,13 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import Traced
 from mla_conformance.judging.record import Confirmation, Share, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Kind
 from mla_conformance.report.counts import Counts, Number
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.summary import Outcome
 
 SCHEMA_NAME = "mla-conformance-report"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
-from mla_conformance.report.heat_map import BEYOND, HeatMap
+from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.report.shown import shown
 from mla_conformance.report.terminal import counted
 

@@ -10,6 +10,7 @@ import msgspec
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import require_id
+from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
@@ -24,7 +25,6 @@ from mla_conformance.report.form import (
     ReportForm,
     Said,
 )
-from mla_conformance.report.heat_map import is_mapped
 from mla_conformance.report.json_report import report_form
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise

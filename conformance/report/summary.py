@@ -8,13 +8,13 @@ from enum import StrEnum
 from functools import cached_property
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts
-from mla_conformance.report.heat_map import HeatMap
 
 
 class Outcome(StrEnum):

@@ -1,30 +1,28 @@
 """The calibration of the diagnosis: its counts, what small cases show, and that the stored one is of this code."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from mla_conformance.cli import main
-from mla_conformance.defects.calibration import diagnoses
-from mla_conformance.defects.diagnosis_report import (
-    Diagnosis,
-    DiagnosisReport,
-    Outcome,
-    digest,
-    sentence,
-    stored,
-    terminal_lines,
-)
 from mla_conformance.defects.known import known_defects
+from mla_conformance.files.outputs import Section
 
-REGENERATE = "run `mla-conformance defects --diagnosis --out fixtures/diagnosis.json`"
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("ci_diagnosis", ROOT / "ci" / "diagnosis.py")
+assert spec is not None and spec.loader is not None
+calibration = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(calibration)
+Diagnosis, DiagnosisReport, Outcome = calibration.Diagnosis, calibration.DiagnosisReport, calibration.Outcome
+REGENERATE = "run `python ci/diagnosis.py`"
 SMALL = "lse:call=context_chunk;dims=small;heads=3;q=[5,1,9];kv=[64,9,130]"
 
 
 def test_the_stored_calibration_is_of_this_code_and_without_a_confident_error() -> None:
-    report = stored()
-    assert report.digest == digest(), f"the stored calibration is stale; {REGENERATE}"
+    report = calibration.stored()
+    assert report.digest == calibration.digest(), f"the stored calibration is stale; {REGENERATE}"
     assert sum(report.counts["alone"].values()) == len(known_defects()), REGENERATE
     assert report.confident_errors == 0
     judged = len(known_defects()) - report.number("alone", Outcome.SAID)
@@ -33,7 +31,7 @@ def test_the_stored_calibration_is_of_this_code_and_without_a_confident_error() 
 
 
 def test_defects_of_a_small_case_are_told_alone_left_out_and_mixed() -> None:
-    found = diagnoses(SMALL, ["lse-base2-merged-as-natural-prefix-chunk", "rocm-varlen-lse-padded-layout"])
+    found = calibration.diagnoses(SMALL, ["lse-base2-merged-as-natural-prefix-chunk", "rocm-varlen-lse-padded-layout"])
     outcomes = {(each.defect[:4], each.kind): each.outcome for each in found}
     assert outcomes["lse-", "alone"] is outcomes["rocm", "alone"] is Outcome.RIGHT
     assert outcomes["lse-", "left out"] is Outcome.RIGHT, "a suspect is the same mistake"
@@ -47,7 +45,7 @@ def test_defects_of_a_small_case_are_told_alone_left_out_and_mixed() -> None:
 
 
 def test_an_exception_is_what_its_message_says() -> None:
-    (found,) = diagnoses(
+    (found,) = calibration.diagnoses(
         "mla_dims:dims=64-64-128-256;heads=2;q=[3];lse=0", ["trtllm-gen-missing-cubin-after-selection"]
     )
     assert found.outcome is Outcome.SAID
@@ -62,7 +60,7 @@ def test_an_exception_is_what_its_message_says() -> None:
         (True, False, False, Outcome.UNSURE),
     ],
 )
-def test_outcomes(told: bool, right: bool, certain: bool, outcome: Outcome) -> None:
+def test_outcomes(told: bool, right: bool, certain: bool, outcome: str) -> None:
     assert Outcome.of(told, right, certain) is outcome
 
 
@@ -78,20 +76,27 @@ FOUND = [
 def test_the_report_counts_and_names_what_was_wrong() -> None:
     report = DiagnosisReport.of(FOUND, "0")
     assert report.confident_errors == 1 and (report.rejected, report.accepted) == (0.4, 0.995)
-    assert "wrong numbers: 1 right, 0 wrong with confidence of 1" in sentence(report)
-    assert "mixtures: 0 right, 1 wrong with confidence of 2" in sentence(report)
-    lines = "\n".join(terminal_lines(report))
+    said = calibration.sentence(report)
+    assert "wrong numbers: 1 right, 0 wrong with confidence of 1" in said
+    assert "mixtures: 0 right, 1 wrong with confidence of 2" in said
+    lines = "\n".join(calibration.terminal_lines(report))
     assert "WRONG one head: a (wrong with confidence)" in lines and "at least 0.9950" in lines
-    assert DiagnosisReport(**json.loads(json.dumps(report.to_json()))) == report
 
 
-def test_the_command_writes_the_calibration(
+def test_the_page_holds_the_stored_sentence() -> None:
+    written = Section.of(calibration.PAGE, "diagnosis").content.strip()
+    assert written == f"{calibration.sentence(calibration.stored())} (`python ci/diagnosis.py`).", REGENERATE
+
+
+def test_the_script_writes_the_calibration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.commands.defects.calibrate", lambda: FOUND)
-    out = tmp_path / "diagnosis.json"
-    assert main(["defects", "--diagnosis", "--out", str(out)]) == 1
-    assert json.loads(out.read_text())["counts"]["alone"] == {"right": 1, "no wrong number": 1}
+    page, stored = tmp_path / "page.md", tmp_path / "diagnosis.json"
+    page.write_text("before\n<!-- diagnosis:begin -->old<!-- diagnosis:end -->\nafter\n")
+    for name, value in {"calibrate": lambda: FOUND, "STORED": stored, "PAGE": page}.items():
+        monkeypatch.setattr(calibration, name, value)
+    assert calibration.main() == 1
+    assert json.loads(stored.read_text())["counts"]["alone"] == {"right": 1, "no wrong number": 1}
+    assert calibration.stored() == DiagnosisReport.of(FOUND, calibration.digest())
     assert "Diagnosis of known defects" in capsys.readouterr().out
-    assert main(["defects", "--diagnosis", "--page", "page.md"]) == 2
-    assert "leave it away beside --diagnosis" in capsys.readouterr().err
+    assert page.read_text().startswith("before\n<!-- diagnosis:begin -->\nDiagnosis of known defects")

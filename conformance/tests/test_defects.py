@@ -1,13 +1,13 @@
 """Known defects die where they should, their honest bases live, and the published figures are of this very code."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,14 +16,21 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.defects.digest import deciding_digest
+from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.known import DefectError, KnownDefect, judged_roles, known_defect, known_defects
-from mla_conformance.defects.layered import LayeredDecode
-from mla_conformance.defects.matrix import Kernel, Outcome, Task, first_tasks, further_tasks, kernels, run_task
-from mla_conformance.defects.not_emulated import NOT_EMULATED
+from mla_conformance.defects.known import (
+    FAMILIES,
+    DefectError,
+    KnownDefect,
+    judged_roles,
+    known_defect,
+    known_defects,
+    reported_bugs,
+)
+from mla_conformance.defects.matrix import Kernel, Task, first_tasks, further_tasks, kernels, run_task
 from mla_conformance.defects.report import (
     DefectReport,
+    deciding_digest,
     markdown,
     stored,
     summarise,
@@ -76,7 +83,7 @@ def test_a_kernel_is_run_on_cases_of_its_roles_only() -> None:
     assert [kernel.serves(case) for case in (prefill, decode, layer)] == [False, True, False]
     assert replace(kernel, roles=roles["layered"]).serves(layer) and Kernel("EAGER", "EAGER").serves(prefill)
     case = Case.parse("decode:dims=small;q=[1];kv=[5]")
-    ran = {outcome.kernel for outcome in run_task(Task([case], [kernel for kernel in kernels() if kernel.honest]))}
+    ran = {record.backend for record in run_task(Task([case], [kernel for kernel in kernels() if kernel.honest]))}
     assert "LayeredDecode" in ran and "EagerPrefillBackend" not in ran and "TORCH_SDPA" in ran
 
 
@@ -84,7 +91,7 @@ def test_a_defect_runs_until_it_is_dead_and_an_honest_kernel_on_everything() -> 
     wrong = next(kernel for kernel in kernels() if kernel.name == "lse-base2-merged-as-natural-prefix-chunk")
     honest = Kernel("EAGER", "EAGER")
     cases = [Case.parse(f"lse:call=context_chunk;dims=small;q=[{tokens}];kv=[5]") for tokens in (3, 5)]
-    ran = [(outcome.kernel, outcome.killed) for outcome in run_task(Task(cases, [honest, wrong]))]
+    ran = [(record.backend, record.failed) for record in run_task(Task(cases, [honest, wrong]))]
     assert ran == [("EAGER", False), (wrong.name, True), ("EAGER", False)]
 
 
@@ -112,7 +119,7 @@ def test_a_defect_is_asked_what_its_expected_killer_and_all_before_it_say() -> N
 def declared(**changes: Any) -> Callable[[], object]:
     """Declares a defect with something wrong about it."""
     kernel = type("Wrong", (EagerPrefillBackend,), {"__doc__": changes.pop("doc", "It is wrong.")})
-    fields = {"id": "brand-new", "killed_by": "lse", "sources": ("someone/something#1",), **changes}
+    fields = {"id": "brand-new", "killed_by": "lse", **changes}
     return lambda: known_defect(fields.pop("id"), **fields)(kernel)
 
 
@@ -133,28 +140,41 @@ def test_a_wrong_declaration_names_the_entry(changes: dict[str, Any], said: str)
     assert known_defects() == DEFECTS
 
 
+def test_families_are_the_modules_that_declare_defects() -> None:
+    room = ROOT / "conformance" / "defects"
+    declaring = {path.stem for path in room.glob("*.py") if "\n@known_defect(" in path.read_text(encoding="utf-8")}
+    assert sorted(FAMILIES) == sorted(declaring)
+
+
+def test_every_honest_kernel_is_judged() -> None:
+    rooms = [import_module(f"mla_conformance.defects.{name}") for name in ("honest", "honest_decode", "honest_sparse")]
+    own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
+    assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
+
+
 def test_what_is_not_emulated_has_a_reason() -> None:
-    assert all(len(reason) > 20 for reason in NOT_EMULATED.values())
-    assert not NOT_EMULATED.keys() & DEFECTS.keys()
+    left_out = reported_bugs().not_emulated
+    assert all(len(reason) > 20 for reason in left_out.values())
+    assert not left_out.keys() & DEFECTS.keys()
     reported = [entry for entry in DEFECTS.values() if entry.sources]
-    assert len(NOT_EMULATED) + len(reported) == ENTRIES_OF_THESE_LAYERS
+    assert len(left_out) + len(reported) == ENTRIES_OF_THESE_LAYERS
 
 
 def test_every_source_is_a_public_thread() -> None:
+    assert reported_bugs().sources.keys() <= DEFECTS.keys()
     for entry in DEFECTS.values():
         assert all(source.count("/") == 1 and source.partition("#")[2].isdigit() for source in entry.sources), entry.id
 
 
 def test_the_stored_report_is_that_of_this_code() -> None:
-    text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
-    assert deciding_digest() in json.loads(text)["digests"], f"the stored report is stale; {REGENERATE}"
+    assert deciding_digest() in stored().digests, f"the stored report is stale; {REGENERATE}"
 
 
 def test_the_stored_report_is_clean() -> None:
     report = stored()
     assert (report.tier, report.survivors, report.false_alarms) == ("full", [], [])
     assert report.honest_pairs >= 2000 and report.kills.keys() == report.killing_cases.keys() == DEFECTS.keys()
-    assert DefectReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert msgspec.convert(msgspec.to_builtins(report), DefectReport) == report
 
 
 def test_the_smoke_tier_takes_every_case_that_killed_a_defect() -> None:
@@ -190,10 +210,17 @@ def test_the_command_rewrites_the_section_and_nothing_else(
     assert written.endswith("<!-- defects:end -->\nafter\n")
 
 
-def outcomes(killed: dict[str, set[str]]) -> list[Outcome]:
+def outcomes(killed: dict[str, set[str]]) -> list[Record]:
     """Two outcomes of each capability for the honest kernel and the first known defect, ``killed`` by kernel."""
     return [
-        Outcome(kernel, name, f"{name}:q=[{tokens}]", name in killed.get(kernel, ()), "wrong")
+        Record(
+            kernel,
+            kernel,
+            name,
+            f"{name}:q=[{tokens}]",
+            Status.FAIL if name in killed.get(kernel, ()) else Status.PASS,
+            "wrong",
+        )
         for kernel in ("EagerPrefillBackend", next(iter(DEFECTS)))
         for name in CAPABILITIES
         for tokens in (1, 2)
@@ -216,9 +243,9 @@ def test_the_smoke_tier_promises_most_kills_by_any_capability_and_no_false_alarm
     smoke = DefectReport("0", "smoke", kills, {}, [], 9)
     assert smoke.holds and smoke.survivors == ids[:spared]
     assert f"ALIVE {ids[0]}" in list(terminal_lines(smoke)) and "which promises 95%" in list(terminal_lines(smoke))[-1]
-    assert not replace(smoke, kills={**kills, ids[spared]: []}).holds
-    assert not replace(smoke, false_alarms=["EAGER on lse:q=[3]: wrong"]).holds
-    assert not replace(smoke, tier="full").holds
+    assert not msgspec.structs.replace(smoke, kills={**kills, ids[spared]: []}).holds
+    assert not msgspec.structs.replace(smoke, false_alarms=["EAGER on lse:q=[3]: wrong"]).holds
+    assert not msgspec.structs.replace(smoke, tier="full").holds
 
 
 def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() -> None:

@@ -12,12 +12,12 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.defects.candidates import Candidate, candidates
-from mla_conformance.defects.explain import ALIKE, UNALIKE, describe, explain
 from mla_conformance.defects.known import FAMILIES, known_defects
-from mla_conformance.defects.likeness import Behaviour, likeness
-from mla_conformance.defects.suspects import Base2Lse, RotatedHeads
-from mla_conformance.defects.suspects_prefill import LeakedKey
+from mla_conformance.diagnosis.candidates import Candidate, candidates
+from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, describe, explain
+from mla_conformance.diagnosis.likeness import Behaviour, likeness
+from mla_conformance.diagnosis.suspects import Base2Lse, RotatedHeads
+from mla_conformance.diagnosis.suspects_of_roles import LeakedKey
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import extent
 from mla_conformance.judging.measured import Measured
@@ -81,7 +81,7 @@ def behaved(reference: str, case: str) -> Behaviour:
 @pytest.fixture
 def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate is judged once on a case, however many failures it is compared with."""
-    shared = "mla_conformance.defects.explain.behaviour"
+    shared = "mla_conformance.diagnosis.explain.behaviour"
     monkeypatch.setattr(shared, lambda candidate, trial: behaved(candidate.reference, trial.case.id))
 
 
@@ -205,7 +205,7 @@ class LeaksAndMore(LeakedKey):
 
 def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch: pytest.MonkeyPatch) -> None:
     leaked = tuple(each for each in candidates(Role.PREFILL) if each.kernel is LeakedKey)
-    monkeypatch.setattr("mla_conformance.defects.explain.candidates", lambda role: leaked)
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: leaked)
     trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
     assert UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
     assert explain(trial, record) == "" and explain(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].told
@@ -248,7 +248,7 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
 
 @pytest.mark.usefixtures("judged_once")
 def test_without_time_for_every_candidate_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.defects.explain._PATIENCE", -1.0)
+    monkeypatch.setattr("mla_conformance.diagnosis.explain._PATIENCE", -1.0)
     assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == ""
 
 

@@ -21,7 +21,7 @@ torch.distributed.destroy_process_group()
 """
 WRONG = """
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.eager_layer import EagerLayer
+from mla_conformance.defects.bases import EagerLayer
 
 
 class SilentSecond(EagerLayer):

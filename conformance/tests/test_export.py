@@ -17,7 +17,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
-from mla_conformance.defects.candidates import candidates
+from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
@@ -86,7 +86,7 @@ def test_the_command_writes_a_script_that_fails_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.told]
-    monkeypatch.setattr("mla_conformance.defects.explain.candidates", lambda role: few)
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
     path = folder / "scripts" / "repro.py"
     arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(arguments) == 0

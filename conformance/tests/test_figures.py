@@ -17,8 +17,9 @@ from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
 from mla_conformance.cli import _parser
-from mla_conformance.defects.explain import ALIKE, UNALIKE
 from mla_conformance.defects.report import PROMISED
+from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
+from mla_conformance.diagnosis.heat_map import MOST
 from mla_conformance.engine.log import KEPT_BYTES
 from mla_conformance.engine.run import GIVE_UP_AFTER
 from mla_conformance.export.inputs import MOST_BYTES
@@ -34,7 +35,6 @@ from mla_conformance.proof.prove import FAR
 from mla_conformance.proof.their_layer import CALLS
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.report.compare import DRIFT
-from mla_conformance.report.heat_map import MOST
 from mla_conformance.report.shown import MESSAGE
 from mla_conformance.report.terminal import columns
 from mla_conformance.roles.decode.case import DecodeCase

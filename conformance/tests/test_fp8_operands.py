@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
+from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands, added
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import roundoffs, tolerance

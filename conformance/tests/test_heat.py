@@ -11,17 +11,19 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis import heat
+from mla_conformance.diagnosis.heat import heat_map, heat_maps, heat_of
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
-from mla_conformance.export import heat
-from mla_conformance.export.heat import heat_map, heat_maps, heat_of
+from mla_conformance.engine.supervisor import Outcome
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, picture_file, words
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -132,6 +134,7 @@ def test_what_the_journal_tells_of_failures_is_kept_when_a_run_is_resumed(tmp_pa
     run = Run(Request.of(["EAGER"], device="cpu", cases=[CASE, passes]), RunFolder.claim(tmp_path, resume=True))
     run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {}
     run.resume()
+    run._keep_heat(Outcome(Judge("EAGER", CASE), heat={"part": "made up"}))
     assert run.summary().backends[0].heat == {CASE: SMALL}
     run.supervisor.log.close()
     run.folder.release()

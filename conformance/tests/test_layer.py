@@ -32,7 +32,7 @@ from mla_conformance.trials.transform import regroup
 
 CPU = torch.device("cpu")
 CONTEXT = Context()
-EAGER = "mla_conformance.defects.eager_layer:EagerLayer"
+EAGER = "mla_conformance.defects.bases:EagerLayer"
 WRITES = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1"
 
 
@@ -233,7 +233,7 @@ from types import SimpleNamespace
 
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.defects.eager_layer import EagerLayer
+from mla_conformance.defects.bases import EagerLayer
 
 
 class LooksAway(EagerLayer):

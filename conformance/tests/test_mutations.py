@@ -22,6 +22,7 @@ from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.commands import certify, gating, replay
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
@@ -34,7 +35,6 @@ from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.shown import LINE

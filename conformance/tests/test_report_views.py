@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
 from mla_conformance.report.commands import FORMATS
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import words
 from mla_conformance.report.html import html
 from mla_conformance.report.junit import junit

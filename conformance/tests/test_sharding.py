@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.sharding import Shard, split
 from mla_conformance.cli import main
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.merging import merge_shards

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving import hand
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, Judged, Started
@@ -95,7 +97,8 @@ def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatc
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, Judged) and not judged.record["explanation"]
     assert answer.record["explanation"] == "as one that is off by one" and not answer.leaves
-    assert (answer.heat.part, answer.heat.wrong) == ("LSE of new tokens", 2 * 14)
+    found = msgspec.convert(answer.heat, HeatMap)
+    assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
     assert asked(Wrong)[-1].heat is None
 
 

@@ -1,10 +1,13 @@
-"""Suspects of prefill: masks, rows and columns of packed batches, and the scale of quantised output."""
+"""Suspects of one role each: masks, rows and columns of packed batches, pages, ends of lists, and scales of codes."""
 
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.defects.candidates import suspect
-from mla_conformance.defects.suspects import DividesByZero
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect
+
+__all__ = ["SUSPECTS"]  # those of every role, then these
 
 
 @suspect("scale")
@@ -23,7 +26,7 @@ class ScaleOfLatent(EagerPrefillBackend):
         return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
 
 
-@suspect("masking")
+@suspect("indexing")
 class LeakedKey(EagerPrefillBackend):
     """The causal mask is off by one: a query sees the key after its own."""
 
@@ -32,7 +35,7 @@ class LeakedKey(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class HiddenKey(EagerPrefillBackend):
     """The causal mask is off by one: a query does not see its own key."""
 
@@ -41,7 +44,7 @@ class HiddenKey(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class StrictMask(EagerPrefillBackend):
     """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
 
@@ -50,12 +53,12 @@ class StrictMask(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("masking")
+@suspect("indexing")
 class StrictMaskDividesByZero(DividesByZero, StrictMask):
     """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
 
 
-@suspect("masking")
+@suspect("indexing")
 class NoMask(EagerPrefillBackend):
     """There is no causal mask."""
 
@@ -123,7 +126,7 @@ class RowsNeverWritten(EagerPrefillBackend):
         return output, lse
 
 
-@suspect("quant_output")
+@suspect("precision")
 class OutputScaleTwice(EagerPrefillBackend):
     """The quantised output is divided by its scale twice."""
 
@@ -131,9 +134,131 @@ class OutputScaleTwice(EagerPrefillBackend):
         return super()._quantise(accumulated / output_scale, output_scale)
 
 
-@suspect("quant_output")
+@suspect("precision")
 class OutputScaleLeftOut(EagerPrefillBackend):
     """The quantised output is not divided by its scale."""
 
     def _quantise(self, accumulated, output_scale):
         return super()._quantise(accumulated, torch.ones_like(output_scale))
+
+
+@suspect("scale")
+class ScaleOfLatentQueries(EagerDecodeBackend):
+    """The softmax scale is (L + R)^-1/2, not the given one."""
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
+
+
+@suspect("decode_softmax")
+class OwnTokenHidden(EagerDecodeBackend):
+    """The causal mask is off by one: a query does not see its own token."""
+
+    def _visible(self, queries, request, seq_len, tile):
+        visible = super()._visible(queries, request, seq_len, tile)
+        nothing = torch.zeros_like(visible[:, :1])
+        return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
+
+
+@suspect("decode_cache")
+class LastTokenDropped(EagerDecodeBackend):
+    """The last token of a request's cache is dropped."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        return super()._attend(q, request, max(seq_len - 1, min(seq_len, 1)), kv_cache, k_scale)
+
+
+@suspect("decode_cache")
+class FirstTokenDropped(EagerDecodeBackend):
+    """The first token of a request's cache is dropped."""
+
+    def _visible(self, queries, request, seq_len, tile):
+        visible = super()._visible(queries, request, seq_len, tile)
+        return visible & (torch.arange(tile.start, tile.stop, device=visible.device) > 0) if seq_len > 1 else visible
+
+
+@suspect("decode_cache")
+class LastPageOfTokensDropped(EagerDecodeBackend):
+    """The last, partly filled page of a request's cache is dropped."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        page = kv_cache.shape[1]
+        return super()._attend(q, request, seq_len // page * page or seq_len, kv_cache, k_scale)
+
+
+@suspect("decode_cache", "rocm-fp8-gluon-batch1-only")
+class TableOfFirstRequest(EagerDecodeBackend):
+    """Every request reads the pages of the first one."""
+
+    def _blocks(self, request, pages):
+        return super()._blocks(0, pages)
+
+
+@suspect("decode_cache", "cutlass-mla-claims-fp8-without-scales", "fp8-compile-cache-folds-unit-scale")
+class KeyScaleLeftOut(EagerDecodeBackend):
+    """The scale of the e4m3 cache is not applied."""
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, torch.ones_like(k_scale))
+
+
+@suspect("decode_cache")
+class KeyScaleTwice(EagerDecodeBackend):
+    """The scale of the e4m3 cache is applied twice."""
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale * k_scale)
+
+
+@suspect("decode_cache")
+class KeyScaleInverted(EagerDecodeBackend):
+    """Codes of the e4m3 cache are divided by their scale, expected multiplied."""
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, 1 / k_scale)
+
+
+@suspect("decode_cache", "fp8-mla-k-scale-vs-v-scale-inconsistent")
+class KeyScaleOfKeysOnly(EagerDecodeBackend):
+    """The scale of the e4m3 cache is applied to the keys and not to the values."""
+
+    def _values(self, keys):
+        return super()._values(keys) / self._scale_of_cache
+
+    def _dequantise(self, rows, k_scale):
+        self._scale_of_cache = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
+        return super()._dequantise(rows, k_scale)
+
+
+@suspect("sparse_lists")
+class LastKeyOfAListDropped(EagerSparseBackend):
+    """The last key of each list is dropped."""
+
+    def _listed(self, source):
+        listed = super()._listed(source)
+        return listed & (listed.cumsum(1) < listed.sum(dim=1, keepdim=True))
+
+
+@suspect("sparse_lists")
+class FirstKeyOfAListDropped(EagerSparseBackend):
+    """The first key of each list is dropped."""
+
+    def _listed(self, source):
+        listed = super()._listed(source)
+        return listed & (listed.cumsum(1) > 1)
+
+
+@suspect("sparse_lse")
+class SinkSubtracted(EagerSparseBackend):
+    """A sink has the wrong sign."""
+
+    def _with_sink(self, output, lse, sink):
+        return super()._with_sink(output, lse, None if sink is None else -sink)
+
+
+@suspect("sparse_entries")
+class KeyScaleOfListsTwice(EagerSparseBackend):
+    """The scale of the e4m3 cache is applied to selected keys twice."""
+
+    def _keys(self, source, slots, visible, k_scale):
+        return super()._keys(source, slots, visible, k_scale * k_scale)

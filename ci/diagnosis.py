@@ -1,18 +1,26 @@
-"""The diagnosis judged: known defects as failing backends, with themselves among the candidates, without, and mixed.
+"""How good the diagnosis is: ``python ci/diagnosis.py`` tries it on every known defect and writes what came of it.
 
-Mixed are two defects in one kernel, and a defect of one head or of one request beside an honest rest. A cause that is
-told is right if it is the defect's own, one of the two, or gives the same numbers to the last one; of a defect that is
-left out, one of its family.
+Known defects are failing backends, with themselves among the candidates, without, and mixed. Mixed are two defects in
+one kernel, and a defect of one head or of one request beside an honest rest. A cause that is told is right if it is the
+defect's own, one of the two, or gives the same numbers to the last one; of a defect that is left out, one of its
+family.
+
+The outcome goes into ``ci/diagnosis.json``, its sentence into ``docs/known-defects.md``; the exit status is 1 for a
+confident error.
 """
 
+import json
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from functools import partial
+from importlib.resources import files
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -21,23 +29,29 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.candidates import Candidate, candidates
-from mla_conformance.defects.diagnosis_report import Diagnosis, Outcome
-from mla_conformance.defects.explain import ALIKE, MOST_TOLD, causes_of
+from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Judged, KnownDefect, known_defects
-from mla_conformance.defects.layered import LayeredDecode
-from mla_conformance.defects.likeness import Behaviour, likeness, numbers_of
-from mla_conformance.defects.report import stored
+from mla_conformance.defects.report import stored as stored_kills
+from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
+from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of
+from mla_conformance.diagnosis.likeness import Behaviour, likeness, numbers_of
+from mla_conformance.files.meaning import meaning_digest
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC
 from mla_conformance.problems.operands import segments
+from mla_conformance.report.json_report import write_json
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
+ROOT = Path(__file__).parents[1]
+STORED, PAGE = ROOT / "ci" / "diagnosis.json", ROOT / "docs" / "known-defects.md"
+_MAPS = ("heat.py", "heat_map.py")
+"""The only files of the room that tell nothing of causes."""
 _Mixture = tuple[tuple[KnownDefect, ...], str, Behaviour]
 """The defects that are wholly in a kernel, the kind of mixture, and what it does."""
 _MIXTURES = 4
@@ -45,10 +59,121 @@ _MIXTURES = 4
 _WORKERS = 2
 
 
+class Outcome(StrEnum):
+    """What came of a diagnosis."""
+
+    RIGHT = "right"
+    WRONG = "wrong with confidence"
+    UNSURE = "wrong after a 'perhaps'"
+    SILENT = "nothing told"
+    SAID = "no wrong number"
+    """An exception, a wrong shape or a side effect, which the failure's message says itself."""
+
+    @staticmethod
+    def of(told: bool, right: bool, certain: bool) -> "Outcome":
+        """Of what was told with or without a "perhaps"."""
+        if not told:
+            return Outcome.SILENT
+        return Outcome.RIGHT if right else Outcome.WRONG if certain else Outcome.UNSURE
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One diagnosis.
+
+    Attributes:
+        defect: id of the known defect.
+        kind: how it was shown: alone, left out of the candidates, or mixed.
+        outcome: what came of it.
+        rejected: largest likeness of a candidate that was not taken.
+        accepted: least likeness of one that was; 1 if none was.
+    """
+
+    defect: str
+    kind: str
+    outcome: Outcome
+    rejected: float = 0.0
+    accepted: float = 1.0
+
+
+@dataclass(frozen=True)
+class DiagnosisReport:
+    """All of them, counted.
+
+    Attributes:
+        digest: of what decides a diagnosis, beside what decides a verdict.
+        counts: by kind, how many had which outcome.
+        wrong: "kind: defect" of every one that was wrong, with or without confidence.
+        rejected: largest likeness of a candidate that was not taken.
+        accepted: least likeness of one that was.
+    """
+
+    digest: str
+    counts: dict[str, dict[str, int]]
+    wrong: list[str]
+    rejected: float
+    accepted: float
+
+    @staticmethod
+    def of(found: Iterable[Diagnosis], digest: str) -> "DiagnosisReport":
+        """The counts of these; ``digest`` is of when they began."""
+        every = list(found)
+        counts: dict[str, Counter[str]] = {}
+        for each in every:
+            kind = each.kind if each.kind in ("alone", "left out") else "mixed"
+            counts.setdefault(kind, Counter())[each.outcome.value] += 1
+        wrong = [f"{e.kind}: {e.defect} ({e.outcome})" for e in every if e.outcome in (Outcome.WRONG, Outcome.UNSURE)]
+        rejected, accepted = max(e.rejected for e in every), min(e.accepted for e in every)
+        plain = {kind: dict(count) for kind, count in counts.items()}
+        return DiagnosisReport(digest, plain, wrong, rejected, accepted)
+
+    def number(self, kind: str, outcome: Outcome) -> int:
+        """How many of a kind had an outcome."""
+        return self.counts.get(kind, {}).get(outcome.value, 0)
+
+    @property
+    def confident_errors(self) -> int:
+        """Diagnoses that were wrong with confidence although the cause was among the candidates.
+
+        Without it another cause may give the same numbers on one case, and nothing tells them apart.
+        """
+        return self.number("alone", Outcome.WRONG) + self.number("mixed", Outcome.WRONG)
+
+
+def digest() -> str:
+    """Of the candidates that are no known defects, and of the rule."""
+    folder = Path(str(files("mla_conformance.diagnosis")))
+    return meaning_digest(path for path in folder.glob("*.py") if path.name not in _MAPS)[:16]
+
+
+def sentence(report: DiagnosisReport) -> str:
+    """The whole calibration in one line."""
+    parts = []
+    for kind, what in (("alone", "wrong numbers"), ("left out", "with the defect left out"), ("mixed", "mixtures")):
+        right, wrong = report.number(kind, Outcome.RIGHT), report.number(kind, Outcome.WRONG)
+        judged = sum(report.counts.get(kind, {}).values()) - report.number(kind, Outcome.SAID)
+        parts.append(f"{what}: {right} right, {wrong} wrong with confidence of {judged}")
+    return f"Diagnosis of known defects · {' · '.join(parts)}"
+
+
+def terminal_lines(report: DiagnosisReport) -> Iterator[str]:
+    """The counts, what was wrong, and how far the threshold lies from both sides."""
+    for kind, counts in report.counts.items():
+        yield f"{kind:<9} {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}"
+    yield from (f"WRONG {each}" for each in report.wrong)
+    yield f"likeness of what was taken: at least {report.accepted:.4f}; of what was not: at most {report.rejected:.4f}"
+    yield sentence(report)
+
+
+def stored() -> DiagnosisReport:
+    """The report of the last calibration that was committed."""
+    return DiagnosisReport(**json.loads(STORED.read_text(encoding="utf-8")))
+
+
 def calibrate() -> list[Diagnosis]:
     """Every diagnosis of known defects and of mixtures, by cases in processes of their own."""
     groups: dict[str, list[str]] = defaultdict(list)
-    known = stored().killing_cases
+    known = stored_kills().killing_cases
     for entry in known_defects().values():
         groups[known.get(entry.id) or _killing_case(entry)].append(entry.id)
     with ProcessPoolExecutor(_WORKERS, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
@@ -131,7 +256,7 @@ class _OnCase:
         for other in self._random.sample(list(known_defects().values()), _MIXTURES):
             kernel = _both(entry.kernel, other.kernel)
             if kernel and self._case.role in other.roles:
-                made, record = _tried(f"{__name__}:{kernel.__name__}", self._case, self._context)
+                made, record = _tried(_located(kernel), self._case, self._context)
                 if record.check in ARITHMETIC:
                     yield (entry, other), "two at once", Behaviour.of(made, record)
         honest, _ = _tried(_located(_HONEST[self._case.role]), self._case, self._context)
@@ -160,15 +285,13 @@ def _located(kernel: type) -> str:
 
 
 def _both(one: type[Judged], other: type[Judged]) -> type[Judged] | None:
-    """A kernel with two defects, where its reference finds it; None if they do not combine."""
+    """A kernel with two defects; None if they do not combine."""
     if one is other or issubclass(one, other) or issubclass(other, one):
         return None
     try:
-        kernel = type(f"{one.__name__}And{other.__name__}", (one, other), {"__module__": __name__})
-    except TypeError:  # of different roles, or no order of their bases
+        return combined(one, other)
+    except TypeError:
         return None
-    setattr(sys.modules[__name__], kernel.__name__, kernel)
-    return kernel
 
 
 def _blends(own: Behaviour, honest: Sequence[Measured], trial: Trial) -> Iterator[tuple[str, Behaviour]]:
@@ -188,3 +311,17 @@ def _blend(wrong: Measured, right: Measured, rows: slice, heads: slice) -> Measu
     got, allowed = right.got.clone(), right.allowed.clone()
     got[place], allowed[place] = wrong.got[place], wrong.allowed[place]
     return replace(wrong, got=got, allowed=allowed)
+
+
+def main() -> int:
+    """Diagnose every known defect, say and write how that went; the exit status."""
+    page, deciding = Section.of(PAGE, "diagnosis"), digest()  # of what the run begins with
+    report = DiagnosisReport.of(calibrate(), deciding)
+    write_json(STORED, asdict(report))
+    page.write(f"{sentence(report)} (`python ci/diagnosis.py`).")
+    sys.stdout.writelines(f"{line}\n" for line in terminal_lines(report))
+    return 1 if report.confident_errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,42 @@
-"""Suspects of every role: mistakes in a step of the softmax that prefill and decode have in common."""
+"""Suspects: mistakes that nobody needs to report; here those of the softmax, which a kernel of any role may make."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
-from mla_conformance.defects.candidates import suspect
+
+Step = type[OnlineSoftmax]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A mistake.
+
+    Attributes:
+        wrong: a wrong kernel, or a wrong step of the softmax.
+        family: the kind of fault, named as the families of the known defects.
+        covers: ids of known defects that are the same mistake under some condition.
+    """
+
+    wrong: Step
+    family: str
+    covers: tuple[str, ...]
+
+
+SUSPECTS: list[Suspect] = []
+
+
+def suspect(family: str, *covers: str) -> Callable[[Step], Step]:
+    """Class decorator that enters a mistake; :class:`Suspect` has the arguments."""
+
+    def enter(wrong: Step) -> Step:
+        SUSPECTS.append(Suspect(wrong, family, covers))
+        return wrong
+
+    return enter
 
 
 @suspect("scale")
@@ -118,7 +149,7 @@ class HalfLse(OnlineSoftmax):
         return output, lse.half().float()
 
 
-@suspect("empty_rows", "sparse-keyless-lse-of-plus-inf")
+@suspect("lse", "sparse-keyless-lse-of-plus-inf")
 class PositiveInfinity(OnlineSoftmax):
     """The LSE of a row without keys is +inf."""
 
@@ -127,7 +158,7 @@ class PositiveInfinity(OnlineSoftmax):
         return output, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-@suspect("empty_rows")
+@suspect("lse")
 class ZeroLse(OnlineSoftmax):
     """The LSE of a row without keys is 0."""
 
@@ -136,7 +167,7 @@ class ZeroLse(OnlineSoftmax):
         return output, lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-@suspect("empty_rows", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
+@suspect("lse", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 class DividesByZero(OnlineSoftmax):
     """The output of a row without keys is 0 / 0."""
 
@@ -145,7 +176,7 @@ class DividesByZero(OnlineSoftmax):
         return (state.weighted / state.total).transpose(0, 1), lse
 
 
-@suspect("empty_rows", "skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row")
+@suspect("lse", "skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row")
 class NoKeys(OnlineSoftmax):
     """No key gets a weight: the output is 0 and the LSE -inf."""
 

@@ -1,0 +1,101 @@
+"""Candidates: everything that a failure is compared with, known defects and mistakes that nobody needs to report."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.online_softmax import OnlineSoftmax
+from mla_conformance.backends.roles import Role
+from mla_conformance.defects.bases import LayeredDecode
+from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects, sentence_of
+from mla_conformance.diagnosis.suspects import Suspect
+from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A wrong kernel that a failure may look like.
+
+    Attributes:
+        sentence: what is wrong with it.
+        family: the kind of fault, named as the families of the known defects.
+        kernel: the emulation.
+        roles: the roles that it is judged in.
+        id: of a known defect; empty for a suspect.
+        sources: public threads that report it.
+        covers: known defects that are this mistake under some condition.
+    """
+
+    sentence: str
+    family: str
+    kernel: type[Judged]
+    roles: tuple[Role, ...]
+    id: str = ""
+    sources: tuple[str, ...] = ()
+    covers: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> str:
+        """What loads its kernel."""
+        return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+    @property
+    def told(self) -> str:
+        """What a failure that looks like it is said to be; the numbers of a known defect are those of that defect."""
+        source = self.sources[0] if self.sources else ""
+        if self.id:
+            return f"what the known defect {self.id}{f' ({source})' if source else ''} does: {self.sentence}"
+        return self.sentence + (f", like {source}" if source else "")
+
+    @staticmethod
+    def of(entry: KnownDefect) -> "Candidate":
+        """A known defect as a candidate."""
+        return Candidate(entry.sentence, entry.family, entry.kernel, entry.roles, entry.id, entry.sources)
+
+
+@cache
+def candidates(role: Role) -> tuple[Candidate, ...]:
+    """All that serve cases of a role, suspects first."""
+    return tuple(candidate for candidate in _everyone() if role in candidate.roles)
+
+
+@cache
+def _everyone() -> tuple[Candidate, ...]:
+    known = known_defects()
+    suspects = [candidate for each in SUSPECTS for candidate in _suspected(each, known)]
+    return (*suspects, *map(Candidate.of, known.values()))
+
+
+def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[Candidate]:
+    """The kernels of a mistake: itself, or one of each role that makes it."""
+    sources = known[suspect.covers[0]].sources if suspect.covers else ()
+    for kernel, roles in _kernels(suspect.wrong):
+        yield Candidate(sentence_of(suspect.wrong), suspect.family, kernel, roles, "", sources, suspect.covers)
+
+
+def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
+    """A kernel of each role with this step, and a layer of both."""
+    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
+        yield wrong, judged_roles(wrong)
+        return
+    prefill = combined(wrong, EagerPrefillBackend)
+    yield prefill, (Role.PREFILL,)
+    yield combined(wrong, EagerDecodeBackend), (Role.DECODE,)
+    yield combined(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
+    yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
+
+
+def combined(first: type, second: type, **attributes: object) -> type[Judged]:
+    """A kernel that is both classes, where its reference finds it.
+
+    Raises:
+        TypeError: there is none; they are of different roles, or there is no order of their bases.
+    """
+    module, name = first.__module__, first.__name__ + second.__name__
+    kernel = type(name, (first, second), {"__module__": module, **attributes})
+    setattr(sys.modules[module], name, kernel)
+    return kernel
