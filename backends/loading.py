@@ -1,11 +1,15 @@
 """From a backend's reference to its class, and why one cannot run on this machine.
 
-A class that was named itself has the role that its methods give it, and those that it names siblings for.
+A class that was named itself has the role that its methods give it, and those that it names siblings for. One that is
+written in another generation of vLLM's interfaces is driven by an adapter; it is known by what it has, not by what it
+derives from: one that was written for a vLLM derives from none of ours.
 """
 
 import hashlib
 import importlib.util
+import inspect
 import sys
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -13,7 +17,11 @@ from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
-from mla_conformance.backends.generations.recognition import as_backend
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
+from mla_conformance.backends.generations.earlier_adapter import EarlierAdapter
+from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
+from mla_conformance.backends.generations.present_adapter import PresentAdapter
+from mla_conformance.backends.generations.vllm import Dialect, VllmDialect, is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
@@ -108,6 +116,39 @@ def _checked(loaded: Any, reference: str) -> type:
     except TypeError as error:
         raise BackendReferenceError(f"'{reference}': {error}") from error
     return loaded
+
+
+def as_backend(loaded: Any) -> Any:
+    """``loaded`` itself if this project's interface fits it, else a class that drives it; the same one each time.
+
+    Args:
+        loaded: what a reference named; anything but a class is returned as it is.
+    """
+    return _adapted(loaded) if isinstance(loaded, type) else loaded
+
+
+@cache
+def _adapted(cls: Any) -> Any:
+    if _is_split_layer(cls):
+        return AdaptedLayerBackend.adapt(cls)
+    dialect = VllmDialect() if is_from_vllm(cls) else Dialect()
+    if callable(getattr(cls, "get_prefill_impl_cls", None)):
+        return EarlierAdapter.adapt(cls, dialect)
+    if _takes_chunk_objects(cls):
+        return PresentAdapter.adapt(cls, dialect)
+    foreign = is_from_vllm(cls) and callable(getattr(cls, "run_prefill_context_chunk", None))
+    return AdaptedPrefillBackend.adapt(cls, dialect) if foreign else cls
+
+
+def _is_split_layer(cls: Any) -> bool:
+    """Whether the computation that a layer's class names is in two parts, which a module around it calls."""
+    named = getattr(cls, "get_impl_cls", None)
+    return callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None))
+
+
+def _takes_chunk_objects(cls: Any) -> bool:
+    method = getattr(cls, "run_prefill_context_chunk", None)
+    return callable(method) and "chunk" in inspect.signature(method).parameters
 
 
 def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:

@@ -167,7 +167,7 @@ class MLADecodeBackendEnum(BackendEnum):
         "sglang",
         "vllm",
     )
-    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla_decode.TokenspeedMLADecodeBackend"
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
     """A third party's backend; it must be registered before use."""

@@ -1,12 +1,18 @@
-"""TOKENSPEED_MLA: the CuTe DSL prefill kernel of tokenspeed-mla for Blackwell, compiled at the first call."""
+"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call.
+
+The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
+"""
 
 from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
@@ -87,3 +93,78 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
             out=out if out is not None and out.is_contiguous() else None,
         )
         return output, lse.mT
+
+
+_TILE = 128
+"""Rows, query heads times query tokens, that a block computes."""
+
+
+class TokenspeedMLADecodeBackend(PagedDecodeBackend):
+    """Uniform batches in the model's dtype; one call a batch."""
+
+    needed_capability: ClassVar[str] = "10.x"
+    libraries: ClassVar[tuple[Library, ...]] = LIBRARIES
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supported_query_len: ClassVar[int | None] = None
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=DISTRIBUTIONS,
+        deviations=(
+            Deviation("LSE to base 2, [B, queries of a request, N]", "times ln 2, [N, T]"),
+            Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
+            Deviation("operands must start at multiples of 16 bytes", "such a cache is copied"),
+            Deviation("wants a packed block table", "is made contiguous"),
+            Deviation("wants a workspace for its split keys", "of the largest size that its own split makes"),
+            Deviation("reads an e4m3 cache only under queries in e4m3", "declared unsupported"),
+            Deviation("masks several query tokens of context-parallel ranks in e4m3 only", "declared unsupported"),
+            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "TOKENSPEED_MLA"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """The page sizes that divide a tile of keys."""
+        return [2, 4, 8, 16, 32, 64, 128]
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
+        return device_capability is not None and device_capability.major == 10
+
+    @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """The package swallows its import error; it is asked for it."""
+        return super().broken_dependencies() or swallowed_import_error()
+
+    def attend(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`PagedDecodeBackend`."""
+        metadata, library = self._decode_metadata, TOKENSPEED_MLA.load()
+        query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(metadata.query_lens_cpu), -1))
+        output, lse = library.tokenspeed_mla_decode(
+            query=query,
+            kv_cache=aligned(kv_cache),
+            workspace_buffer=self._workspace(query.device),
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            block_tables=metadata.block_table.contiguous(),
+            seq_lens=metadata.seq_lens,
+            max_seq_len=max(1, metadata.max_seq_len),
+            softmax_scale=self.scale,
+            causal_mask=True,
+            return_lse=True,
+        )
+        return output.flatten(0, 1), natural_heads_first(lse.flatten(0, 1))
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        """Float32 partial outputs and LSEs; the kernel splits keys until its blocks fill half of the processors."""
+        if not hasattr(self, "_buffer"):
+            rows = TOKENSPEED_MLA.load().get_num_sm(device) * _TILE
+            self._buffer = torch.empty(rows * (self.kv_lora_rank + 1) * 4, dtype=torch.int8, device=device)
+        return self._buffer

@@ -12,13 +12,12 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_impl import AttentionImpl, MLAAttentionImpl
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import (
     AttentionLayer,
     AttentionMetadata,
     AttentionType,
+    CommonAttentionMetadata,
     is_quantized_kv_cache,
 )
 from mla_conformance.backends.platform import DeviceCapability

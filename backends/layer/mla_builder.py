@@ -15,15 +15,12 @@ from mla_conformance.backends.block_size import accepts_block_size
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.layer.context_parallel import get_dcp_group
-from mla_conformance.backends.layer.context_shares import share_context
-from mla_conformance.backends.layer.mla_batch import Batch, check_common, count_decodes
+from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group
+from mla_conformance.backends.layer.mla_batch import Batch, LayerRequest, check_common, common_metadata, count_decodes
+from mla_conformance.backends.layer.mla_context import ContextPlan, plan_context, share_context, workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
-from mla_conformance.backends.layer.mla_sharding import Sharding
-from mla_conformance.backends.layer.mla_workspace import ContextPlan, plan_context, workspace_tokens
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):

@@ -8,8 +8,7 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
 from mla_conformance.backends.layer.cache_ops import advance_step
-from mla_conformance.backends.layer.context_shares import ContextShares
-from mla_conformance.backends.layer.mla_workspace import ContextPlan
+from mla_conformance.backends.layer.mla_context import ContextPlan, ContextShares
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 
 

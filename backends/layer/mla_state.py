@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import torch
 
+from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.layer.mla_workspace import workspace_tokens
 
 PAD_SLOT_ID = -1
 """The slot of a token that is not stored."""

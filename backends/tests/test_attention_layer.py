@@ -17,7 +17,7 @@ from mla_conformance.backends.layer.attention_layer import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer.context_parallel import dcp_group
+from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -26,7 +26,6 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mla_conformance.backends.layer.lockstep import Lockstep
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 

@@ -18,10 +18,9 @@ from mla_conformance.backends.eager_generations import (
     PresentEagerPrefillBackend,
 )
 from mla_conformance.backends.generations import earlier
-from mla_conformance.backends.generations.present_metadata import planned_runs, runs_of
-from mla_conformance.backends.generations.recognition import as_backend
+from mla_conformance.backends.generations.present_adapter import planned_runs, runs_of
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.loading import load_backend
+from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReferenceError, parse_reference

@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.tokenspeed_mla_decode import TokenspeedMLADecodeBackend
+from mla_conformance.backends.tokenspeed_mla import TokenspeedMLADecodeBackend
 
 _FUNCTION = "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode"
 

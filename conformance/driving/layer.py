@@ -95,8 +95,8 @@ class Layer:
 
     def common(self, call: "LayerCall") -> Any:
         """The batch as all layers of a model see it."""
-        from mla_conformance.backends.layer.mla_requests import common_metadata
-        from mla_conformance.backends.layer.mla_sharding import Sharding
+        from mla_conformance.backends.layer.context_parallel import Sharding
+        from mla_conformance.backends.layer.mla_batch import common_metadata
 
         return common_metadata(
             call.requests,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_conformance.backends.layer.lockstep import Lockstep
+from mla_conformance.backends.layer.context_parallel import Lockstep
 from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.layer import Layer
 

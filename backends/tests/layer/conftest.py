@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.cache_format import cache_format
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
@@ -24,8 +24,8 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend, mla_backend
-from mla_conformance.backends.layer.mla_requests import LayerRequest
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.mla import compute_friendly, data_movement_friendly
 from mla_conformance.reference.quantization import dequantize_e4m3, quantize_e4m3
@@ -215,8 +215,8 @@ class Batch:
 
     def common(self) -> CommonAttentionMetadata:
         """The batch for the second route, made of the first one's pieces."""
-        from mla_conformance.backends.layer.mla_requests import common_metadata
-        from mla_conformance.backends.layer.mla_sharding import Sharding
+        from mla_conformance.backends.layer.context_parallel import Sharding
+        from mla_conformance.backends.layer.mla_batch import common_metadata
 
         return common_metadata(
             self.requests, padding=self.padding, block_size=self.world.page, device=CPU, sharding=Sharding()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.layer.layer_config import SchedulerConfig
-from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 
 
 def inputs(tokens: int) -> Any:
