@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.cache_format import cache_dtype, decode, encode, entry_width, known_layout
 
 
 def concat_and_cache_mla(
@@ -34,8 +34,8 @@ def concat_and_cache_mla(
     Raises:
         ValueError: an unknown layout, a cache of another layout, or a slot outside of the cache.
     """
-    layout = cache_format(kv_cache_dtype, tile_scales)
-    width, dtype = layout.entry_width(kv_c.shape[-1], k_pe.shape[-1]), layout.cache_dtype(kv_c.dtype)
+    layout = known_layout(kv_cache_dtype, tile_scales)
+    width, dtype = entry_width(layout, kv_c.shape[-1], k_pe.shape[-1]), cache_dtype(layout, kv_c.dtype)
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width or kv_cache.dtype != dtype:
         raise ValueError(
             f"cache dtype {kv_cache_dtype}: expected a cache [blocks, page, {width}] of {dtype}, got "
@@ -49,7 +49,8 @@ def concat_and_cache_mla(
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     _check_range("slot", slot_mapping, -1, num_slots, "or -1 for a token that is not stored")
     if tokens:
-        _scatter(_raw(layout.encode(kv_c[:tokens], k_pe[:tokens], scale)), _raw(kv_cache), slot_mapping.long())
+        entries = encode(kv_c[:tokens], k_pe[:tokens], layout, scale, tile_scales)
+        _scatter(_raw(entries), _raw(kv_cache), slot_mapping.long())
 
 
 def _scatter(entries: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -100,7 +101,7 @@ def gather_cache(
         token = token + seq_starts[:batch_size].long()[request]
     blocks = _blocks_of(block_table, request, token // page, src_cache.shape[0])
     entries = _raw(src_cache)[blocks, token % page].view(src_cache.dtype)
-    dst[:total] = cache_format(kv_cache_dtype).decode(entries, dst.dtype, scale)[:, : dst.shape[1]]
+    dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
 
 
 def _blocks_of(block_table: torch.Tensor, request: torch.Tensor, column: torch.Tensor, num_blocks: int) -> torch.Tensor:

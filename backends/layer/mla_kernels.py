@@ -8,7 +8,7 @@ from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.cache_format import entry_width
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 
@@ -114,7 +114,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
     def _check_sizes(self) -> None:
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        cache_format(self.kv_cache_dtype).entry_width(self.kv_lora_rank, self.qk_rope_head_dim)
+        entry_width(self.kv_cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
         for name, got, expected in (
             ("head_size", self.head_size, width),
             ("qk_head_dim", self.qk_head_dim, self.qk_nope_head_dim + self.qk_rope_head_dim),

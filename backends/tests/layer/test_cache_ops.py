@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.layer.cache_format import CACHE_FORMATS, cache_format
+from mla_conformance.backends.layer.cache_format import cache_dtype, decode, encode
 from mla_conformance.backends.layer.cache_ops import (
     advance_step,
     concat_and_cache_mla,
@@ -136,28 +136,28 @@ def test_unknown_layouts_and_foreign_caches_are_refused(world: Any) -> None:
     ):
         concat_and_cache_mla(rows[:, :32], rows[:, 32:], w.cache, torch.tensor([0]), "fp8_ds_mla", ONE)
     with pytest.raises(ValueError, match=r"a model of 16 bits, got torch\.float32"):
-        cache_format("fp8_ds_mla").cache_dtype(torch.float32)
+        cache_dtype("fp8_ds_mla", torch.float32)
 
 
 def test_codes_saturate_and_keep_nan() -> None:
     x = torch.tensor([[1e4, -1e4, torch.inf, -torch.inf, 449.0, 0.0, -0.0]])
-    codes = CACHE_FORMATS["fp8"].encode(x, torch.tensor([[torch.nan]]), ONE)
+    codes = encode(x, torch.tensor([[torch.nan]]), "fp8", ONE)
     assert codes.float()[0, :5].tolist() == [448, -448, 448, -448, 448]
     assert codes[0, 7].isnan() and raw(codes)[0, 5:7].tolist() == [0, 0x80]
 
 
 def test_codes_round_to_nearest_even() -> None:
     ties = torch.arange(256, dtype=torch.float32)[None] / 16
-    assert raw(CACHE_FORMATS["fp8"].encode(ties, ties, ONE))[:, :256].equal(raw(quantize_e4m3(ties, 1.0)))
+    assert raw(encode(ties, ties, "fp8", ONE))[:, :256].equal(raw(quantize_e4m3(ties, 1.0)))
 
 
 def test_a_tile_of_zeros_has_scale_1_and_stays_0() -> None:
     kv_c = torch.zeros(1, 512, dtype=torch.bfloat16)
     kv_c[0, 200] = 3.0
-    entry = CACHE_FORMATS["fp8_ds_mla"].encode(kv_c, torch.ones(1, 64, dtype=torch.bfloat16), ONE)
+    entry = encode(kv_c, torch.ones(1, 64, dtype=torch.bfloat16), "fp8_ds_mla", ONE)
     assert entry.shape == (1, 656) and entry.dtype == torch.uint8
     assert entry[0, 512:528].view(torch.float32).tolist() == pytest.approx([1.0, 3 / 448, 1.0, 1.0])
-    back = CACHE_FORMATS["fp8_ds_mla"].decode(entry, torch.bfloat16, ONE)
+    back = decode(entry, "fp8_ds_mla", torch.bfloat16, ONE)
     assert back[0, :512].equal(kv_c[0]) and back[0, 512:].eq(1).all()
 
 
