@@ -35,7 +35,7 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     """
     members = backend.members()
     if members:
-        return tuple(member.role() for member in members)
+        return tuple(member.role for member in members)
     named = _load_named(backend)
     return tuple(role for role in Role if _in_role(named, role) is not None)
 
@@ -52,7 +52,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
         loaded = _in_role(_load_named(backend), role)
         return None if loaded is None else _checked(loaded, backend.reference)
     for member in members:
-        if member.role() is role:
+        if member.role is role:
             found = member.get_variant(backend.variant) if backend.variant else member.get_class()
             return as_backend(found)
     return None
@@ -61,7 +61,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
 def load_backend(backend: BackendReference) -> Any:
     """Import the class that a reference names, or that of a name's first role; see :func:`load_role` for errors."""
     members = backend.members()
-    return load_role(backend, members[0].role() if members else role_of(_load_named(backend)))
+    return load_role(backend, members[0].role if members else role_of(_load_named(backend)))
 
 
 def _load_named(backend: BackendReference) -> Any:
