@@ -33,12 +33,12 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         role: what the members' classes compute.
     """
 
-    role: Role
+    role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
     _variants: dict[str, str]
     _override: str | None
 
     def __init_subclass__(cls, role: Role) -> None:
-        cls.role = role  # type: ignore[misc]  # mypy takes it for a member
+        cls.role = role
 
     def __new__(cls, path: str | None, *variants: str) -> Self:
         """A member for the class at ``path``; None for one that must be registered first."""
