@@ -21,7 +21,7 @@ from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier_adapter import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
 from mla_conformance.backends.generations.present_adapter import PresentAdapter
-from mla_conformance.backends.generations.vllm import Dialect, VllmDialect, is_from_vllm
+from mla_conformance.backends.generations.vllm import is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
@@ -131,13 +131,12 @@ def as_backend(loaded: Any) -> Any:
 def _adapted(cls: Any) -> Any:
     if _is_split_layer(cls):
         return AdaptedLayerBackend.adapt(cls)
-    dialect = VllmDialect() if is_from_vllm(cls) else Dialect()
     if callable(getattr(cls, "get_prefill_impl_cls", None)):
-        return EarlierAdapter.adapt(cls, dialect)
+        return EarlierAdapter.adapt(cls)
     if _takes_chunk_objects(cls):
-        return PresentAdapter.adapt(cls, dialect)
+        return PresentAdapter.adapt(cls)
     foreign = is_from_vllm(cls) and callable(getattr(cls, "run_prefill_context_chunk", None))
-    return AdaptedPrefillBackend.adapt(cls, dialect) if foreign else cls
+    return AdaptedPrefillBackend.adapt(cls) if foreign else cls
 
 
 def _is_split_layer(cls: Any) -> bool:

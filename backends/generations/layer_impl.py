@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from mla_conformance.backends.generations.vllm import (
     LAYER_MODULE,
     LAYER_NAME,
-    LayerSizes,
     current_config,
     engine_config,
     forward_context,
@@ -47,20 +46,14 @@ class AdaptedLayerMetadata(AttentionMetadata):
 
 
 class AdaptedLayerBuilder:
-    """The builder of an attention backend, made when the layer is there that it is for.
-
-    Attributes:
-        wrapped: the attention backend that is driven.
-    """
-
-    wrapped: ClassVar[Any]
+    """The builder of an attention backend, made when the layer is there that it is for."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self._page, self._device = kv_cache_spec.block_size, device
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        spec = self.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
+        spec = impl.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
         with current_config(impl.config):
-            self._builder = self.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
+            self._builder = impl.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -128,35 +121,26 @@ class AdaptedLayerImpl:
         config: the configuration that it was made with.
     """
 
-    wrapped: ClassVar[Any]
-
     def __init__(
         self,
+        wrapped: Any,
+        *,
         num_heads: int,
-        head_size: int,
         scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
         q_lora_rank: int | None,
         kv_lora_rank: int,
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
-        qk_head_dim: int,
         v_head_dim: int,
         kv_b_proj: Any,
-        indexer: object | None = None,
+        **others: Any,
     ) -> None:
-        config, dims = (
-            get_current_config(),
-            MLADimensions(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim),
+        config, self.wrapped = get_current_config(), wrapped
+        dims = MLADimensions(
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
         )
-        self._heads, self._qk_head_dim, self._v_head_dim = num_heads, qk_head_dim, v_head_dim
-        self.config = engine_config(config, LayerSizes(num_heads=num_heads, kv_lora_rank=kv_lora_rank, dimensions=dims))
+        self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, v_head_dim
+        self.config = engine_config(config, num_heads, kv_lora_rank, dims)
         with current_config(self.config), stored_weight(kv_b_proj).device:
             self.module = import_module(LAYER_MODULE).MLAAttention(
                 num_heads=num_heads,
@@ -169,7 +153,7 @@ class AdaptedLayerImpl:
                 kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, config.model_config.dtype),
                 cache_config=self.config.cache_config,
                 prefix=LAYER_NAME,
-                attn_backend=self.wrapped,
+                attn_backend=wrapped,
                 prefill_backend_cls=_prefill_or_none(config.model_config.dtype, dims),
             )
         config.compilation_config.static_forward_context[LAYER_NAME] = self

@@ -8,14 +8,13 @@ class is given.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
@@ -30,43 +29,21 @@ def is_from_vllm(cls: type) -> bool:
     return any(base.__module__.partition(".")[0] == "vllm" for base in cls.__mro__)
 
 
-class Dialect:
-    """How a class's package spells the values that the interface hands it: as this project does.
+def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:
+    """Head dims as a class compares them: vLLM's ``MLADimensions``; versions that have none do not compare them."""
+    theirs = getattr(import_module(_DIMENSIONS), "MLADimensions", None) if is_from_vllm(cls) else None
+    return dimensions if theirs is None else theirs(**asdict(dimensions))
 
-    Attributes:
-        declaration: of a class that declares nothing.
+
+def quant_key_for(cls: type, quant_key: QuantKey) -> Any:
+    """The key of a quantised output as a class compares it: vLLM's static per-tensor key, the only one asked for.
+
+    A vLLM without its optional packages cannot import it; its classes then know no key either.
     """
-
-    declaration: ClassVar[Declaration] = Declaration()
-
-    def dimensions(self, dimensions: MLADimensions) -> Any:
-        """Head dims."""
-        return dimensions
-
-    def quant_key(self, quant_key: QuantKey) -> Any:
-        """The key of a quantised output."""
+    try:
+        return import_module(_QUANT_KEYS).kFp8StaticTensorSym if is_from_vllm(cls) else quant_key
+    except ImportError:
         return quant_key
-
-
-class VllmDialect(Dialect):
-    """vLLM's own classes, from the package that is installed."""
-
-    declaration: ClassVar[Declaration] = Declaration(distributions=("vllm", "torch"))
-
-    def dimensions(self, dimensions: MLADimensions) -> Any:
-        """vLLM's ``MLADimensions``; versions that have none do not compare them."""
-        theirs = getattr(import_module(_DIMENSIONS), "MLADimensions", None)
-        return dimensions if theirs is None else theirs(**asdict(dimensions))
-
-    def quant_key(self, quant_key: QuantKey) -> Any:
-        """vLLM's static per-tensor key, the only one that is asked for.
-
-        A vLLM without its optional packages cannot import it; its classes then know no key either.
-        """
-        try:
-            return import_module(_QUANT_KEYS).kFp8StaticTensorSym
-        except ImportError:
-            return quant_key
 
 
 def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.dtype) -> SimpleNamespace:
@@ -92,26 +69,19 @@ LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 _PREFILLS = "vllm.v1.attention.backends.mla.prefill"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """Heads on this rank, L, and the head dims."""
-
-    num_heads: int
-    kv_lora_rank: int
-    dimensions: MLADimensions
-
-
-def engine_config(config: LayerConfig, sizes: LayerSizes) -> Any:
+def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> Any:
     """A ``VllmConfig`` for one layer; a stand-in takes the place of the model, which vLLM reads from files.
 
     Args:
         config: what a driver without vLLM says of batches and cache.
-        sizes: of the layer.
+        num_heads: heads on this rank.
+        kv_lora_rank: L.
+        dimensions: head dims.
     """
     vllm = import_module("vllm.config")
     eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
     found = vllm.VllmConfig(compilation_config=eager)
-    found.model_config = _model(config, sizes)
+    found.model_config = _model(config, num_heads, kv_lora_rank, dimensions)
     found.scheduler_config.max_num_seqs = config.scheduler_config.max_num_seqs
     found.cache_config.block_size = config.cache_config.block_size
     found.cache_config.cache_dtype = config.cache_config.cache_dtype
@@ -164,17 +134,16 @@ def forward_context(config: Any, metadata: Any) -> Iterator[None]:
         yield
 
 
-def _model(config: LayerConfig, sizes: LayerSizes) -> SimpleNamespace:
+def _model(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> SimpleNamespace:
     """What stands for a ``ModelConfig``."""
-    heads, width = sizes.num_heads, sizes.kv_lora_rank + sizes.dimensions.qk_rope_head_dim
     text = SimpleNamespace(
-        **asdict(sizes.dimensions), kv_lora_rank=sizes.kv_lora_rank, q_lora_rank=None, num_attention_heads=heads
+        **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
     )
     return SimpleNamespace(
         dtype=config.model_config.dtype,
         max_model_len=config.model_config.max_model_len,
         hf_text_config=text,
         is_diffusion=False,
-        get_head_size=lambda: width,
-        get_num_attention_heads=lambda parallel_config: heads,
+        get_head_size=lambda: kv_lora_rank + dimensions.qk_rope_head_dim,
+        get_num_attention_heads=lambda parallel_config: num_heads,
     )
