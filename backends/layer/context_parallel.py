@@ -73,32 +73,28 @@ class OnlyRank(ContextParallelGroup):
         return x
 
 
-@dataclass(frozen=True)
 class DistributedGroup(ContextParallelGroup):
     """Ranks in processes of their own.
 
-    Attributes:
+    Args:
         process_group: of ``torch.distributed``; None means all processes.
     """
 
-    process_group: Any = None
-    world_size: int = field(init=False)
-    rank: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "world_size", torch.distributed.get_world_size(self.process_group))
-        object.__setattr__(self, "rank", torch.distributed.get_rank(self.process_group))
+    def __init__(self, process_group: Any = None) -> None:
+        self._process_group = process_group
+        self.world_size = torch.distributed.get_world_size(process_group)
+        self.rank = torch.distributed.get_rank(process_group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[W, ...], by the group's all-gather."""
         gathered = x.new_empty(self.world_size, *x.shape)
-        torch.distributed.all_gather(list(gathered), x.contiguous(), group=self.process_group)
+        torch.distributed.all_gather(list(gathered), x.contiguous(), group=self._process_group)
         return gathered
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """[W, ...], by the group's all-to-all."""
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.distributed.all_to_all_single(received, x.contiguous(), group=self.process_group)
+        torch.distributed.all_to_all_single(received, x.contiguous(), group=self._process_group)
         return received
 
 

@@ -9,7 +9,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer import cache_ops
-from mla_conformance.backends.layer.attention_layer import AttentionBackend
+from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
 from mla_conformance.backends.layer.cache_format import cache_dtype, entry_width
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
@@ -166,19 +166,19 @@ def mla_backend(
     kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
     if not kernels:
         raise ValueError("expected a prefill or a decode backend, got neither")
+    layouts = ["auto", "fp8", "fp8_ds_mla"] if decode is None else decode.supported_kv_cache_dtypes
     attributes = {
         "__module__": base.__module__,
         "prefill_backend": prefill,
         "decode_backend": decode,
         "supported_dtypes": [d for d in kernels[0].supported_dtypes if kernels[-1].supports_dtype(d)],
-        "supported_kv_cache_dtypes": ["auto", "fp8", "fp8_ds_mla"]
-        if decode is None
-        else decode.supported_kv_cache_dtypes,
+        "supported_kv_cache_dtypes": layouts,
     }
-    return type(base.__name__, (base,), attributes)
+    return subclass_attention_backend_with_overrides("", base, attributes)
 
 
 @cache
 def _bound(part: Any, backend: type[MLACommonBackend]) -> Any:
     """A subclass of an implementation or a builder that knows its backend."""
-    return type(part.__name__, (part,), {"attention_backend": backend, "__module__": part.__module__})
+    known = {"attention_backend": backend, "__module__": part.__module__}
+    return subclass_attention_backend_with_overrides("", part, known)
