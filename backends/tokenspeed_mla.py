@@ -12,45 +12,29 @@ from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_h
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _COMMAND = extra("tokenspeed-mla")
-TOKENSPEED_MLA = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
-LIBRARIES = (
-    TOKENSPEED_MLA,
-    Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
-    Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
-    Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
-)
-DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
+_LIBRARY = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
+_DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
+_TILE = 128
+"""Rows, query heads times query tokens, that a block of the decode kernel computes."""
 _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 
 
-def swallowed_import_error() -> list[str]:
-    """Why the package, which imports whatever it lacks, cannot run; empty if it can."""
-    swallowed = getattr(TOKENSPEED_MLA.load(), "_IMPORT_ERROR", None)
-    return [] if swallowed is None else [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+class _TokenspeedKernel(LibraryKernel):
+    """What the kernels of the package have in common."""
 
-
-class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; the LSE needs no conversion but its layout."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "10.x"
-    libraries: ClassVar[tuple[Library, ...]] = LIBRARIES
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=DISTRIBUTIONS,
-        e4m3_rounding=Rounding(p=Precision.E4M3),
-        deviations=(
-            Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
-            Deviation("LSE [T, N]", "transposed"),
-            Deviation("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
-            Deviation("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
-            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
-        ),
+    libraries: ClassVar[tuple[Library, ...]] = (
+        _LIBRARY,
+        Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
+        Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
+        Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
     )
 
     @staticmethod
@@ -64,20 +48,41 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
         return device_capability is not None and device_capability.major == 10
 
     @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """The package imports whatever it lacks; it is asked for the error that it swallowed."""
+        reasons = super().broken_dependencies()
+        swallowed = None if reasons else getattr(_LIBRARY.load(), "_IMPORT_ERROR", None)
+        if swallowed is None:
+            return reasons
+        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+
+
+class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
+    """One call a batch; the LSE needs no conversion but its layout."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=_DISTRIBUTIONS,
+        e4m3_rounding=Rounding(p=Precision.E4M3),
+        deviations=(
+            Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
+            Deviation("LSE [T, N]", "transposed"),
+            Deviation("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
+            Deviation("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
+            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
+        ),
+    )
+
+    @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """What the library asserts."""
         return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        """The package swallows its import error; it is asked for it."""
-        return super().broken_dependencies() or swallowed_import_error()
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`RaggedPrefillBackend`."""
-        output, lse = TOKENSPEED_MLA.load().tokenspeed_mla_prefill(
+        output, lse = _LIBRARY.load().tokenspeed_mla_prefill(
             query=q.contiguous(),
             key=k.contiguous(),
             value=v.contiguous(),
@@ -95,20 +100,14 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
         return output, lse.mT
 
 
-_TILE = 128
-"""Rows, query heads times query tokens, that a block computes."""
-
-
-class TokenspeedMLADecodeBackend(PagedDecodeBackend):
+class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
     """Uniform batches in the model's dtype; one call a batch."""
 
-    needed_capability: ClassVar[str] = "10.x"
-    libraries: ClassVar[tuple[Library, ...]] = LIBRARIES
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=DISTRIBUTIONS,
+        distributions=_DISTRIBUTIONS,
         deviations=(
             Deviation("LSE to base 2, [B, queries of a request, N]", "times ln 2, [N, T]"),
             Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
@@ -122,30 +121,15 @@ class TokenspeedMLADecodeBackend(PagedDecodeBackend):
     )
 
     @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TOKENSPEED_MLA"
-
-    @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
         """The page sizes that divide a tile of keys."""
         return [2, 4, 8, 16, 32, 64, 128]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        """The package swallows its import error; it is asked for it."""
-        return super().broken_dependencies() or swallowed_import_error()
 
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`PagedDecodeBackend`."""
-        metadata, library = self._decode_metadata, TOKENSPEED_MLA.load()
+        metadata, library = self._decode_metadata, _LIBRARY.load()
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(metadata.query_lens_cpu), -1))
         output, lse = library.tokenspeed_mla_decode(
             query=query,
@@ -165,6 +149,6 @@ class TokenspeedMLADecodeBackend(PagedDecodeBackend):
     def _workspace(self, device: torch.device) -> torch.Tensor:
         """Float32 partial outputs and LSEs; the kernel splits keys until its blocks fill half of the processors."""
         if not hasattr(self, "_buffer"):
-            rows = TOKENSPEED_MLA.load().get_num_sm(device) * _TILE
+            rows = _LIBRARY.load().get_num_sm(device) * _TILE
             self._buffer = torch.empty(rows * (self.kv_lora_rank + 1) * 4, dtype=torch.int8, device=device)
         return self._buffer
