@@ -247,11 +247,10 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     def _translated(self, metadata: MLACommonPrefillMetadata) -> Any:
         """The same fields in the backend's own classes, which may lack some of ours and have more."""
-        values = _fields(metadata)
-        if metadata.chunked_context is not None:
-            chunked = self.wrapped.get_chunked_context_metadata_cls()
-            values["chunked_context"] = _made(chunked, _fields(metadata.chunked_context))
-        return _made(self.wrapped.get_prefill_metadata_cls(), values)
+        context = metadata.chunked_context
+        if context is not None:
+            context = _retold(context, self.wrapped.get_chunked_context_metadata_cls())
+        return _retold(replace(metadata, chunked_context=context), self.wrapped.get_prefill_metadata_cls())
 
     def run_prefill_new_tokens(
         self,
@@ -284,10 +283,6 @@ def _is_r1(dimensions: MLADimensions) -> bool:
     return dimensions == PRESETS["r1"].head
 
 
-def _fields(metadata: Any) -> dict[str, Any]:
-    return {field.name: getattr(metadata, field.name) for field in fields(metadata)}
-
-
-def _made(cls: Any, values: dict[str, Any]) -> Any:
-    known = {field.name for field in fields(cls)}
-    return cls(**{name: value for name, value in values.items() if name in known})
+def _retold(metadata: Any, cls: Any) -> Any:
+    names = {field.name for field in fields(metadata)} & {field.name for field in fields(cls)}
+    return cls(**{name: getattr(metadata, name) for name in names})

@@ -43,8 +43,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.head_dim = kv_cache_spec.head_size
         self.chunked_prefill_enabled = vllm_config.scheduler_config.chunked_prefill_enabled
         self.enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
-        chunks = self.chunked_prefill_enabled or self.enable_prefix_caching
-        self.context_chunk_workspace_size = workspace_tokens(vllm_config) if chunks else 0
+        self.context_chunk_workspace_size = workspace_tokens(vllm_config)
         self.dcp_rank = get_dcp_group().rank
         self.is_profile_run = False
         self._check_sizes()

@@ -31,13 +31,16 @@ class ContextPlan(NamedTuple):
 def workspace_tokens(config: Any) -> int:
     """Tokens of the workspace: eight longest sequences or four pages a request, and no more than 128 Ki tokens.
 
+    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached.
+
     Args:
-        config: read are ``model_config.max_model_len``, ``scheduler_config.max_num_seqs`` and
-            ``cache_config.block_size``.
+        config: read are ``model_config``, ``scheduler_config`` and ``cache_config``, as in :class:`LayerConfig`.
 
     Raises:
         ValueError: less than a page for each request that may be in a batch.
     """
+    if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
+        return 0
     pages = config.scheduler_config.max_num_seqs * config.cache_config.block_size
     tokens: int = min(max(8 * config.model_config.max_model_len, 4 * pages), MAX_WORKSPACE_TOKENS)
     if tokens < pages:
@@ -122,33 +125,12 @@ def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -
     held = torch.stack([local_seq_lens(first + lengths, one) for one in ranks]) - starts
     bounds = torch.nn.functional.pad(held.cumsum(dim=-1), (1, 0))
     rows = bounds[..., -1].amax(dim=0).tolist()
-    order = [
-        _order(first[chunk], lengths[chunk], sharding, room, bounds[:, chunk], starts[:, chunk]).to(device)
-        for chunk, room in enumerate(rows)
-    ]
+    order = []
+    for chunk, room in enumerate(rows):
+        request = torch.arange(len(lengths[chunk])).repeat_interleave(lengths[chunk])
+        skipped = first[chunk] - (lengths[chunk].cumsum(dim=0) - lengths[chunk])
+        owner, local = local_token(torch.arange(len(request)) + skipped[request], sharding)
+        row = owner * room + bounds[owner, chunk, request] + local - starts[owner, chunk, request]
+        order.append(row.to(device))
     own_bounds, own_starts = (x[sharding.rank].to(device, torch.int32) for x in (bounds, starts))
     return ContextShares(own_bounds, own_starts, rows, order)
-
-
-def _order(
-    first: torch.Tensor,
-    lengths: torch.Tensor,
-    sharding: Sharding,
-    room: int,
-    bounds: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
-    """[tokens] rows of a chunk's tokens among the parts of all ranks, which have ``room`` rows each.
-
-    Args:
-        first: [B] first token of each request.
-        lengths: [B] tokens of each request.
-        sharding: of any rank.
-        room: rows of a part.
-        bounds: [W, B + 1] which rows of a part are whose.
-        starts: [W, B] first of a rank's own tokens of each request.
-    """
-    request = torch.arange(len(lengths)).repeat_interleave(lengths)
-    before = lengths.cumsum(dim=0) - lengths
-    owner, local = local_token(torch.arange(len(request)) - before[request] + first[request], sharding)
-    return owner * room + bounds[owner, request] + local - starts[owner, request]

@@ -11,6 +11,8 @@ from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.cache_format import entry_width
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
+_WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
+
 
 class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
     """What an MLA layer computes with.
@@ -69,19 +71,23 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         self._make_kernels()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj`` into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+        """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+
+        One with quantised weights is asked for the image of the identity, without its bias.
 
         Raises:
-            ValueError: a projection of another shape.
+            ValueError: a projection without a weight, or with one of another shape.
         """
-        self.W_UK_T, self.W_UV = split_kv_b_proj(
-            self.kv_b_proj,
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            v_head_dim=self.v_head_dim,
-            dtype=act_dtype,
-        )
+        weight = _dense_weight(self.kv_b_proj, self.kv_lora_rank, act_dtype)
+        expected = (self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
+        if weight.shape != expected:
+            raise ValueError(
+                f"expected a kv_b_proj weight [N·(P + V), L] = {list(expected)} for N = {self.num_heads}, "
+                f"P = {self.qk_nope_head_dim}, V = {self.v_head_dim}, L = {self.kv_lora_rank}, got {list(weight.shape)}"
+            )
+        by_head = weight.to(act_dtype).unflatten(0, (self.num_heads, -1))
+        self.W_UK_T, w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
+        self.W_UV = w_uv.transpose(1, 2)
 
     def prepare(self, attn_metadata: MLACommonMetadata) -> None:
         """Hand the batch to the kernels.
@@ -156,43 +162,8 @@ def _refuse(**settings: object) -> None:
             raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
 
 
-_WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
-
-
-def split_kv_b_proj(
-    kv_b_proj: Any, *, num_heads: int, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W_UK_T [N, P, L], W_UV [N, L, V]) of ``dtype``, of a projection from L to N·(P + V).
-
-    Args:
-        kv_b_proj: a linear layer; one with quantised weights is asked for the image of the identity, without its bias.
-        num_heads: N.
-        kv_lora_rank: L.
-        qk_nope_head_dim: P.
-        v_head_dim: V.
-        dtype: of the activations.
-
-    Raises:
-        ValueError: no weight, or one of another shape.
-    """
-    weight = dense_weight(kv_b_proj, kv_lora_rank, dtype)
-    expected = (num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)
-    if weight.shape != expected:
-        raise ValueError(
-            f"expected a kv_b_proj weight [N·(P + V), L] = {list(expected)} for N = {num_heads}, "
-            f"P = {qk_nope_head_dim}, V = {v_head_dim}, L = {kv_lora_rank}, got {list(weight.shape)}"
-        )
-    by_head = weight.to(dtype).unflatten(0, (num_heads, -1))
-    w_uk, w_uv = by_head.tensor_split([qk_nope_head_dim], dim=1)
-    return w_uk, w_uv.transpose(1, 2)
-
-
-def dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """[out, in] weight of a linear layer, dequantised if it is stored in codes.
-
-    Raises:
-        ValueError: a layer without a weight, or one that adds a bias.
-    """
+def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """[out, in] weight of a linear layer, dequantised if it is stored in codes; ValueError for one that adds a bias."""
     stored = stored_weight(linear)
     if is_dense(stored):
         return stored

@@ -238,7 +238,7 @@ def test_the_workspace_rule(world: Any) -> None:
         return workspace_tokens(
             SimpleNamespace(
                 model_config=SimpleNamespace(max_model_len=max_model_len),
-                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
+                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs, chunked_prefill_enabled=True),
                 cache_config=SimpleNamespace(block_size=page),
             )
         )
