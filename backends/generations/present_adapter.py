@@ -6,8 +6,8 @@ rows that the metadata count and no others, so any further rows of a call stay b
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, count
+from typing import Any
 
 import torch
 
@@ -65,16 +65,19 @@ class PresentAdapter(AdaptedPrefillBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the backend for every run of the chunk; a row of no run is 0 with LSE -inf, as the layer fills it."""
         runs = self._plan[chunk_idx]
-        if self._only_chunk and runs[0].chunk.token_slice.stop == q.shape[0]:
-            return self._call(runs[0].chunk, q, k[runs[0].keys], v[runs[0].keys], None)
+        # Requests outside of the runs have no keys, so those of the runs stand end to end.
+        keys = [chunk.num_context_tokens for chunk in runs]
+        k_parts, v_parts = (x[: sum(keys)].split(keys) for x in (k, v))
+        if self._only_chunk and runs[0].token_slice.stop == q.shape[0]:
+            return self._call(runs[0], q, k_parts[0], v_parts[0], None)
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=self._output_dtype)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         # The layer lets a backend write in place unless it merges the result, or takes it as a whole.
         in_place = self._target.supports_out() and not self._only_chunk
-        for chunk, keys in runs:
+        for chunk, k_part, v_part in zip(runs, k_parts, v_parts, strict=True):
             rows = output[chunk.token_slice]
             given = rows if in_place and not chunk.is_continuation else None
-            part, part_lse = self._call(chunk, q[chunk.token_slice], k[keys], v[keys], given)
+            part, part_lse = self._call(chunk, q[chunk.token_slice], k_part, v_part, given)
             if given is None:
                 _place("output", part, rows)
             elif part.data_ptr() != rows.data_ptr():
@@ -117,13 +120,6 @@ def _place(name: str, part: torch.Tensor, rows: torch.Tensor) -> None:
     rows.copy_(part)
 
 
-class Run(NamedTuple):
-    """A chunk object, and where its keys stand among those of the plan's chunk."""
-
-    chunk: ContextChunk
-    keys: slice
-
-
 def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
     """The requests of each run of one chunk, given the first context position and the keys of every request."""
     begin = None
@@ -137,32 +133,26 @@ def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
         yield slice(begin, len(seq_lens))
 
 
-def planned_runs(metadata: MLACommonPrefillMetadata) -> list[list[Run]]:
+def planned_runs(metadata: MLACommonPrefillMetadata) -> list[list[ContextChunk]]:
     """The runs of every chunk of the plan, numbered through; empty without cached context."""
     context = metadata.chunked_context
     if context is None:
         return []
-    rows = _Rows(metadata)
-    plan = []
-    number = 0
-    for index, (starts, seq_lens) in enumerate(zip(context.starts.tolist(), context.seq_lens.tolist(), strict=True)):
-        runs = []
-        for requests in runs_of(starts, seq_lens):
-            first = sum(seq_lens[: requests.start])
-            chunk = rows.chunk(number, requests, starts, seq_lens, context.max_seq_lens[index])
-            runs.append(Run(chunk, slice(first, first + chunk.num_context_tokens)))
-            number += 1
-        plan.append(runs)
-    return plan
+    number, rows = count(), _Rows(metadata)
+    chunks = zip(context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens, strict=True)
+    return [
+        [rows.chunk(next(number), requests, starts, seq_lens, longest) for requests in runs_of(starts, seq_lens)]
+        for starts, seq_lens, longest in chunks
+    ]
 
 
 def present_metadata(
-    metadata: MLACommonPrefillMetadata, plan: Sequence[Sequence[Run]], backend: Any
+    metadata: MLACommonPrefillMetadata, plan: Sequence[Sequence[ContextChunk]], backend: Any
 ) -> present.MLACommonPrefillMetadata:
     """The metadata that ``backend`` is prepared with, for a plan of :func:`planned_runs`."""
     context = metadata.chunked_context
     lengths = [] if context is None else context.seq_lens.sum(dim=0).tolist()
-    chunks = [run.chunk for runs in plan for run in runs]
+    chunks = [chunk for runs in plan for chunk in runs]
     translated = None
     # A batch without any context has no plan there, where ours may plan one chunk of nothing.
     if context is not None and chunks:
