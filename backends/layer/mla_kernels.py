@@ -8,7 +8,7 @@ from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.layer.cache_format import entry_width
+from mla_conformance.backends.layer.cache_ops import entry_width
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 _WEIGHT_NAMES = ("weight", "qweight", "weight_packed")

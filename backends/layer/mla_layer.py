@@ -10,7 +10,7 @@ from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer import cache_ops
 from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
-from mla_conformance.backends.layer.cache_format import cache_dtype, entry_width
+from mla_conformance.backends.layer.cache_ops import cache_dtype, entry_width
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata

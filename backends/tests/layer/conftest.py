@@ -14,7 +14,7 @@ from torch import Tensor
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
-from mla_conformance.backends.layer.cache_format import cache_dtype, decode
+from mla_conformance.backends.layer.cache_ops import cache_dtype, decode
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.layer.cache_format import cache_dtype, decode, encode
 from mla_conformance.backends.layer.cache_ops import (
-    advance_step,
+    cache_dtype,
     concat_and_cache_mla,
     copy_blocks_mla,
+    decode,
+    encode,
     gather_cache,
     swap_blocks,
 )
@@ -189,26 +190,3 @@ def test_block_copies_that_make_no_sense_are_refused(world: Any) -> None:
         copy_blocks_mla([cache], torch.tensor([[4, 2], [5, 2]]))
     with pytest.raises(ValueError, match=r"caches of one page and dtype, got \[64, 4, 40\]"):
         swap_blocks(cache, cache[:, :2], torch.tensor([[0, 0]]))
-
-
-def step(seq_lens: list[int], columns: int, num_queries: int) -> tuple[torch.Tensor, ...]:
-    rows = len(seq_lens)
-    tokens, positions, slots = (torch.full((rows,), -5) for _ in range(3))
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    table = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns)
-    advance_step(rows, num_queries, 4, tokens, torch.arange(rows) + 100, positions, lengths, slots, table)
-    return tokens, positions, lengths, slots
-
-
-def test_a_step_moves_every_query_and_no_padding() -> None:
-    tokens, positions, lengths, slots = step([3, 4, 0, 0], 2, num_queries=2)
-    assert tokens.tolist() == [100, 101, -5, -5] and positions.tolist() == [3, 4, -5, -5]
-    assert lengths.tolist() == [4, 5, 0, 0] and slots.tolist() == [3, 12, -5, -5]
-    assert step([3], 2, num_queries=0)[2].tolist() == [3]
-
-
-def test_a_step_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"):
-        step([3, 8], 2, num_queries=2)
-    with pytest.raises(ValueError, match="at most 1 queries, the number of sequences, got 2"):
-        step([3], 2, num_queries=2)
