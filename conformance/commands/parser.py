@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from mla_conformance.backends.nearest import unknown
+from mla_conformance.backends.references import unknown
 
 
 class Parser(argparse.ArgumentParser):
