@@ -11,6 +11,7 @@ import torch
 
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
+from mla_conformance.backends.layer.mla_metadata import part
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -109,79 +110,58 @@ def count_decodes(query_lens: torch.Tensor, threshold: int | None, uniform: bool
     return int(decodes.int().cumprod(dim=0).sum())
 
 
-class Batch(NamedTuple):
-    """A checked batch: ``prefills`` of its requests prefill, before its decodes or after them."""
+def layer_fields(
+    common: CommonAttentionMetadata, prefills: int, prefills_first: bool, sharding: Sharding
+) -> dict[str, Any]:
+    """The fields of ``MLACommonMetadata`` that a batch gives; tensors are views of the batch's where they can be.
 
-    common: CommonAttentionMetadata
-    prefills: int
-    prefills_first: bool
+    Args:
+        common: a checked batch.
+        prefills: requests that prefill.
+        prefills_first: whether they come before the decodes or after them.
+        sharding: which of the tokens this rank stores.
+    """
+    requests, decodes = common.num_reqs, common.num_reqs - prefills
+    prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
+    query_lens = common.query_start_loc_cpu[: requests + 1].diff()
+    seq_lens, seq_lens_cpu = common.seq_lens[:requests], common.host_seq_lens()[:requests]
+    return {
+        "num_prefills": prefills,
+        "num_decodes": decodes,
+        "num_prefill_tokens": int(query_lens[prefilling].sum()),
+        # The rows that pad a graph's batch belong to it, though no request has them.
+        "num_decode_tokens": int(query_lens[decoding].sum()) if prefills else common.num_actual_tokens,
+        "prefills_first": prefills_first,
+        "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
+        "seq_lens": seq_lens_cpu.tolist(),
+        "seq_lens_tensor": seq_lens,
+        "query_start_loc": common.query_start_loc[: requests + 1],
+        "query_lens_cpu": query_lens,
+        "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
+        # A row of padding has more queries than keys.
+        "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
+        "block_tables": common.block_table_tensor[:requests],
+        "max_query_len": _longest(query_lens),
+        "max_decode_query_len": _longest(query_lens[decoding], default=1),
+        "max_prefill_seq_len": _longest(seq_lens_cpu[prefilling]),
+        "max_decode_seq_len": _longest(seq_lens_cpu[decoding]),
+        **_shard_fields(common, sharding),
+    }
 
-    def counts(self) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that are numbers."""
-        prefill_queries, decode_queries = self._split(self._query_lens())
-        prefill_seqs, decode_seqs = self._split(self._seq_lens())
-        return {
-            "num_prefills": self.prefills,
-            "num_decodes": self.common.num_reqs - self.prefills,
-            "num_prefill_tokens": int(prefill_queries.sum()),
-            # The rows that pad a graph's batch belong to it, though no request has them.
-            "num_decode_tokens": int(decode_queries.sum()) if self.prefills else self.common.num_actual_tokens,
-            "prefills_first": self.prefills_first,
-            "seq_lens": self._seq_lens().tolist(),
-            "max_query_len": _longest(self._query_lens()),
-            "max_decode_query_len": _longest(decode_queries, default=1),
-            "max_prefill_seq_len": _longest(prefill_seqs),
-            "max_decode_seq_len": _longest(decode_seqs),
-        }
 
-    def tensors(self) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that are tensors; views of the batch's where they can be."""
-        common, requests = self.common, self.common.num_reqs
-        seq_lens = common.seq_lens[:requests]
-        return {
-            "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
-            "seq_lens_tensor": seq_lens,
-            "query_start_loc": common.query_start_loc[: requests + 1],
-            "query_lens_cpu": self._query_lens(),
-            "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
-            # A row of padding has more queries than keys.
-            "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
-            "block_tables": common.block_table_tensor[:requests],
-        }
-
-    def shard(self, sharding: Sharding) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that say which tokens this rank stores."""
-        fields = {
-            "dcp_world_size": sharding.world_size,
-            "dcp_rank": sharding.rank,
-            "cp_kv_cache_interleave_size": sharding.interleave,
-        }
-        if sharding.world_size == 1:
-            return fields
-        given, requests = self.common.dcp_local_seq_lens, self.common.num_reqs
-        on_device = local_seq_lens(self.common.seq_lens, sharding) if given is None else given
-        local = {
-            "dcp_local_seq_lens": on_device[:requests],
-            "dcp_local_seq_lens_cpu": local_seq_lens(self._seq_lens(), sharding),
-        }
-        return fields | local
-
-    def prefill_context_lens(self) -> torch.Tensor:
-        """[prefills] tokens computed before, on the host."""
-        return self._split(self._seq_lens() - self._query_lens())[0]
-
-    def _query_lens(self) -> torch.Tensor:
-        return self.common.query_start_loc_cpu[: self.common.num_reqs + 1].diff()
-
-    def _seq_lens(self) -> torch.Tensor:
-        return self.common.host_seq_lens()[: self.common.num_reqs]
-
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(those of the prefills, those of the decodes)."""
-        if self.prefills_first:
-            return rows[: self.prefills], rows[self.prefills :]
-        decodes = len(rows) - self.prefills
-        return rows[decodes:], rows[:decodes]
+def _shard_fields(common: CommonAttentionMetadata, sharding: Sharding) -> dict[str, Any]:
+    """Those that say which tokens this rank stores."""
+    fields: dict[str, Any] = {
+        "dcp_world_size": sharding.world_size,
+        "dcp_rank": sharding.rank,
+        "cp_kv_cache_interleave_size": sharding.interleave,
+    }
+    if sharding.world_size > 1:
+        given, requests = common.dcp_local_seq_lens, common.num_reqs
+        on_device = local_seq_lens(common.seq_lens, sharding) if given is None else given
+        fields["dcp_local_seq_lens"] = on_device[:requests]
+        fields["dcp_local_seq_lens_cpu"] = local_seq_lens(common.host_seq_lens()[:requests], sharding)
+    return fields
 
 
 def _longest(lengths: torch.Tensor, default: int = 0) -> int:

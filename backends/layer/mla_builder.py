@@ -18,7 +18,13 @@ from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group
-from mla_conformance.backends.layer.mla_batch import Batch, LayerRequest, check_common, common_metadata, count_decodes
+from mla_conformance.backends.layer.mla_batch import (
+    LayerRequest,
+    check_common,
+    common_metadata,
+    count_decodes,
+    layer_fields,
+)
 from mla_conformance.backends.layer.mla_context import ContextPlan, plan_context, share_context, workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
@@ -174,19 +180,18 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
     ) -> MLACommonMetadata:
         """The metadata of ``common``, its lengths checked."""
-        batch, sharding = Batch(common, prefills, prefills_first), self._sharding()
-        plan = self._plan(batch.prefill_context_lens())
-        return MLACommonMetadata(
-            **batch.counts(),
-            **batch.tensors(),
-            **batch.shard(sharding),
+        sharding = self._sharding()
+        metadata = MLACommonMetadata(
+            **layer_fields(common, prefills, prefills_first, sharding),
             dtype=self.vllm_config.model_config.dtype,
             use_cuda_graph=use_cuda_graph,
             head_dim=self.head_dim,
             is_profile_run=self.is_profile_run,
-            context_plan=plan,
-            context_shares=None if plan is None else share_context(plan, sharding, self.device),
         )
+        context_lens = common.host_seq_lens()[: common.num_reqs] - metadata.query_lens_cpu
+        plan = metadata.context_plan = self._plan(context_lens[metadata.prefill_requests])
+        metadata.context_shares = None if plan is None else share_context(plan, sharding, self.device)
+        return metadata
 
     def _plan(self, context_lens: torch.Tensor) -> ContextPlan | None:
         if not bool((context_lens > 0).any()):

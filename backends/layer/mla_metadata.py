@@ -86,22 +86,22 @@ class MLACommonMetadata(AttentionMetadata):
     @property
     def prefill_requests(self) -> slice:
         """Which requests prefill."""
-        return _part(self.num_prefills, self.num_decodes, self.prefills_first)
+        return part(self.num_prefills, self.num_decodes, self.prefills_first)
 
     @property
     def decode_requests(self) -> slice:
         """Which requests decode."""
-        return _part(self.num_decodes, self.num_prefills, not self.prefills_first)
+        return part(self.num_decodes, self.num_prefills, not self.prefills_first)
 
     @property
     def prefill_tokens(self) -> slice:
         """Rows of the prefills' new tokens."""
-        return _part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
+        return part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
 
     @property
     def decode_tokens(self) -> slice:
         """Rows of the decodes' new tokens."""
-        return _part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
+        return part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
 
     @property
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
@@ -248,6 +248,6 @@ class MLACommonMetadata(AttentionMetadata):
         return ChunkedContextMetadata(**self.context_plan._asdict(), workspace=self.context_chunk_workspace)
 
 
-def _part(size: int, other: int, first: bool) -> slice:
+def part(size: int, other: int, first: bool) -> slice:
     """One of two neighbouring parts."""
     return slice(0, size) if first else slice(other, other + size)
