@@ -19,6 +19,7 @@ from mla_conformance.backends.generations.vllm import (
     engine_config,
     forward_context,
     prefill_class,
+    why_no_prefill,
 )
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
@@ -141,7 +142,9 @@ class AdaptedLayerImpl:
         )
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, v_head_dim
         self.config = engine_config(config, num_heads, kv_lora_rank, dims)
+        dtype = config.model_config.dtype
         with current_config(self.config), stored_weight(kv_b_proj).device:
+            prefill = NoPrefill if why_no_prefill(dtype, dims) else prefill_class(dtype, dims)
             self.module = import_module(LAYER_MODULE).MLAAttention(
                 num_heads=num_heads,
                 scale=scale,
@@ -150,11 +153,11 @@ class AdaptedLayerImpl:
                 v_head_dim=v_head_dim,
                 q_lora_rank=q_lora_rank,
                 kv_lora_rank=kv_lora_rank,
-                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, config.model_config.dtype),
+                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
                 cache_config=self.config.cache_config,
                 prefix=LAYER_NAME,
                 attn_backend=wrapped,
-                prefill_backend_cls=_prefill_or_none(config.model_config.dtype, dims),
+                prefill_backend_cls=prefill,
             )
         config.compilation_config.static_forward_context[LAYER_NAME] = self
 
@@ -245,10 +248,3 @@ class _Linear:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._linear, name)
-
-
-def _prefill_or_none(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
-    try:
-        return prefill_class(dtype, dimensions)
-    except ValueError:
-        return NoPrefill
