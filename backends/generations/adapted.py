@@ -21,7 +21,7 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
-NOMINAL_DTYPE = torch.bfloat16
+_NOMINAL_DTYPE = torch.bfloat16
 """The model's dtype in a configuration that is made before any batch is known."""
 
 
@@ -115,7 +115,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def _start(self) -> Any:
         """The object that the calls go to."""
-        return self.wrapped(**self._configuration(NOMINAL_DTYPE))
+        return self.wrapped(**self._configuration(_NOMINAL_DTYPE))
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""

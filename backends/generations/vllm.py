@@ -20,7 +20,10 @@ from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
-_DIMENSIONS = "vllm.v1.attention.backends.mla.prefill.base"
+LAYER_NAME = "layer"
+LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
+_PREFILLS = "vllm.v1.attention.backends.mla.prefill"
+_DIMENSIONS = f"{_PREFILLS}.base"
 _QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 
 
@@ -62,11 +65,6 @@ def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )
-
-
-LAYER_NAME = "layer"
-LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
-_PREFILLS = "vllm.v1.attention.backends.mla.prefill"
 
 
 def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> Any:

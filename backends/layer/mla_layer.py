@@ -10,7 +10,6 @@ from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer import cache_ops
 from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
-from mla_conformance.backends.layer.cache_ops import cache_dtype, entry_width
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
@@ -77,7 +76,7 @@ class MLACommonBackend(AttentionBackend):
         """
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
-        width = entry_width(cache_dtype_str, *_latent_dims(head_size))
+        width = cache_ops.entry_width(cache_dtype_str, *_latent_dims(head_size))
         return num_blocks, block_size, width
 
     @staticmethod
@@ -131,8 +130,8 @@ class MLACommonBackend(AttentionBackend):
     ) -> str | None:
         """A layout that holds no such latents, or what must be installed first."""
         try:
-            entry_width(kv_cache_dtype or "auto", *_latent_dims(head_size))
-            cache_dtype(kv_cache_dtype or "auto", dtype)
+            cache_ops.entry_width(kv_cache_dtype or "auto", *_latent_dims(head_size))
+            cache_ops.cache_dtype(kv_cache_dtype or "auto", dtype)
         except ValueError as error:
             return str(error)
         missing = [reason for kernel in cls._kernels() for reason in kernel.missing_dependencies()]
