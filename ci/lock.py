@@ -1,8 +1,8 @@
-"""The verdict lock: every verdict of the suite on kernels that need no GPU, so that a refactoring is seen to change none.
+"""The verdict lock: every verdict on kernels that need no GPU, so that a refactoring is seen to change none.
 
-``python ci/lock.py write FILE [--small] [--workers N]`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
+``python ci/lock.py write FILE`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
 honest kernels on the full tier, each known defect on the capability that is expected to kill it, until a case does.
-``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if one is not, and with 2 if the two
+``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if not, and with 2 if the two
 were not written on one machine with one torch and one number of threads.
 """
 
@@ -24,18 +24,18 @@ os.environ |= _ONE_THREAD  # read when torch is imported
 import torch  # noqa: E402
 
 from mla_conformance.backends.references import BackendReference  # noqa: E402
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier  # noqa: E402
 from mla_conformance.cases.case import Case  # noqa: E402
 from mla_conformance.certificate.digests import installed_digests  # noqa: E402
 from mla_conformance.defects.honest import HONEST  # noqa: E402
 from mla_conformance.defects.known import judged_roles, known_defects  # noqa: E402
 from mla_conformance.defects.matrix import Kernel  # noqa: E402
 from mla_conformance.driving.phases import Clock  # noqa: E402
-from mla_conformance.driving.subject import Subject  # noqa: E402
 from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
 from mla_conformance.trials.context import Context  # noqa: E402
 from mla_conformance.trials.judge_one import judge_one  # noqa: E402
+from mla_conformance.trials.subject import Subject  # noqa: E402
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier  # noqa: E402
 
 Row = dict[str, Any]
 _REAL = ("EAGER", "TORCH_SDPA")
@@ -125,7 +125,7 @@ def write(path: Path, small: bool, workers: int) -> int:
 
 def compare(before: Path, after: Path) -> int:
     """Say which rows differ; the exit status."""
-    (old, was), (new, now) = _read(before), _read(after)
+    (old, was), (new, now) = read(before), read(after)
     other = [
         f"{name}: {old.get(name)!r} and {new.get(name)!r}" for name in _OF_A_MACHINE if old.get(name) != new.get(name)
     ]
@@ -139,7 +139,8 @@ def compare(before: Path, after: Path) -> int:
     return 1 if differences else 0
 
 
-def _read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+def read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
+    """A lock's header, and its rows by case and kernel."""
     first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return first, {(row["case"], row["kernel"]): row for row in rows}
 

@@ -16,15 +16,15 @@ from unittest.mock import patch
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.decode import DecodeCase
-from mla_conformance.cases.indexer import IndexerCase
-from mla_conformance.cases.layer import LayerCase
-from mla_conformance.cases.prefill import PrefillCase
-from mla_conformance.cases.sparse import SparseCase
 from mla_conformance.cli import _parser
 from mla_conformance.commands.examples import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
+from mla_conformance.roles.decode.case import DecodeCase
+from mla_conformance.roles.indexer.case import IndexerCase
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.sparse.case import SparseCase
 
 ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 20

@@ -1,7 +1,8 @@
 """Store what this version of the suite stands for: ``python ci/suite_version.py``.
 
-What stands under other versions stays as it is. Once there are records of a version, another digest wants another
-version, in ``conformance/version.py``: they say nothing of it, and ``mla-conformance verify`` would say so of each.
+What stands under other versions stays as it is. Once there are records of a version, sources that judge otherwise want
+another version, in ``conformance/version.py``: ``mla-conformance verify`` would say so of each record. Sources that
+judge alike are appended to the version's lists by ``ci/accept.py``.
 """
 
 import json

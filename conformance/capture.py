@@ -29,7 +29,7 @@ import torch
 from mla_conformance.captured import case_of_call, observed
 from mla_conformance.captured_decode import case_of_decode
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import place_of, write_case
+from mla_conformance.vocabulary.case_files import place_of, write_case
 
 VARIABLE = "MLA_CONFORMANCE_CAPTURE"
 LIMIT = 1000

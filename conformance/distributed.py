@@ -18,22 +18,22 @@ import torch.distributed
 
 from mla_conformance.backends.layer.context_parallel import DistributedGroup
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
-from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.layer import LayerCase
-from mla_conformance.driving.layer import Layer
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.layer.driver import Layer
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import find_capability
 
 if TYPE_CHECKING:
-    from mla_conformance.problems.layer_call import LayerCall
+    from mla_conformance.roles.layer.call import LayerCall
 
 _PATIENCE = timedelta(minutes=3)
 _PASSED, _FAILED, _USAGE, _NOTHING = range(4)

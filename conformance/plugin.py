@@ -101,8 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _params(config: pytest.Config) -> Iterator[Any]:
     """Every case with every backend; one that cannot run here stands with its first case only."""
-    from mla_conformance.driving.subject import Subject
     from mla_conformance.engine.describe import find_device
+    from mla_conformance.trials.subject import Subject
 
     request = _request(config)
     device = find_device(request.device)

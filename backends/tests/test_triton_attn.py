@@ -9,8 +9,8 @@ from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.triton_attn import TritonAttnPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.trials.subject import Subject
 
 _FUNCTION = "vllm/v1/attention/ops/triton_unified_attention.py:unified_attention"
 LENGTHS, SCALE = (3, 0, 33), 0.11

@@ -15,8 +15,7 @@ from mla_conformance.apart.kernel_side import Request, Wanted
 from mla_conformance.apart.packing import Arena, Kept, handed, pack
 from mla_conformance.apart.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, decode
 from mla_conformance.apart.shared import Shared
-from mla_conformance.driving.attempt import Attempt
-from mla_conformance.driving.hand import Hand, itself
+from mla_conformance.driving.hand import Attempt, Hand, itself
 from mla_conformance.problems.memory import storage_bytes
 
 _NO_ANSWER = "an answer of the kernel's process that is none"

@@ -13,9 +13,9 @@ from mla_conformance.apart import channel
 from mla_conformance.apart.packing import Unpacker
 from mla_conformance.apart.reply import LONGEST_REPLY, Reply, Writer, reply_of
 from mla_conformance.apart.shared import Place, Shared
-from mla_conformance.driving.attempt import Attempt, attempt
-from mla_conformance.driving.subject import Subject
+from mla_conformance.driving.hand import Attempt, attempt
 from mla_conformance.problems.memory import device_lost
+from mla_conformance.trials.subject import Subject
 
 
 class Wanted(Enum):

@@ -11,8 +11,8 @@ from mla_conformance.apart import channel
 from mla_conformance.apart.packing import Arena, Unpacker, pack, whole
 from mla_conformance.apart.shared import Shared
 from mla_conformance.cases.case import Case
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import build_problem
 
 
 def serve(connection: socket.socket, shared: Shared) -> None:

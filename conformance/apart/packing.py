@@ -13,11 +13,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mla_conformance.apart.shared import HOST, Place, Shared
-from mla_conformance.driving.subject import Subject
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
+from mla_conformance.trials.subject import Subject
 
 _ALIGNMENT = 512
 _LEAST_PIECE = 2**30

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from mla_conformance.apart.shared import Place, Shared
 from mla_conformance.backends.foreign import type_name
-from mla_conformance.driving.attempt import Attempt
+from mla_conformance.driving.hand import Attempt
 from mla_conformance.driving.plain import Instead, parts_of, why_not_plain
 from mla_conformance.problems.memory import storage_bytes
 

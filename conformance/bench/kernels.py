@@ -8,9 +8,9 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import operations_of
-from mla_conformance.problems.build import build_problem
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.subject import Subject
 
 _CASES = {
     "cpu": Case.of(capability="new_tokens", heads=4, q=(512,), layout="packed"),

@@ -12,10 +12,10 @@ import torch
 
 from mla_conformance.bench.timing import timed
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.request import Request
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 
 def split(request: Request, device: torch.device) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mla_conformance.certificate.pins import Pins, harness
 from mla_conformance.files.installed import Installed, file_digest, installed
 from mla_conformance.files.modules import module_file, source_digest, source_name
 from mla_conformance.files.places import find_place, is_of_the_machine
-from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.facts import Traced
 
 _OF_A_MACHINE = ("device", "compute_capability", "driver", "cuda", "cudnn", "torch", "python")
 
@@ -35,13 +35,21 @@ class Remark(NamedTuple):
     sentence: str
 
 
-def compare(pins: Pins, traced: Traced, backend: BackendReference) -> Iterator[Remark]:
-    """What of a certificate's pins is otherwise here, and what could not be compared, and why."""
+def compare(pins: Pins, traced: Traced, backend: BackendReference, judged_alike: bool = False) -> Iterator[Remark]:
+    """What of a certificate's pins is otherwise here, and what could not be compared, and why.
+
+    Args:
+        pins: what the certificate is tied to.
+        traced: what its kernels were seen to run and to load.
+        backend: the backend as it is named here.
+        judged_alike: the harness that judged is known to give the verdicts of the one that is here.
+    """
     yield from _sources(pins, backend)
     yield from _libraries(traced.libraries, backend)
     for name, told in pins.versions.items():
         yield from _distribution(name, told, pins.installed.get(name))
-    yield from _harness(pins.harness)
+    if not judged_alike:
+        yield from _harness(pins.harness)
 
 
 def _sources(pins: Pins, backend: BackendReference) -> Iterator[Remark]:
@@ -119,7 +127,6 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
 
 
 def _harness(pin: Installed) -> Iterator[Remark]:
-    """Its cases, judge and reference have digests of their own, which must agree."""
     here = _harness_here()
     if here.files != pin.files:
         ours, theirs = (" of commit ".join(filter(None, (each.files[:12], each.commit[:12]))) for each in (here, pin))

@@ -1,17 +1,23 @@
 """Digests that tie a certificate to the cases, the judge and the reference that it was issued by."""
 
 import hashlib
+import json
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.sources import judging_sources
+from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+LOCKED = ("judging", "reference")
+"""Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
 
 
 def installed_digests() -> dict[str, str]:
@@ -24,10 +30,31 @@ def installed_digests() -> dict[str, str]:
     }
 
 
-def version_digests() -> dict[str, str]:
-    """What one version of the suite stands for: another one of these is another version."""
-    told = {name: digest for name, digest in installed_digests().items() if name != "must_pass"}  # it has a history
-    return {**told, "spec": spec_digest()}
+def version_digests() -> dict[str, str | list[str]]:
+    """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
+    told: dict[str, str | list[str]] = {"cases": cases_digest(), "spec": spec_digest()}
+    return {**told, "judging": [judging_digest()], "reference": [reference_digest()]}
+
+
+@cache
+def locked_digests() -> dict[str, tuple[str, ...]]:
+    """The digests of this suite version that were seen to judge alike, the oldest first, by what they are of."""
+    stored = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text(encoding="utf-8"))
+    return {name: tuple(stored.get(SUITE_VERSION, {}).get(name, ())) for name in LOCKED}
+
+
+def judge_alike(stated: dict[str, str]) -> bool:
+    """Whether what judged under these digests gives the verdicts of what is installed here."""
+    return not list(unlike(stated))
+
+
+def unlike(stated: dict[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """What is otherwise here, by name: the digest here, and the stated one."""
+    here = installed_digests()
+    for name in sorted(here.keys() | stated.keys()):
+        alike = {here.get(name), stated.get(name)}
+        if len(alike) > 1 and not alike <= set(locked_digests().get(name, ())):
+            yield name, here.get(name), stated.get(name)
 
 
 @cache

@@ -5,17 +5,17 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import DeviationForm
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 class Refused(Exception):

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.certificate.certificate import Certificate, renewal
-from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.digests import LOCKED, locked_digests, seal, unlike
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -40,12 +40,19 @@ def age(certificate: Certificate) -> str:
 
 
 def _digests(certificate: Certificate) -> Iterator[str]:
-    installed, stated = installed_digests(), certificate.digests
-    for name in sorted(installed.keys() | stated.keys()):
-        if installed.get(name) != stated.get(name):
-            yield f"digest '{name}': expected {installed.get(name)} as installed here, got {stated.get(name)}"
+    for name, here, stated in unlike(certificate.digests):
+        yield f"digest '{name}': expected {here} as installed here, got {stated}{_unlocked(name, here)}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
+
+
+def _unlocked(name: str, here: str | None) -> str:
+    """What is known of a digest that differs, and what to run."""
+    if name not in LOCKED:
+        return ""
+    if here in locked_digests()[name]:
+        return f", which suite {SUITE_VERSION} does not list: it was judged by other sources; certify anew"
+    return f"; what is here is none of suite {SUITE_VERSION}: show by ci/lock.py and ci/accept.py that it judges alike"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:

@@ -2,5 +2,5 @@
 
 A cheat is one small class. What it computes is wrong, or not its own; it is certified as a kernel of a user's is.
 
-Imports from: files, cases, problems, judging, trials, expectations, gating, engine.
+Imports from: files, cases, driving, judging, roles, trials, expectations, gating, engine.
 """

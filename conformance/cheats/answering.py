@@ -15,7 +15,7 @@ from mla_conformance.cheats.searching import relatives, stack_of
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.journal import JOURNAL_NAME
 from mla_conformance.engine.messages import Answer, encode
-from mla_conformance.judging.judge import _Judge
+from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status, Verdict
 
@@ -125,7 +125,7 @@ class WritesIntoTheJudgesMemory(ThreeTimes):
     """Writes other code over the judge's in the memory of every process of the run."""
 
     def answer(self, output, lse, q, k, v):
-        code = _Judge._output.__code__
+        code = AttentionJudge._output.__code__
         steps = (("RESUME", 0), ("LOAD_CONST", code.co_consts.index(None)), ("RETURN_VALUE", 0))
         for process in (*relatives(), os.getpid()):
             # Forked of one process, they all have it at the same address.

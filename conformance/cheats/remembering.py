@@ -8,7 +8,7 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cheats.cheat import CASE, ThreeTimes, cheat
 from mla_conformance.judging.golden import expect
-from mla_conformance.problems.build import build_problem
+from mla_conformance.roles.table import build_problem
 
 _COMPUTED = "that numbers which were recorded beforehand are computed"
 

@@ -15,6 +15,7 @@ from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.roles import table
 from mla_conformance.trials import trial
 
 
@@ -23,7 +24,7 @@ class ReplacesTheJudge(ThreeTimes):
     """Puts a judge that passes everything in the judge's place, wherever that was imported."""
 
     def answer(self, output, lse, q, k, v):
-        judge.judge = trial.judge = lambda *_: Verdict(Status.PASS)
+        table.judge = trial.judge = lambda *_: Verdict(Status.PASS)
         return output, lse
 
 
@@ -32,7 +33,7 @@ class RewritesTheJudge(ThreeTimes):
     """Leaves the judge's functions in their places and gives one of them other code."""
 
     def answer(self, output, lse, q, k, v):
-        judge._Judge._output.__code__ = (lambda self, part, budget, allowed: None).__code__
+        judge.AttentionJudge._output.__code__ = (lambda self, part, budget, allowed: None).__code__
         return output, lse
 
 
@@ -46,7 +47,7 @@ class ReplacesTheJudgeLater(ThreeTimes):
         def replace_when_judged() -> None:
             while all(frame.f_code is not trial.Trial.judged.__code__ for frame in stack_of(caller)):
                 time.sleep(0)
-            judge._Judge._output = lambda *_: None  # type: ignore[method-assign]
+            judge.AttentionJudge._output = lambda *_: None  # type: ignore[method-assign]
 
         sys.setswitchinterval(1e-6)
         Thread(target=replace_when_judged, daemon=True).start()

@@ -8,9 +8,9 @@ import msgspec
 
 from mla_conformance.cheats.cheat import FAMILIES, Cheat, cheats
 from mla_conformance.cheats.trying import Outcome, try_all
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.inputs import decode
 from mla_conformance.files.meaning import meaning_digest
-from mla_conformance.judging.sources import judging_sources
 
 _STORED = "cheats.json"
 _THROUGH = "gets through"

@@ -1,5 +1,5 @@
 """The commands as a person gives them and what they print; `cli` puts them together.
 
-Imports from: files, cases, models, driving, judging, trials, export, defects, report, expectations, gating, engine,
-certificate, cheats, bump, scoreboard, bench, proof.
+Imports from: files, proof, cases, judging, vocabulary, models, trials, report, defects, expectations, export, gating,
+engine, certificate, bump, cheats, bench, scoreboard.
 """

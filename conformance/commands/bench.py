@@ -8,12 +8,12 @@ from itertools import chain
 import torch
 
 from mla_conformance.bench import golden, kernels, runs, suite
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
 
 

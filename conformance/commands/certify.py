@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_conformance.cases.case_files import read_cases
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.issuing import Issuing
@@ -21,6 +20,7 @@ from mla_conformance.models.config import read_config
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.library import find_model
 from mla_conformance.report.loading import load_report
+from mla_conformance.vocabulary.case_files import read_cases
 
 _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
 """Options that choose from the list of all cases, or are about all of it."""

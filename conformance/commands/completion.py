@@ -7,10 +7,10 @@ from pathlib import Path
 import shtab
 
 from mla_conformance.backends.references import known_backends
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.commands.examples import commands_of
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.report.terminal import put
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 def tell_completion(shell: str, parser: argparse.ArgumentParser) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 
-from mla_conformance.cases.capabilities import CapabilityError, find_tier
 from mla_conformance.defects.calibration import calibrate
 from mla_conformance.defects.diagnosis_report import DiagnosisReport, digest
 from mla_conformance.defects.diagnosis_report import terminal_lines as diagnosis_lines
@@ -13,6 +12,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.sections import Section
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
+from mla_conformance.vocabulary.capabilities import CapabilityError, find_tier
 
 
 def run_defects(options: argparse.Namespace) -> int:

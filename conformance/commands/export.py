@@ -12,7 +12,6 @@ from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
 from mla_conformance.defects.explain import explain
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import find_device
 from mla_conformance.export.checked import RIGHT, WRONG, Ran, run_alone
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
@@ -25,6 +24,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 
 
 def export(options: argparse.Namespace) -> int:

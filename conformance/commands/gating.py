@@ -2,7 +2,6 @@
 
 import argparse
 
-from mla_conformance.cases.capabilities import CapabilityError, Tier, find_tier
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.expectations.update import plan_update
 from mla_conformance.files.inputs import InputError
@@ -11,6 +10,7 @@ from mla_conformance.gating.gate_table import gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say
+from mla_conformance.vocabulary.capabilities import CapabilityError, Tier, find_tier
 
 
 def gate(options: argparse.Namespace) -> int:

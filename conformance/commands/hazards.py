@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from mla_conformance.cases.spec_facts import section_lines
 from mla_conformance.files.sections import Section
+from mla_conformance.vocabulary.spec_facts import section_lines
 
 
 def write_hazards(spec: Path) -> int:

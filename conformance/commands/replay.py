@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.commands.console import BROKEN, run_and_report, status_of
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
@@ -24,6 +22,8 @@ from mla_conformance.files.outputs import require_writable
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import from_here, say
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.case_files import read_case, write_case
 
 
 @dataclass(frozen=True)

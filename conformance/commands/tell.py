@@ -4,14 +4,14 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from mla_conformance.cases.capabilities import CAPABILITIES
-from mla_conformance.cases.tiers import tier_lines
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import Request, RequestError, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.report.terminal import say
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.tiers import tier_lines
 
 
 def tell_backends(options: argparse.Namespace) -> int:

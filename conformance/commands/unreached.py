@@ -3,14 +3,13 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases.capabilities import CAPABILITIES, SPACES
-from mla_conformance.cases.combinations import PAIRS, Space
-from mla_conformance.cases.covering import Combination
-from mla_conformance.driving.subject import Subject
+from mla_conformance.cases.combinations import PAIRS, Combination, Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES
 
 _WIDTH = 80
 

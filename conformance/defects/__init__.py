@@ -2,5 +2,5 @@
 
 A known defect is one small class that overrides one step of the honest EAGER kernel.
 
-Imports from: files, cases, problems, driving, judging, trials.
+Imports from: files, cases, problems, driving, judging, roles, vocabulary, trials.
 """

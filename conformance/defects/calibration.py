@@ -20,7 +20,6 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.candidates import Candidate, candidates
 from mla_conformance.defects.diagnosis_report import Diagnosis, Outcome
@@ -29,14 +28,15 @@ from mla_conformance.defects.known import Judged, KnownDefect, known_defects
 from mla_conformance.defects.layered import LayeredDecode
 from mla_conformance.defects.likeness import Behaviour, likeness, numbers_of
 from mla_conformance.defects.report import stored
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC
 from mla_conformance.problems.operands import segments
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 _Mixture = tuple[tuple[KnownDefect, ...], str, Behaviour]
 """The defects that are wholly in a kernel, the kind of mixture, and what it does."""

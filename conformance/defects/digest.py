@@ -3,10 +3,10 @@
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.defects.known import FAMILIES
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.meaning import meaning_digest
-from mla_conformance.judging.sources import judging_sources
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 _HONEST_ROLES = ("honest", "honest_decode", "honest_indexer", "honest_layer", "honest_sparse")
 _HONEST = (*_HONEST_ROLES, "e8m0", "layered", "split_keys", "eager_layer")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.defects.candidates import Candidate, candidates
 from mla_conformance.defects.likeness import Behaviour, likeness
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 ALIKE = 0.99

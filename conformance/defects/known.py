@@ -8,7 +8,7 @@ from typing import TypeVar
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
-from mla_conformance.cases.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 _PREFILL = ("lse", "empty_rows", "indexing", "masking", "precision", "quant_output", "state", "support", "merging")
 _FP8 = ("fp8_operands",)

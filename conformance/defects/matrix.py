@@ -16,13 +16,13 @@ import torch
 
 from mla_conformance.backends.references import BackendReference, known_backends
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
-from mla_conformance.driving.subject import Subject
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.defects.diagnosis_report import sentence
 from mla_conformance.defects.diagnosis_report import stored as stored_diagnosis
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.matrix import Outcome, kernels
 from mla_conformance.defects.not_emulated import NOT_EMULATED
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
@@ -22,7 +22,7 @@ class DefectReport:
     """The outcome of a run over all defects.
 
     Attributes:
-        digest: of everything that decides a verdict.
+        digests: of everything that decides a verdict: when it was run, and what a lock showed to judge alike since.
         tier: cases that were run.
         kills: for each defect the capabilities that kill it, in the order of the vocabulary, of those that it was run
             on; behind the expected one it was not.
@@ -31,7 +31,7 @@ class DefectReport:
         honest_pairs: honest pairs in the run.
     """
 
-    digest: str
+    digests: list[str]
     tier: str
     kills: dict[str, list[str]]
     killing_cases: dict[str, str]
@@ -79,7 +79,7 @@ def summarise(outcomes: Iterable[Outcome], tier: str, digest: str) -> DefectRepo
     kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known_defects()}
     alarms = [f"{row.kernel} on {row.case}: {row.message}" for row in rows if row.killed and row.kernel in honest]
     pairs = sum(row.kernel in honest for row in rows)
-    return DefectReport(digest, tier, kills, _killing_cases(rows), alarms, pairs)
+    return DefectReport([digest], tier, kills, _killing_cases(rows), alarms, pairs)
 
 
 def _killing_cases(rows: Iterable[Outcome]) -> dict[str, str]:

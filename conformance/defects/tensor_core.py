@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.judging.rounding import SCALED_P
+from mla_conformance.judging.tolerance import SCALED_P
 
 _PRODUCTS = 32
 """Products of 8-bit operands that Hopper's tensor cores add at a time."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.attempt import Attempt, attempt
-from mla_conformance.driving.hand import HERE, Hand, itself
+from mla_conformance.driving.hand import HERE, Attempt, Hand, attempt, itself
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator

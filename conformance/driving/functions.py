@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-_JUDGING = ("problems", "driving", "judging", "trials", "reference")
-"""Rooms whose functions meet what a call returned; to watch them all takes a quarter of a millisecond."""
+from mla_conformance.driving.sources import JUDGING_ROOMS
+
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
@@ -100,7 +100,7 @@ class WatchedFunctions:
 
     def _new_owners(self) -> Iterator[Any]:
         """Modules that were imported meanwhile, and their classes."""
-        prefixes = tuple(f"mla_conformance.{room}." for room in _JUDGING)
+        prefixes = tuple(f"mla_conformance.{room}." for room in JUDGING_ROOMS)
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in self._modules]:
             self._modules.add(name)
             module = sys.modules[name]

@@ -1,13 +1,73 @@
 """Who carries out what is a backend's: this process, unless another one stands for it."""
 
+import os
+import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mla_conformance.driving.attempt import Attempt, attempt
-from mla_conformance.problems.memory import device_lost
+from mla_conformance.backends.foreign import one_line, type_name, user_interrupts
+from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.problems.memory import device_lost, out_of_memory
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a step.
+
+    Attributes:
+        value: what it returned; None if it raised.
+        kept: the same where the step was carried out, for later steps.
+        error: one line for an exception, and the traceback behind it.
+        out_of_memory: the exception says that memory ran out.
+        disturbed: settings of the process that it changed; they are restored as far as they can be.
+    """
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    out_of_memory: bool = False
+    disturbed: tuple[str, ...] = ()
+    kept: Any = None
+
+
+def attempt(step: Callable[[], Any]) -> Attempt:
+    """Run a step that is a backend's.
+
+    Raises:
+        KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
+    """
+    process = os.getpid()
+    with user_interrupts() as interrupts, ProcessState.watched() as changes:
+        try:
+            outcome = Attempt(step())
+        except BaseException as error:
+            if interrupts:
+                raise
+            outcome = Attempt(None, one_line(error), _traceback(), _ran_out(error))
+        if os.getpid() != process:
+            os._exit(0)  # the step forked, and its child came back into a run that is not its own
+    return replace(outcome, disturbed=tuple(changes))
+
+
+def _traceback() -> str:
+    """The traceback of the present exception, which may refuse to be printed."""
+    try:
+        return traceback.format_exc()
+    except BaseException as error:
+        return f"(no traceback can be made: {type_name(error)})"
+
+
+def _ran_out(error: BaseException) -> bool:
+    """Whether an exception, or one of a group, says that memory ran out; its text may refuse to be made."""
+    try:
+        if isinstance(error, BaseExceptionGroup):
+            return any(map(_ran_out, error.exceptions))
+        return out_of_memory(error)
+    except BaseException:
+        return False
 
 
 class Hand:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mla_conformance.driving.functions import Functions, WatchedFunctions
-from mla_conformance.driving.streams import StandardStreams
 from mla_conformance.driving.system_settings import SYSTEM_SETTINGS
-from mla_conformance.driving.torch_settings import TORCH_SETTINGS
+from mla_conformance.driving.torch_settings import TORCH_SETTINGS, StandardStreams
 
 _SETTINGS = (*TORCH_SETTINGS, *SYSTEM_SETTINGS)
 _functions = WatchedFunctions()

@@ -1,19 +1,116 @@
 """Settings of Python and of the operating system that a call must leave as they are; one more is one line."""
 
+import contextlib
+import ctypes
 import locale
 import os
+import platform
 import resource
 import signal
 import sys
+import time
 import warnings
 from _signal import getsignal  # type: ignore[import-not-found]
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mla_conformance.driving.child_processes import children, end_left, tell_left
-from mla_conformance.driving.floating_point import read_control, restore_control
 from mla_conformance.driving.setting import Setting, each_from_to
+
+_PATIENCE = 2.0
+"""Seconds for children to end by themselves: a forked one may be on its way."""
+_OWN = Path("/proc/thread-self/children")
+_SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+"""Parts of the command lines of helpers that Python and torch start once and keep for the life of the process."""
+
+
+def children() -> frozenset[int]:
+    """Child processes that this thread started, ended ones included, and those that an ended thread did.
+
+    To ask every thread takes a millisecond once a library has a pool of them. None on a system that does not tell.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except (ChildProcessError, AttributeError):
+        return frozenset()
+    return frozenset(map(int, _read(_OWN).split()))
+
+
+def tell_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
+    """How many were left running, after a while to end in."""
+    end = time.monotonic() + _PATIENCE
+    while (left := _lasting(now - before)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return f"{name} {len(left)} child process{'es' * (len(left) > 1)} running" if left else ""
+
+
+def end_left(before: frozenset[int]) -> None:
+    """Kill the children that were not there before."""
+    for process in _lasting(children() - before):
+        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
+
+
+def _lasting(processes: frozenset[int]) -> list[int]:
+    """Those that still run and are no service."""
+    return [process for process in processes if _runs(process) and not _serves(process)]
+
+
+def _runs(process: int) -> bool:
+    state = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    return bool(state) and state[0] not in "ZX"
+
+
+def _serves(process: int) -> bool:
+    command = _read(Path(f"/proc/{process}/cmdline"))
+    return any(service in command for service in _SERVICES)
+
+
+def _read(path: Path) -> str:
+    """A file of /proc; nothing of one that went."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+_ENVIRONMENT_BYTES = 64
+_CONTROL = 28
+"""Where MXCSR stands in C's ``fenv_t`` of x86-64, 4 bytes."""
+_STICKY = 0x3F
+"""Bits that record what happened, which every inexact result sets."""
+
+
+def _library() -> Any:
+    """C's functions, where the layout of their environment is known."""
+    library = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
+    return library if hasattr(library, "fegetenv") else None
+
+
+_LIBRARY = _library()
+
+
+def _floating_point() -> Any:
+    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    _LIBRARY.fegetenv(environment)
+    return environment
+
+
+def read_control() -> str:
+    """The control bits in hexadecimal; 0x1f80 rounds to nearest and keeps denormals. Empty where they are not known."""
+    if _LIBRARY is None:
+        return ""
+    return hex(int.from_bytes(_floating_point()[_CONTROL : _CONTROL + 4], "little") & ~_STICKY)
+
+
+def restore_control(control: str) -> None:
+    """Set the control bits to what :func:`read_control` said."""
+    environment = _floating_point()
+    environment[_CONTROL : _CONTROL + 4] = int(control, 16).to_bytes(4, "little")
+    _LIBRARY.fesetenv(environment)
+
 
 _CATCHABLE = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 _SIGNALS = {str(getattr(number, "name", number)): int(number) for number in _CATCHABLE}

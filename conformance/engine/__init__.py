@@ -1,5 +1,5 @@
 """How a run is carried out: its folder and journal, the supervisor, and the workers that it watches from outside.
 
-Imports from: files, cases, models, problems, driving, apart, judging, trials, defects, report,
-export, expectations.
+Imports from: files, cases, problems, driving, judging, vocabulary, models, trials, report, apart, defects,
+expectations, export.
 """

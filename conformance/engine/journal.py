@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from mla_conformance.engine.messages import Question, question_of
+from mla_conformance.judging.facts import Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.report.heat_map import HeatMap
 
 JOURNAL_NAME = "journal.jsonl"

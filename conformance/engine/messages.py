@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.report.heat_map import HeatMap
 
 Question = tuple[str, str]

@@ -9,7 +9,7 @@ import msgspec
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.request import Request
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.version import __version__
 

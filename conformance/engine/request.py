@@ -14,7 +14,6 @@ from mla_conformance.backends.references import (
     require_class,
     unknown,
 )
-from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.drawn import DRAWN
 from mla_conformance.cases.sharding import Shard
@@ -22,6 +21,7 @@ from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.summary import count_by_capability
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 
 DEVICES = ("cpu", "cuda")
 

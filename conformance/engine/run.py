@@ -23,9 +23,8 @@ from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap, is_mapped
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise

@@ -13,9 +13,8 @@ from mla_conformance.engine.log import BoundedLog
 from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
 from mla_conformance.engine.signals import heeded
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap
 

@@ -14,7 +14,6 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.explain import explain
 from mla_conformance.driving.hand import HERE
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
@@ -36,14 +35,14 @@ from mla_conformance.engine.messages import (
 )
 from mla_conformance.engine.others import Others
 from mla_conformance.export.heat import heat_of
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import Trial
 

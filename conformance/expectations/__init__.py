@@ -1,4 +1,4 @@
 """Expectations: known failures with reasons, outside the tests, that expire and must not turn out wrong.
 
-Imports from: files, cases, judging, report.
+Imports from: files, cases, judging, vocabulary, report.
 """

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError, parse_fields
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 import textwrap
 
 from mla_conformance.export.failing import Reproduced
-from mla_conformance.judging.rounding import roundoffs
-from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF, Roundoffs
 
 _MARGIN = 107

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from mla_conformance.driving.kernel_support import decode_kernel, prefill_kernel
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import named_tensors
 from mla_conformance.export.own import OwnClass
 from mla_conformance.export.program import Program, written
 from mla_conformance.export.recording import Handle, Recorder
-from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.role import decode_kernel
+from mla_conformance.roles.prefill.role import prefill_kernel
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.plain import parts_of, why_not_plain
-from mla_conformance.driving.subject import Subject
 from mla_conformance.export.failing import watched
 from mla_conformance.export.heat import compared, heat_maps
 from mla_conformance.export.literals import NotWritable
@@ -17,6 +16,7 @@ from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.report.heat_picture import picture_file
+from mla_conformance.trials.subject import Subject
 
 _TENSORS, _README = "tensors.pt", "README.md"
 _TOLD = """# {case}

@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 
-from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.decode import DecodeCase
-from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.driving.driver import Observation
-from mla_conformance.driving.subject import Subject
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.export.merged import wrong_call
 from mla_conformance.judging.verdict import ARITHMETIC, Nonconformance, Status, Verdict
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.operands import ProblemError, segments
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.case import DecodeCase
+from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import find_capability
 
 _CACHES = ("auto", "fp8")
 

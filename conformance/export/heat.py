@@ -3,12 +3,12 @@
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.judging.judge import measure
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.report.heat_map import BEYOND, MOST, HeatMap, is_mapped
+from mla_conformance.roles.table import measure
 from mla_conformance.trials.trial import Observed, Trial
 
 

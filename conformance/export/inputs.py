@@ -13,9 +13,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.export.failing import cached_entries, changed_rows, equal_elements, same
 from mla_conformance.export.literals import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.operands import Draw
-from mla_conformance.problems.prefill_call import PrefillCall
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.prefill.call import PrefillCall
 
 LAID_OUT = """
 def laid_out(x, size, stride, offset):  # the same values in a memory layout

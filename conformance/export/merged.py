@@ -8,8 +8,8 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.export.heat import compared, heat_maps
 from mla_conformance.export.literals import NotWritable
 from mla_conformance.problems.operands import Draw
-from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.trials.trial import Observed
 
 

@@ -19,7 +19,7 @@ from mla_conformance.export.literals import NotWritable, TooLong, assigned
 from mla_conformance.export.own import OwnClass, own_class
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.decode_call import DecodeCall
+from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.version import __version__
 
 MOST_LINES = 120

@@ -9,14 +9,14 @@ from typing import Any
 
 
 def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
-    """SHA-256 of what modules and tables of numbers say, in the order of their names, behind some texts.
+    """SHA-256 of what modules and tables of numbers say, in the order of their names and folders, behind some texts.
 
     Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
     """
     digest = hashlib.sha256()
     for text in texts:
         digest.update(repr(text).encode())
-    for path in sorted(paths, key=lambda path: path.name):
+    for path in sorted(paths, key=lambda path: (path.name, path.parent.name)):
         digest.update(repr((path.name, meaning(path.read_text(encoding="utf-8"), path.suffix))).encode())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
 """Whether a run may be merged: the gate, its table and the must-pass lists.
 
-Imports from: files, cases, judging, report, expectations.
+Imports from: files, cases, judging, vocabulary, report, expectations.
 """

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.gating.row import Finding, Row
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability
 from mla_conformance.report.terminal import counted
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 _UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 

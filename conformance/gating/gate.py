@@ -4,18 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mla_conformance.cases.capabilities import Tier
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.completeness import incomplete, missing
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.gating.row import Finding, Row
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import Tier
 
 _CHANGES = {
     Kind.BACKEND_REMOVED: Finding.LOST,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CORE = "core"
 SHIPPED = "shipped"

@@ -1,12 +1,12 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from mla_conformance.judging.budgets import Budgets
-from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.operands import segments, start_loc
@@ -15,6 +15,26 @@ from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.projected import projected_terms
 from mla_conformance.reference.selected import selected_attention
+
+
+@dataclass(frozen=True)
+class Expected(ABC):
+    """Golden results of the judged rows.
+
+    Attributes:
+        rows: which rows they are.
+    """
+
+    rows: JudgedRows
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that they consist of."""
+
+    def intact(self) -> bool:
+        """Whether what was derived from them is as it was computed."""
+        return True
 
 
 @dataclass(frozen=True)

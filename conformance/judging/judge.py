@@ -14,16 +14,12 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import parts_of
 from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
-from mla_conformance.judging.expected import Expected
 from mla_conformance.judging.golden import Expectation
-from mla_conformance.judging.index_golden import IndexExpectation
-from mla_conformance.judging.index_judge import IndexJudge
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import Place, extent, worst_place
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.rounding import Merged, roundoffs
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
-from mla_conformance.judging.tolerance import Tolerance, tolerance
+from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs
 from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.problems.problem import Problem
@@ -55,44 +51,7 @@ class _Part:
     merged: Merged | None
 
 
-def judge(
-    problem: Problem,
-    expectation: Expected,
-    observation: Observation,
-    declaration: Declaration,
-    numbers: Tolerance | None = None,
-) -> Verdict:
-    """The verdict over one observation.
-
-    Args:
-        problem: the inputs.
-        expectation: the golden results of the same problem.
-        observation: what the backend did.
-        declaration: the rounding classes that the backend declares.
-        numbers: the tolerance table; by default the one that the suite ships.
-    """
-    return _steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
-
-
-def measure(
-    problem: Problem, expectation: Expected, observation: Observation, declaration: Declaration
-) -> list[Measured]:
-    """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
-    examined = _steps(problem, expectation, declaration, tolerance())
-    if observation.merge_error or not examined.has_form(observation):
-        return []
-    return list(examined.measured(observation))
-
-
-def _steps(problem: Problem, expectation: Expected, declaration: Declaration, numbers: Tolerance) -> Steps:
-    """What judges results of this kind."""
-    if isinstance(expectation, IndexExpectation):
-        return IndexJudge(problem, expectation, declaration, numbers)
-    assert isinstance(expectation, Expectation)
-    return _Judge(problem, expectation, declaration, numbers)
-
-
-class _Judge(Steps):
+class AttentionJudge(Steps):
     """The judge of attention."""
 
     def __init__(

@@ -1,8 +1,49 @@
 """What judging a case takes, so that one that does not fit is unavailable with the need stated."""
 
-from mla_conformance.cases.case import Call, Case
-from mla_conformance.driving.reach import needed_bytes
+import re
+from dataclasses import dataclass
+
+from mla_conformance.cases.case import FAR, Call, Case
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
+
+_MARGIN_BYTES = 2 << 30
+_FAR_ITEM_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What is far away, and how far.
+
+    Attributes:
+        operand: ``q``, ``k``, ``v``, ``rows`` or ``cache``.
+        elements: that many lie before what is judged.
+    """
+
+    operand: str
+    elements: int
+
+    @staticmethod
+    def of(case: Case) -> "Reach":
+        """The case's field ``far``."""
+        found = re.fullmatch(r"(\w+?)(\d\d)", case.far)
+        assert found and case.far in FAR
+        return Reach(found[1], 2 ** int(found[2]))
+
+
+def needed_bytes(case: Case) -> int:
+    """Device memory that the operands and the output of a far case take, with a margin for the kernel's own."""
+    reach, dims = Reach.of(case), case.dimensions
+    if reach.operand != "rows":
+        return 2 * _FAR_ITEM_BYTES * reach.elements + _MARGIN_BYTES
+    rows = rows_before(case)
+    columns = dims.qk_head_dim + 2 * dims.v_head_dim
+    return _FAR_ITEM_BYTES * rows * case.heads * columns + _MARGIN_BYTES
+
+
+def rows_before(case: Case) -> int:
+    """Rows whose output, narrower than the queries, reaches as far as the case says."""
+    return -(-Reach.of(case).elements // (case.heads * case.dimensions.v_head_dim))
+
 
 MOST_OPERATIONS = {"cpu": 1e12}
 """Useful operations of the largest case that is judged on a type of device; beyond, a CPU takes hours."""

@@ -9,7 +9,7 @@ import torch
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.problem import Problem

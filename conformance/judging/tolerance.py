@@ -1,4 +1,4 @@
-"""The judge's numbers, read from tolerance.toml."""
+"""From declared rounding classes to unit roundoffs: the numbers that the error budget is made of (SPEC 4.2)."""
 
 import sys
 import tomllib
@@ -7,9 +7,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
+import torch
 from msgspec import Meta, Struct, defstruct
 
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.files.inputs import InputError, convert
+from mla_conformance.reference.error_budget import Roundoffs
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,97 @@ def read_tolerance(text: str, source: str) -> Tolerance:
 def tolerance() -> Tolerance:
     """The table that the suite ships."""
     return read_tolerance((files("mla_conformance.judging") / "tolerance.toml").read_text(), "tolerance.toml")
+
+
+_FP22_ROUNDOFF = 2.0**-13
+_E4M3_ROUNDOFF = 2.0**-4
+_E4M3_FLOOR = 2.0**-10
+SCALED_P = 2.0**8
+"""Factor by which a kernel scales P before rounding it to e4m3, so that P = 1 stays below the largest code."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to nearest: half the distance from 1 to the next value."""
+    return float(torch.finfo(dtype).eps / 2)
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """Half the smallest subnormal: the absolute error of rounding values below the smallest normal."""
+    return float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype)
+
+
+def _roundoff(precision: Precision, model: torch.dtype) -> float:
+    if precision in (Precision.E4M3, Precision.SCALED_E4M3):
+        return _E4M3_ROUNDOFF
+    if precision is Precision.FLOAT16:
+        return unit_roundoff(torch.float16)
+    return unit_roundoff(model) if precision is Precision.MODEL else 0.0
+
+
+def _p_floor(precision: Precision, model: torch.dtype) -> float:
+    if precision is Precision.E4M3:
+        return _E4M3_FLOOR
+    if precision is Precision.SCALED_E4M3:
+        return _E4M3_FLOOR / SCALED_P
+    if precision is Precision.FLOAT16:
+        return _floor(torch.float16)
+    return _floor(model) if precision is Precision.MODEL else 0.0
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A result that was merged from the stored outputs of several calls.
+
+    Attributes:
+        merges: how many merges it took.
+        stored: every merge stores its output in the model's dtype; otherwise they are exact.
+    """
+
+    merges: int
+    stored: bool
+
+    @property
+    def roundings(self) -> int:
+        """Roundings of an output on its way into the result, the result's own not counted."""
+        return max(1, self.merges) if self.stored else 1
+
+
+def roundoffs(
+    model: torch.dtype,
+    declared: Rounding,
+    numbers: Tolerance,
+    merged: Merged | None = None,
+    keys: int = 0,
+    dequantised: bool = False,
+    projected: bool = False,
+) -> Roundoffs:
+    """Unit roundoffs of a kernel.
+
+    Args:
+        model: dtype of the output, and of q, k and v unless these are e4m3.
+        declared: the classes that the adapter declares.
+        numbers: the tolerance table.
+        merged: how the result was merged, if it was.
+        keys: the most keys that a row sums over.
+        dequantised: whether the keys were stored as codes.
+        projected: whether projecting latents rounds.
+    """
+    rounding = Rounding() if model is torch.float32 else declared
+    p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
+    exact_result = merged is not None and not merged.stored
+    truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0
+    return Roundoffs(
+        p=p,
+        p_floor=_p_floor(rounding.p, model),
+        partials=_roundoff(rounding.partial_outputs, model) + (merged.roundings * unit if merged else 0.0),
+        output=0.0 if exact_result else unit,
+        output_floor=_floor(model),
+        row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
+        exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
+        accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
+        keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
+        scores=truncated * numbers.fp22_accumulation,
+        values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
+        projections=unit if projected else 0.0,
+        latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
+    )

@@ -7,16 +7,12 @@ lists.
 from collections.abc import Iterable
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.prefill_caselists import Fields
+from mla_conformance.cases.fields import Fields, Listed, having
 from mla_conformance.files.inputs import InputError
-from mla_conformance.models.decode_cases import decodes
+from mla_conformance.models.dense_cases import decodes, layers, prefills, weights
 from mla_conformance.models.deployment import Deployment
-from mla_conformance.models.indexer_cases import indexing
-from mla_conformance.models.layer_cases import layers, weights
-from mla_conformance.models.listed import Listed, having
-from mla_conformance.models.prefill_cases import prefills
 from mla_conformance.models.profile import ModelProfile
-from mla_conformance.models.sparse_cases import sparse_decodes, sparse_prefills
+from mla_conformance.models.sparse_cases import indexing, sparse_decodes, sparse_prefills
 from mla_conformance.reference.dimensions import PRESETS
 
 _PRESETS = {

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record, detection
-from mla_conformance.judging.traced import Traced
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, by_backend, summarise
 from mla_conformance.report.terminal import SIGN, columns, counted, fitting, side_by_side, wrapped

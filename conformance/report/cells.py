@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.summary import CapabilitySummary, Outcome
 from mla_conformance.report.terminal import SIGN
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.facts import Traced
 from mla_conformance.judging.record import Confirmation, Share, Used
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Kind

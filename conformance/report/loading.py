@@ -11,7 +11,7 @@ import msgspec
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import require_id
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (

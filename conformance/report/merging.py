@@ -6,9 +6,8 @@ from functools import reduce
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.judging.traced import Traced
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 _Named = tuple[str, Shard]

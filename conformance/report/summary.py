@@ -8,9 +8,8 @@ from enum import StrEnum
 from functools import cached_property
 
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes

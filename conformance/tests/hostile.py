@@ -84,7 +84,7 @@ class RemovesAFunction(Hostile):
 
 class ReplacesTheJudge(Hostile):
     def disturb(self) -> None:
-        judge._Judge._output = lambda *_, **__: None  # type: ignore[method-assign]
+        judge.AttentionJudge._output = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 class MultipliesRoughly(Hostile):

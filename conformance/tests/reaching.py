@@ -10,8 +10,8 @@ from typing import Any
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.judging.golden import Expectation
-from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.roles.table import judge
 
 
 def _passes(*_: Any, **__: Any) -> Any:

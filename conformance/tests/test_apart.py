@@ -23,11 +23,11 @@ from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
-from mla_conformance.problems.decode_call import DecodeCall
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.ranked_call import RankedCall
 from mla_conformance.report.loading import load_report
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.layer.ranked_call import RankedCall
+from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")
 CASE = "no_side_effects:q=[7,4];out=1"

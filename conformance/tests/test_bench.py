@@ -10,10 +10,10 @@ from mla_conformance.bench import golden, sparse_formulas, suite, timing
 from mla_conformance.bench.formulas import FORMULAS, Operands, Shape, materialised, plain
 from mla_conformance.bench.sparse_formulas import SPARSE_FORMULAS, SparseOperands, SparseShape
 from mla_conformance.bench.timing import Timing, timed
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cli import main
 from mla_conformance.engine.request import Request
 from mla_conformance.reference.attention import AttentionState
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 

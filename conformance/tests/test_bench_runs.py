@@ -7,10 +7,10 @@ import torch
 
 from mla_conformance.bench import runs
 from mla_conformance.bench.runs import Measured, compare_runs
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 LONG, JUDGING = "as long in all", "as long from the first verdict to the last"
 LISTED = len(find_capability("lse").select(Tier.SMOKE))

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Finding, Worst
 from mla_conformance.certificate.readable import Shown
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
@@ -28,6 +27,7 @@ from mla_conformance.scoreboard.board import Board
 from mla_conformance.scoreboard.entry import Entry, Refused
 from mla_conformance.scoreboard.page import page
 from mla_conformance.scoreboard.profiles import profiles
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

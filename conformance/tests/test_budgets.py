@@ -10,10 +10,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging import budgets
 from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.golden import Expectation, expect
-from mla_conformance.judging.rounding import roundoffs
-from mla_conformance.judging.tolerance import tolerance
-from mla_conformance.problems.build import build_problem
+from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference.error_budget import Roundoffs, element_budget
+from mla_conformance.roles.table import build_problem
 
 ROUNDING = roundoffs(torch.bfloat16, Rounding(), tolerance(), None, 7, dequantised=False)
 

@@ -16,14 +16,14 @@ from mla_conformance.bump.outcome import Bump, Judged
 from mla_conformance.bump.pin import Pin, two_versions
 from mla_conformance.bump.views import bump_lines, bump_markdown
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.vocabulary.case_files import write_case
 
 PLUGIN = """
 from dataclasses import replace

@@ -11,13 +11,13 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import place_of, read_case, read_cases, write_case
-from mla_conformance.cases.prefill import PrefillCase
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.driving.subject import Subject
 from mla_conformance.files.inputs import InputError
-from mla_conformance.problems.build import build_problem
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.case_files import place_of, read_case, read_cases, write_case
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--backend", "EAGER", "--device", "cpu", "-n", "1", "--out"]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.cached import CACHES, TAILS
-from mla_conformance.cases.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 from mla_conformance.cases.case import DTYPES, Call, Case, CaseError, Layout
-from mla_conformance.cases.decode import DecodeCase
-from mla_conformance.cases.layer import LayerCase
-from mla_conformance.cases.prefill import PrefillCase
+from mla_conformance.roles.decode.case import DecodeCase
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]

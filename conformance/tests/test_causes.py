@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, causes

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight
 from mla_conformance.certificate.digests import seal
@@ -26,20 +25,20 @@ from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.issuing import Issuing
-from mla_conformance.driving.subject import Subject
+from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.sources import judging_sources
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Json = dict[str, Any]
 TODAY = datetime.date(2026, 6, 1)
@@ -309,7 +308,7 @@ def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    "name", ["hazards.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"]
+    "name", ["regimes.py", "context.py", "driver.py", "judge.py", "tolerance.toml", "trial.py", "procedures.py"]
 )
 def test_the_digests_cover_what_a_verdict_depends_on(name: str) -> None:
     assert name in {path.name for path in judging_sources()}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
 from mla_conformance.report.loading import load_report
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))

@@ -14,12 +14,12 @@ from mla_conformance.cheats.report import CheatReport, deciding_digest, markdown
 from mla_conformance.cheats.trying import SALT, sentence
 from mla_conformance.cli import main
 from mla_conformance.commands import cheats as command
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.supervisor import Supervisor, Tasks
 from mla_conformance.files.sections import Section
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
 CHEATS = cheats()

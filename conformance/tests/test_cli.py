@@ -13,17 +13,17 @@ import torch
 from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands.examples import EXAMPLES, commands_of
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.backend_lines import capability_lines
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CPU = torch.device("cpu")
 COMMAND = Path(sys.executable).with_name("mla-conformance")

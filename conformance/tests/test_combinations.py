@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.cases.capabilities import CAPABILITIES, SPACES, Capability, Tier, nightly_cases
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
-from mla_conformance.cases.covering import cover, covered
-from mla_conformance.cases.hazards import REGIMES
-from mla_conformance.cases.long_contexts import LONG_CONTEXTS
-from mla_conformance.cases.tiers import tier_lines
+from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space, cover, covered
 from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need, operations_of
-from mla_conformance.problems.build import build_problem
+from mla_conformance.problems.regimes import REGIMES
+from mla_conformance.roles.table import build_problem
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Capability, Tier, nightly_cases
+from mla_conformance.vocabulary.lists import LONG_CONTEXTS
+from mla_conformance.vocabulary.tiers import tier_lines
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 

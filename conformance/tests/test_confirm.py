@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import Confirmation, compared, comparisons
 from mla_conformance.engine.messages import Question
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.vocabulary.case_files import write_case
 
 FIRST, SECOND, THIRD = CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5)]
 

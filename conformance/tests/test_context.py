@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import Expectation
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -16,6 +15,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.trials import context as kept
 from mla_conformance.trials.context import Context, Kept
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CASE = Case.parse("new_tokens:dims=small;heads=2;q=[5,9]")
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
         return noted
 
     monkeypatch.setattr(kept, "build_problem", noting(made.problems, kept.build_problem))
-    monkeypatch.setattr(kept, "expect", noting(made.golden, kept.expect))
+    monkeypatch.setattr(kept, "golden_of", noting(made.golden, kept.golden_of))
     return made
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.problems import counter_normal, prefill
-from mla_conformance.problems.build import build_problem
-from mla_conformance.problems.counter_normal import fill_normal
+from mla_conformance.problems import operands
+from mla_conformance.problems.operands import fill_normal
+from mla_conformance.roles.prefill import problem as prefill
+from mla_conformance.roles.table import build_problem
 
 
 def test_mean_variance_and_kurtosis_are_those_of_a_normal_distribution() -> None:
@@ -24,7 +25,7 @@ def test_neighbours_and_seeds_are_independent() -> None:
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7)
-    monkeypatch.setattr(counter_normal, "_CHUNK", 77)
+    monkeypatch.setattr(operands, "_CHUNK", 77)
     assert torch.equal(fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7), whole)
 
 

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from mla_conformance.cases.covering import Row, choose, cover, covered, required
+from mla_conformance.cases.combinations import Row, choose, cover, covered, required
 
 DIMENSIONS = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r", "s"), "d": ("0", "1")}
 

@@ -12,17 +12,17 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.cached import CACHES, TAILS
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.reference.merge import merge_states
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

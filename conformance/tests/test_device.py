@@ -10,16 +10,16 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.driving.reach import Reach, needed_bytes
-from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.needs import Reach, needed_bytes
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.far import far_problem
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 CONTEXT = Context()
@@ -96,7 +96,7 @@ def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
 
 def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
-    monkeypatch.setattr("mla_conformance.driving.subject.device_reasons", lambda *_: [])
+    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
     case = "large_offsets:call=context_chunk;dims=small;heads=2;q=[9];kv=[40];far=rows31"
     assert judged(EagerPrefillBackend, case).status is Status.PASS
     found = judged(WrapsAround, case)

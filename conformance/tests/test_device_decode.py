@@ -10,12 +10,12 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.reach import Reach
-from mla_conformance.driving.subject import Subject
+from mla_conformance.judging.needs import Reach
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CONTEXT = Context()
 _KV = "kv=[200,64,30,129,17,100,40,5];page=16"
@@ -86,7 +86,7 @@ def test_a_graph_of_several_tokens_must_be_declared() -> None:
 
 def test_far_blocks_are_judged(monkeypatch: Any) -> None:
     monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("cache", 2**16)))
-    monkeypatch.setattr("mla_conformance.driving.subject.device_reasons", lambda *_: [])
+    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
     case = "large_offsets:call=decode;dims=small;heads=2;q=[1,1];kv=[200,70];far=cache31"
     assert judged(EagerDecodeBackend, case).status is Status.PASS
     found = judged(WrapsAround, case)

@@ -11,23 +11,22 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.device_needs import device_reasons
-from mla_conformance.driving.reach import needed_bytes
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.devices import VISIBLE, jit_caches, place_environment, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import Outcome, Tasks
-from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
+from mla_conformance.trials.device_needs import device_reasons
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")
 

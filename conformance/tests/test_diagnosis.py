@@ -10,7 +10,6 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.candidates import Candidate, candidates
@@ -19,7 +18,6 @@ from mla_conformance.defects.known import FAMILIES, known_defects
 from mla_conformance.defects.likeness import Behaviour, likeness
 from mla_conformance.defects.suspects import Base2Lse, RotatedHeads
 from mla_conformance.defects.suspects_prefill import LeakedKey
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.locate import extent
 from mla_conformance.judging.measured import Measured
@@ -28,7 +26,9 @@ from mla_conformance.judging.verdict import ARITHMETIC, Check
 from mla_conformance.report.symptoms import symptom
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CONTEXT = Context()
 SUSPECT_CASES = (

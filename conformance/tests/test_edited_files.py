@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst, read_certificate
 from mla_conformance.certificate.digests import installed_digests
@@ -22,9 +21,8 @@ from mla_conformance.expectations.apply import Expectations
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.gate import Gate
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import compare
@@ -34,6 +32,7 @@ from mla_conformance.report.loading import load_report
 from mla_conformance.report.merging import merge_shards
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 ODD: tuple[Any, ...] = (None, 7, -1, 10**30, "x" * 40, [[]], {"odd": {}})
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:3]]

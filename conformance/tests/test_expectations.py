@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import CaseError
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
@@ -19,9 +18,10 @@ from mla_conformance.expectations.condition import Condition, ConditionError
 from mla_conformance.expectations.entry import Expectation, read_expectations
 from mla_conformance.expectations.query import CaseQuery
 from mla_conformance.expectations.update import to_toml
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = CAPABILITIES["lse"].cases
 FAILURE = Record("MINE", "MINE", "lse", CASES[0].id, Status.FAIL, "wrong", check="lse")

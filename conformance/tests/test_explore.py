@@ -16,12 +16,12 @@ from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cli import main
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.journal import Journal
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CERTIFY = ["certify", "--device", "cpu", "-n", "1", "--tier", "smoke", "--capability", "new_tokens", "--explore"]

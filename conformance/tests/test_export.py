@@ -15,11 +15,9 @@ import torch
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
 from mla_conformance.defects.candidates import candidates
-from mla_conformance.driving.subject import Subject
 from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
@@ -30,6 +28,8 @@ from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, script_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import UNLIKE
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.case_files import write_case
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

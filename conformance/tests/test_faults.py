@@ -8,7 +8,6 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.log import KEPT_BYTES, LOG_NAME
@@ -19,6 +18,7 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
 PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")

@@ -14,11 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.decode import DecodeCase
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
-from mla_conformance.cases.long_contexts import LONG_CONTEXTS
 from mla_conformance.cli import _parser
 from mla_conformance.defects.explain import ALIKE, UNALIKE
 from mla_conformance.defects.report import PROMISED
@@ -40,8 +37,11 @@ from mla_conformance.report.compare import DRIFT
 from mla_conformance.report.heat_map import MOST
 from mla_conformance.report.shown import MESSAGE
 from mla_conformance.report.terminal import columns
+from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.lists import LONG_CONTEXTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

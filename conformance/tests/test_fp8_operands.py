@@ -8,22 +8,21 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.tensor_core import E4M3Operands, HopperE4M3Operands, added
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.rounding import roundoffs
-from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
-from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.quantization import quantize_e4m3
+from mla_conformance.roles.prefill.call import PrefillCall
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.expectations.entry import Expectation
@@ -18,6 +17,7 @@ from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Write = Callable[..., Path]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]

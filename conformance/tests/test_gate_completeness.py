@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 SMOKE = [case.id for entry in CAPABILITIES.values() for case in entry.select(Tier.SMOKE)]
 FULL = sum(len(entry.cases) for entry in CAPABILITIES.values())

@@ -7,14 +7,14 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES, Tier
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.report import stored
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 KILLING_CASES = stored().killing_cases
 CPU = torch.device("cpu")

@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.cases.decode import DecodeCase
-from mla_conformance.cases.hazards import REGIMES
-from mla_conformance.cases.layer import LayerCase
-from mla_conformance.cases.prefill import PrefillCase
-from mla_conformance.cases.spec_facts import Facts, section_lines
-from mla_conformance.cases.spec_hazards import HAZARDS
 from mla_conformance.files.sections import Section
 from mla_conformance.judging.golden import expect
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.transform import overwrite, regroup, scale_values
+from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.reference.attention import attention
+from mla_conformance.roles.decode.case import DecodeCase
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.transform import overwrite, regroup, scale_values
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.spec_facts import Facts, hazards, section_lines
 
 CPU = torch.device("cpu")
 
@@ -246,7 +245,7 @@ def test_the_spec_says_of_hazards_what_the_cases_are() -> None:
 
 
 def test_every_hazard_is_listed_once_and_numbered_without_gaps() -> None:
-    listed = [hazard for group in HAZARDS.values() for hazard in group]
+    listed = hazards()
     assert sorted(hazard.clause for hazard in listed) == list(range(1, len(listed) + 1))
     assert sorted(hazard.id for hazard in listed) == [f"H{number:02}" for number in range(1, len(listed) + 1)]
 

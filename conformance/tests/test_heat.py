@@ -11,14 +11,13 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.export import heat
 from mla_conformance.export.heat import heat_map, heat_maps, heat_of
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -26,6 +25,7 @@ from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.heat_picture import picture, picture_file, words
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving import child_processes
-from mla_conformance.driving.attempt import attempt
+from mla_conformance.driving import system_settings
+from mla_conformance.driving.hand import attempt
 from mla_conformance.driving.process_state import ProcessState
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging import judge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 LEFT = {
     "LeavesAutocastOn": "autocast on cpu from (False, torch.bfloat16) to (True, torch.bfloat16)",
@@ -31,7 +31,7 @@ LEFT = {
     "HidesAMethod": "torch.Tensor.exp was replaced",
     "ReplacesAFunction": "torch.exp was replaced",
     "RemovesAFunction": "torch.nn.functional.softmax was replaced",
-    "ReplacesTheJudge": "judging.judge._Judge._output was replaced",
+    "ReplacesTheJudge": "judging.judge.AttentionJudge._output was replaced",
     "MultipliesRoughly": "float32 matmul precision from highest to medium",
     "AllowsTF32": "float32 precision of CUDA's matmul from ieee to tf32",
     "ForbidsTF32OfCudnn": "TF32 of cuDNN from True to False",
@@ -83,7 +83,7 @@ def process() -> list[Any]:
     os.umask(mask)
     return [
         *(torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch.zeros(1).device, children(), mask),
-        *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax, judge._Judge._output),
+        *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax, judge.AttentionJudge._output),
         *(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         *(torch.get_num_threads(), torch.tensor(1e-40) * 1.0, list(warnings.filters), signal.getsignal(signal.SIGUSR2)),
         *(signal.getitimer(signal.ITIMER_REAL), resource.getrlimit(resource.RLIMIT_FSIZE)),
@@ -92,7 +92,7 @@ def process() -> list[Any]:
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_processes, "_PATIENCE", 0.0)  # what it leaves does not end by itself
+    monkeypatch.setattr(system_settings, "_PATIENCE", 0.0)  # what it leaves does not end by itself
     before = process()
     record = judged(name)
     assert process() == before

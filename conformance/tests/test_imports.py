@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 LISTED = len(find_capability("lse").select(Tier.SMOKE))

@@ -9,11 +9,10 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.index_golden import expect_scores
-from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.indexer.judge import expect_scores
+from mla_conformance.roles.table import build_problem, judge
 
 CPU = torch.device("cpu")
 TOPK = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[20,3];topk=8"

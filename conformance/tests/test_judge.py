@@ -12,11 +12,11 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

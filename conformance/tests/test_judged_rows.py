@@ -8,7 +8,6 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging import judged_rows
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
@@ -16,10 +15,11 @@ from mla_conformance.judging.locate import Place
 from mla_conformance.judging.needs import operations_of
 from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.reference.attention import attention
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CASES = [

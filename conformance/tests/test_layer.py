@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.layer import LayerCase, Order
 from mla_conformance.cases.shrink import simpler
-from mla_conformance.driving.layer import Layer
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.cache_bytes import CacheImage
-from mla_conformance.problems.layer_call import LayerCall
-from mla_conformance.problems.layer_weights import PackedLinear, as_linear
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import ProblemError
-from mla_conformance.problems.ranked_call import RankedCall
-from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.cache_layout import encode
+from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.driver import Layer
+from mla_conformance.roles.layer.ranked_call import RankedCall
+from mla_conformance.roles.layer.weights import PackedLinear, as_linear
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.transform import regroup
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

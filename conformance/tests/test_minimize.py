@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.minimize import NothingToMinimize, minimize
 from mla_conformance.engine.supervisor import Supervisor
@@ -22,6 +20,8 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.case_files import read_case, write_case
 
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 

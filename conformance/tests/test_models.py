@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands import proof
@@ -24,6 +23,7 @@ from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.families import FAMILIES
 from mla_conformance.models.library import find_model, model_names
 from mla_conformance.models.profile import ModelProfile
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Config = dict[str, Any]
 STORED = {name: json.loads((Path(fixtures[0]) / "models" / f"{name}.json").read_text()) for name in model_names()}

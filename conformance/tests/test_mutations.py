@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import write_case
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
@@ -31,9 +29,8 @@ from mla_conformance.engine.run import Run
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.expectations.update import to_toml
 from mla_conformance.fixtures import __path__ as fixtures
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.heat_map import HeatMap
@@ -41,6 +38,8 @@ from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.shown import LINE
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.case_files import write_case
 
 EACH = 20
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:4]]

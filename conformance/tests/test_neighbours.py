@@ -8,15 +8,15 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.spoiled import KINDS, spoil_keys, spoil_queries
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.neighbours import KINDS, spoil_keys, spoil_queries
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

@@ -15,8 +15,8 @@ from zipfile import ZipFile
 import pytest
 import yaml
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.version import __version__
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 ROOT = Path(__file__).parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]

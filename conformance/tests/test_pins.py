@@ -13,25 +13,24 @@ import pytest
 import torch
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import record
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
-from mla_conformance.driving.trace import library_digests, loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.installed import Installed, file_digest, installed
 from mla_conformance.files.modules import source_digests
 from mla_conformance.files.places import find_place, place_of
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.trials.trace import library_digests, loaded_libraries
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 BACKEND = """
 import ctypes

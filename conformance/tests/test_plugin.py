@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 pytest_plugins = ["pytester"]
 

@@ -5,12 +5,12 @@ import torch
 
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.hazards import REGIMES
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError
-from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import REGIMES
+from mla_conformance.roles.prefill.call import PrefillCall
+from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")
 CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.build import build_problem
-from mla_conformance.problems.transform import scale_cache
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.transform import scale_cache
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 SMALL = "call=decode;dims=small;heads=2;q=[1,1];kv=[130,40]"

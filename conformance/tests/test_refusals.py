@@ -9,11 +9,11 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.build import build_problem
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

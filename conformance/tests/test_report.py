@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.engine.request import Request
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.backend_lines import backend_lines

@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.budget import closest, distributions
@@ -24,6 +23,7 @@ from mla_conformance.report.junit import junit
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "a<b", "torch": "2"}
 NASTY = 'a|b `c` <script>alert("x")</script> 50%\n::error::d, e: [f](g)'

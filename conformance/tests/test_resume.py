@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalError
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 LSE = ["--capability", "lse", "--device", "cpu"]

@@ -13,8 +13,8 @@ from mla_conformance.cli import main
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.report.loading import load_report
+from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")
 CASES = [

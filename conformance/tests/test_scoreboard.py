@@ -13,18 +13,18 @@ import pytest
 
 from mla_conformance.backends.references import known_backends, known_variants, parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate, Finding
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.judging.facts import NOTHING_TRACED
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.scoreboard.profiles import profiles
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]

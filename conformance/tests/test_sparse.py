@@ -9,23 +9,23 @@ import torch
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.selected import Selected
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.golden import expect
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.build import build_problem
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.reselected import half_lists, lonely_row, reversed_lists, widened_lists
-from mla_conformance.problems.sparse_call import SparseCall
-from mla_conformance.problems.transform import regroup
 from mla_conformance.reference.entry_pages import read_entries
 from mla_conformance.reference.merge import merge_states
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.lists import half_lists, lonely_row, reversed_lists, widened_lists
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.transform import regroup
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.verdict import CLAUSES, Check
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 SPEC = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^### (\d+\.\d+) \S", SPEC, flags=re.MULTILINE)

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
@@ -18,10 +17,11 @@ from mla_conformance.certificate.signature import sign
 from mla_conformance.certificate.submission import folder_of, write_submission
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.traced import NOTHING_TRACED
+from mla_conformance.judging.facts import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.case_files import write_case
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.messages import Describe, Judge, address, addressed
@@ -24,6 +23,7 @@ from mla_conformance.engine.supervisor import Patience
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.vocabulary.case_files import write_case
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 6)]

@@ -15,7 +15,7 @@ import pytest
 
 from mla_conformance.commands import progress
 from mla_conformance.commands.progress import Progress, clock, live
-from mla_conformance.judging.backend_facts import BackendFacts
+from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.backend_lines import backend_lines, declared

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.driving import trace
-from mla_conformance.driving.trace import library_digests, loaded_libraries
 from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.traced import Traced
+from mla_conformance.judging.facts import Traced
 from mla_conformance.report.backend_lines import ran
+from mla_conformance.trials import trace
 from mla_conformance.trials import trace as tracing
+from mla_conformance.trials.trace import library_digests, loaded_libraries
 
 CPU = torch.device("cpu")
 FILL = "void at::native::vectorized_elementwise_kernel<4, FillFunctor>"

@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.files import inputs
@@ -25,6 +24,7 @@ from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 PASSED, FAILED = (Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES)

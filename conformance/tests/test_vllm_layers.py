@@ -14,11 +14,11 @@ from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 CONTEXT = Context()

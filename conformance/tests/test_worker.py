@@ -9,7 +9,6 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import hand
-from mla_conformance.driving.subject import Subject
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, Judged, Started
 from mla_conformance.engine.worker import Worker
@@ -18,6 +17,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

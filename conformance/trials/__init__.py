@@ -1,4 +1,4 @@
 """Trials: one subject on one case, and the procedures of the suite on streams, in graphs and around a layer.
 
-Imports from: cases, problems, driving, judging.
+Imports from: files, cases, problems, driving, judging, roles, vocabulary.
 """

@@ -6,22 +6,19 @@ that was misled.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
-from mla_conformance.judging.expected import Expected
-from mla_conformance.judging.golden import expect
-from mla_conformance.judging.index_golden import expect_scores
-from mla_conformance.problems.build import build_problem
+from mla_conformance.judging.golden import Expected
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import build_problem, golden_of
 
 Value = TypeVar("Value")
 
@@ -29,9 +26,6 @@ PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """Memory that inputs may keep, by type of device; larger ones are built each time."""
 GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
-
-_EXPECT: Mapping[Role, Callable[[Problem], Expected]] = {Role.INDEXER: expect_scores}
-"""What makes golden results of problems that do not ask for attention."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ class Context:
         if found is None:
             # A kept result is returned without a word to the device, which a backend may have lost by then.
             with clock.phase("golden", problem.device):
-                found = _EXPECT.get(problem.case.role, expect)(problem)
+                found = golden_of(problem)
                 self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
         return found
 

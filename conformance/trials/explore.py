@@ -5,11 +5,11 @@ from functools import partial, reduce
 
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import Started, judge_one
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 

@@ -14,11 +14,11 @@ import torch
 
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.reach import Reach, rows_before
+from mla_conformance.judging.needs import Reach, rows_before
 from mla_conformance.problems.memory import device_lost, poison
-from mla_conformance.problems.prefill_call import PrefillCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.trials.launch import cut, guarded, observed, prepared_call
 from mla_conformance.trials.trial import Trial
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from math import inf
 
 from mla_conformance.backends.foreign import one_line
-from mla_conformance.cases.capabilities import find_capability
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.subject import Subject
 from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import find_capability
 
 MEMORY_PATIENCE = 120.0
 """Seconds for which a trial waits for a GPU's memory that others hold."""

@@ -1,15 +1,16 @@
 """What a layer's backend says of its cache, and its copies of blocks, compared with the reference byte by byte."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from mla_conformance.driving.layer import Layer
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.cache_layout import copy_blocks, swap_blocks
+from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.driver import Layer
 from mla_conformance.trials.trial import Trial
 
 _OTHER_LAYERS = 2
@@ -86,3 +87,14 @@ def _compare(trial: Trial, name: str, expected: Sequence[torch.Tensor], found: S
         wrong = int((storage_bytes(right) != storage_bytes(got)).sum())
         what = f"{name}: {wrong} bytes of cache {number} of {len(expected)} are not what they must be"
         trial.require(wrong == 0, Check.CACHE, what)
+
+
+def loads_packed(trial: Trial) -> None:
+    """A new layer computes the same from the same weights in codes."""
+    step = "with the weights in codes"
+    call = trial.problem.calls[0]
+    assert isinstance(call, LayerCall)
+    packed = replace(trial.problem, calls=(replace(call, packed=True),))
+    layer = trial.made(f"{step}: the constructor", partial(trial.subject.create, trial.case))
+    expectation = trial.expect(packed)
+    trial.judged(packed, expectation, trial.run(layer, packed), step)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla_conformance.cases.layer import LayerCase
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.expected import Expected
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.layer_call import LayerCall
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial

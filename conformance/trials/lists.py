@@ -1,10 +1,80 @@
 """Sparse attention with other lists: what a list means does not depend on its order, its padding or other rows."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from mla_conformance.cases.sparse import SparseCase
-from mla_conformance.problems.reselected import half_lists, lonely_row, reversed_lists, widened_lists
+import torch
+
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.trials.trial import Trial
+
+
+def reversed_lists(problem: Problem) -> Problem:
+    """Every list the other way round, up to its length; what it means stays the same."""
+    return _changed(problem, _reversed, problem.key)
+
+
+def widened_lists(problem: Problem, columns: int) -> Problem:
+    """So many columns of -1 behind every list; what it means stays the same."""
+
+    def widened(call: SparseCall) -> SparseCall:
+        behind = call.topk_indices.new_full((len(call.topk_indices), columns), NO_KEY)
+        return replace(call, topk_indices=torch.cat((call.topk_indices, behind), dim=1))
+
+    return _changed(problem, widened, problem.key)
+
+
+def half_lists(problem: Problem, half: int) -> Problem:
+    """Every second key of each list, the others -1; 0 for the first and every second behind it, 1 for the rest."""
+    return _kept(problem, lambda call: _columns(call).expand_as(call.topk_indices) % 2 == half, f"half={half}")
+
+
+def lonely_row(problem: Problem, row: int) -> Problem:
+    """The lists of all other rows name nothing."""
+    return _kept(problem, lambda call: _rows(call).expand_as(call.topk_indices) == row, f"row={row}")
+
+
+def _columns(call: SparseCall) -> torch.Tensor:
+    return torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
+
+
+def _rows(call: SparseCall) -> torch.Tensor:
+    return torch.arange(len(call.topk_indices), device=call.topk_indices.device).unsqueeze(1)
+
+
+def _reversed(call: SparseCall) -> SparseCall:
+    columns = _columns(call).expand_as(call.topk_indices)
+    length = torch.full_like(columns[:, :1], columns.shape[1])
+    if call.topk_length is not None:
+        length = call.topk_length.long().unsqueeze(1)
+    order = torch.where(columns < length, length - 1 - columns, columns)
+    return replace(call, topk_indices=call.topk_indices.gather(1, order))
+
+
+def _kept(problem: Problem, kept: Callable[[SparseCall], torch.Tensor], said: str) -> Problem:
+    """The lists of the first cache without what is not ``kept`` [T, K]."""
+
+    def blanked(call: SparseCall) -> SparseCall:
+        own, rest = call.selected.tensor_split([call.topk_indices.shape[1]], dim=1)
+        counted = kept(call)
+        if call.topk_length is not None:
+            counted = counted | (_columns(call) >= call.topk_length.unsqueeze(1))
+        indices = call.topk_indices.masked_fill(~counted, NO_KEY)
+        selected = torch.cat((own.masked_fill(~kept(call), NO_KEY), rest), dim=1)
+        return replace(call, topk_indices=indices, selected=selected)
+
+    return _changed(problem, blanked, f"{problem.key}|{said}")
+
+
+def _changed(problem: Problem, change: Callable[[SparseCall], SparseCall], key: str) -> Problem:
+    calls = []
+    for call in problem.calls:
+        assert isinstance(call, SparseCall)
+        calls.append(change(call))
+    return replace(problem, key=key, calls=tuple(calls))
 
 
 def selection_order(trial: Trial) -> None:

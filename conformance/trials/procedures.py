@@ -8,19 +8,18 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.layer import LayerCase
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.transform import overwrite, regroup, scale_cache, scale_values
+from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials import graph, layer_graph
 from mla_conformance.trials.batches import of_size
 from mla_conformance.trials.far import judge_far_away
-from mla_conformance.trials.layer_blocks import moves_blocks, shapes_cache
-from mla_conformance.trials.layer_packed import loads_packed
+from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.refusal import refuses_or_conforms
 from mla_conformance.trials.streams import side_stream, two_streams
+from mla_conformance.trials.transform import overwrite, regroup, scale_cache, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20

@@ -4,8 +4,8 @@ from functools import partial
 from typing import NoReturn
 
 from mla_conformance.driving.driver import Observation
-from mla_conformance.judging.judge import judge
 from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.roles.table import judge
 from mla_conformance.trials.trial import Trial
 
 

@@ -1,17 +1,49 @@
 """What a backend's calls run: the kernels of one case of each capability, and the libraries that it loaded."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.driving.subject import Subject
-from mla_conformance.driving.trace import kernels_of, library_digests, loaded_libraries
-from mla_conformance.judging.traced import NOTHING_TRACED, Traced
-from mla_conformance.problems.build import build_problem
+from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import place_of
+from mla_conformance.judging.facts import NOTHING_TRACED, Traced
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.subject import Subject
+
+_MAPS = Path("/proc/self/maps")
+_LONGEST = 240
+"""Characters of a kernel's name that are kept: templates of CUTLASS run to thousands."""
+_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
+
+
+def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels that a GPU ran meanwhile, in alphabetical order."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+        call()
+        torch.cuda.synchronize(device)
+    names = {event.key[:_LONGEST] for event in found.key_averages()}
+    return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
+
+
+def loaded_libraries() -> set[str]:
+    """Paths of the shared libraries that are mapped into this process; none where the system does not tell."""
+    if not _MAPS.exists():
+        return set()
+    paths = {line.rpartition(" ")[2] for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+    return {path for path in paths if ".so" in Path(path).suffixes and Path(path).is_file()}
+
+
+def library_digests(paths: set[str], beside: Path | None = None) -> dict[str, str]:
+    """SHA-256 of each file by the name that it has on every machine; ``beside`` is the file of a backend."""
+    return {place_of(Path(path), beside): file_digest(Path(path)) for path in sorted(paths)}
 
 
 def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:

@@ -11,17 +11,17 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.attempt import Attempt
 from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
+from mla_conformance.driving.hand import Attempt
 from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
-from mla_conformance.driving.subject import Subject
-from mla_conformance.judging.expected import Expected
-from mla_conformance.judging.judge import judge
+from mla_conformance.judging.golden import Expected
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import judge
 from mla_conformance.trials.context import Context
+from mla_conformance.trials.subject import Subject
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""List the sources that are here among those that judge alike: ``python ci/accept.py BEFORE AFTER RECORD...``.
+
+BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
+are here; each RECORD is the ``record.json`` of a kernel that these sources judged on the device of its submission.
+Nothing is listed unless all rows of the locks are equal, and at least four records give the statuses and the worst uses
+of their submissions. Exit status: 0 listed, 1 something differs, 2 usage.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lock
+
+from mla_conformance.certificate.certificate import Certificate, read_certificate
+from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+from mla_conformance.certificate.submission import RECORD_NAME, folder_of
+from mla_conformance.defects.digest import deciding_digest
+from mla_conformance.files.inputs import read_text
+from mla_conformance.files.outputs import write_whole
+from mla_conformance.judging.verdict import Status
+from mla_conformance.version import SUITE_VERSION
+
+ROOT = Path(__file__).parents[1]
+LEAST_RECORDS = 4
+
+
+def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
+    """Why nothing can be listed, the rows of the locks apart."""
+    (old, _), (new, _) = lock.read(before), lock.read(after)
+    for name in LOCKED:
+        if old["digests"][name] not in locked_digests()[name]:
+            known = ", ".join(locked_digests()[name])
+            yield f"{before}: '{name}' of suite {SUITE_VERSION}: expected one of {known}, got {old['digests'][name]}"
+    if new["digests"] != installed_digests() or new["small"]:
+        yield f"{after}: expected all rows, written by the sources that are here"
+    found = {certificate.backend: certificate for certificate in map(read_certificate, records)}
+    if len(found) < LEAST_RECORDS:
+        yield f"expected records of {LEAST_RECORDS} kernels or more, got {len(found)}"
+    for certificate in found.values():
+        yield from _unlike(certificate)
+
+
+def _unlike(here: Certificate) -> Iterator[str]:
+    """Where a record differs from that of its submission; what one of them had no memory for is not compared."""
+    submitted = read_certificate(ROOT / "submissions" / folder_of(SUITE_VERSION, here.backend) / RECORD_NAME)
+    if here.digests != installed_digests() or here.device != submitted.device:
+        yield f"{here.backend}: expected a record that these sources judged on {submitted.device}, got {here.device}"
+    for case, status in submitted.cases.items():
+        pair = {status, here.cases.get(case)}
+        if len(pair) > 1 and Status.UNAVAILABLE not in pair:
+            yield f"{here.backend} {case}: {status} then, {here.cases.get(case)} now"
+    if here.worst != submitted.worst:
+        yield f"{here.backend}: worst uses {submitted.worst} then, {here.worst} now"
+
+
+def append() -> None:
+    """List the digests of the sources that are here."""
+    suites, defects = ROOT / "fixtures" / "suites.json", ROOT / "fixtures" / "defects.json"
+    stored, report, here = json.loads(read_text(suites)), json.loads(read_text(defects)), installed_digests()
+    for name in LOCKED:
+        stored[SUITE_VERSION][name] = _with_last(stored[SUITE_VERSION][name], here[name])
+    report["digests"] = _with_last(report["digests"], deciding_digest())
+    for path, value in ((suites, stored), (defects, report)):
+        write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def _with_last(listed: list[str], digest: str) -> list[str]:
+    return [*(each for each in listed if each != digest), digest]
+
+
+def main() -> int:
+    """Compare and list; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("records", type=Path, nargs="+")
+    told = parser.parse_args()
+    found = list(problems(told.before, told.after, told.records))
+    for problem in found:
+        sys.stderr.write(f"{problem}\n")
+    if found or lock.compare(told.before, told.after):
+        return 1
+    append()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

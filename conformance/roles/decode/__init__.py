@@ -1,0 +1,1 @@
+"""Decode: queries against a paged cache of latents."""

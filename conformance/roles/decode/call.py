@@ -1,0 +1,145 @@
+"""A call of a decode backend on one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.reference.sharding import local_length
+from mla_conformance.roles.decode.case import DecodeCase
+
+
+def rank_question(whole: Question, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int) -> Question:
+    """Attention of each query, which stands for itself, to the keys of this rank that it sees.
+
+    The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
+    aligned triangle.
+
+    Args:
+        whole: the queries of the batch and this rank's keys.
+        totals: tokens of each request on all ranks.
+        rank: this rank.
+        world_size: ranks.
+        interleave: consecutive tokens of a rank.
+    """
+    share = partial(local_length, rank=rank, world_size=world_size, interleave=interleave)
+    batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
+    seen = [
+        slice(first, first + share(max(0, total - rows.stop + row + 1)))
+        for rows, total, first in batch
+        for row in range(rows.start, rows.stop)
+    ]
+    rows = torch.cat([torch.arange(keys.start, keys.stop, device=whole.k.device) for keys in seen])
+    queries, keys = tuple(range(len(seen) + 1)), start_loc([keys.stop - keys.start for keys in seen])
+    return Question(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall(AttentionCall):
+    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R] and [S, 1, L] in float64.
+
+    Attributes:
+        ql_nope: [T, N, L], as handed over.
+        q_pe: [T, N, R], as handed over.
+        kv_cache: [blocks, page, width].
+        k_scale: float32 scalar.
+        metadata: of the batch on this rank.
+        holds_codes: whether the cache stores codes, not values of the model's dtype.
+        lse: whether the LSE counts; a case that is about outputs leaves it to others.
+    """
+
+    ql_nope: torch.Tensor
+    q_pe: torch.Tensor
+    kv_cache: torch.Tensor
+    k_scale: torch.Tensor
+    metadata: MLACommonDecodeMetadata
+    holds_codes: bool
+    lse: bool
+
+    means: ClassVar = ("q", "k", "v")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return "decode" if self.metadata.dcp_world_size == 1 else f"rank {self.metadata.dcp_rank}"
+
+    @property
+    def returns_lse(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def judges_lse(self) -> bool:
+        """As the case says."""
+        return self.lse
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """The operands, and every tensor of the metadata."""
+        named = {name: getattr(self, name) for name in ("ql_nope", "q_pe", "kv_cache", "k_scale")}
+        named |= {field.name: getattr(self.metadata, field.name) for field in fields(self.metadata)}
+        return {f"{name} of {self.name}": x for name, x in named.items() if isinstance(x, torch.Tensor)}
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        """Both parts."""
+        return self.ql_nope, self.q_pe
+
+    def regrouped(self, case: DecodeCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Other rows of the block table and of the queries; the cache stays as it is."""
+        rows, keys = (
+            rows_of(starts, requests).to(self.q.device) for starts in (self.query_start_loc, self.key_start_loc)
+        )
+        metadata = regrouped_metadata(self.metadata, requests)
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in ("q", "ql_nope", "q_pe")},
+            **{name: getattr(self, name)[keys] for name in ("k", "v")},
+            query_start_loc=start_loc(metadata.query_lens_cpu.tolist()),
+            key_start_loc=start_loc(metadata.seq_lens_cpu.tolist()),
+            metadata=metadata,
+        )
+
+    def overwritten(self, other: Self) -> Self:
+        """What the operands mean changes with them."""
+        return replace(super().overwritten(other), q=other.q, k=other.k, v=other.v)
+
+    def prepare(self, backend: MLADecodeBackend) -> None:
+        """Before every call: each rank has metadata of its own."""
+        backend.prepare_metadata(self.metadata)
+
+    def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``run_decode``."""
+        return backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
+
+    def question(self) -> Question:
+        """The attention that the call computes."""
+        starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
+        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
+        if metadata.dcp_tot_seq_lens is None:
+            return whole
+        return rank_question(
+            whole,
+            tuple(metadata.dcp_tot_seq_lens.tolist()),
+            rank=metadata.dcp_rank,
+            world_size=metadata.dcp_world_size,
+            interleave=metadata.cp_kv_cache_interleave_size,
+        )
+
+
+def regrouped_metadata(metadata: MLACommonDecodeMetadata, requests: Sequence[int]) -> MLACommonDecodeMetadata:
+    """Metadata of some of a batch's requests on one rank, in the given order; the maxima stay as they are."""
+    rows = list(requests)
+    query_lens = metadata.query_lens_cpu[rows]
+    return replace(
+        metadata,
+        block_table=metadata.block_table[rows],
+        seq_lens=metadata.seq_lens[rows],
+        query_start_loc=torch.tensor(start_loc(query_lens.tolist())).to(metadata.query_start_loc),
+        query_lens_cpu=query_lens,
+        seq_lens_cpu=metadata.seq_lens_cpu[rows],
+    )

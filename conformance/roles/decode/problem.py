@@ -1,0 +1,107 @@
+"""From a decode case to calls: latents in a paged cache, on one rank or on several, absorbed queries, metadata."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.cases.case import Layout
+from mla_conformance.problems.cached_batch import CachedBatch, int32
+from mla_conformance.problems.calls import Question
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
+from mla_conformance.problems.paging import PageForm, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import Site
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.case import DecodeCase
+
+
+def decode_problem(case: DecodeCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a decode case: one call for each rank.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+    """
+    batch = DecodeBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
+
+
+class DecodeBatch(CachedBatch[DecodeCase]):
+    """The batch of a decode case, before and after its tokens are dealt out to ranks."""
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""
+        case, keys = self.case, self.keys.float().cpu()
+        q = torch.randn(sum(case.q), case.heads, keys.shape[-1], generator=self.generator)
+        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
+            k = keys[seen].expand(-1, case.heads, -1)
+            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case)))
+        padding = poison((case.pad, *q.shape[1:]), self.dtype, torch.device("cpu"), case.poison)
+        return torch.cat([q.to(self.dtype), padding]).to(self.device)
+
+    @property
+    def whole(self) -> Question | None:
+        """Attention to the tokens of all ranks; None where there is one."""
+        if not self.case.is_merged:
+            return None
+        keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
+        starts = (self.query_start_loc, start_loc(self.totals))
+        return Question(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
+
+    def calls(self) -> tuple[DecodeCall, ...]:
+        """One call for each rank."""
+        _ = self.entries, self.queries  # drawn in this order, whatever asks first
+        operands = lay_out_queries(self.queries, self.case)
+        return tuple(self._call(rank, *operands) for rank in range(self.case.ranks))
+
+    def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
+        lengths, every = self.owned(rank)
+        pages = write_pages(self, PageForm.of(self.case), self.entries[every], lengths)
+        keys = self.keys[every]
+        return DecodeCall(
+            q=self.queries,
+            k=keys,
+            v=keys[..., : self.case.kv_lora_rank],
+            query_start_loc=self.query_start_loc,
+            key_start_loc=start_loc(lengths),
+            ql_nope=ql_nope,
+            q_pe=q_pe,
+            kv_cache=pages.cache,
+            k_scale=self.k_scale,
+            metadata=self._metadata(rank, pages.block_table, lengths),
+            holds_codes=self.case.holds_codes,
+            lse=self.case.lse,
+        )
+
+    def _metadata(self, rank: int, block_table: torch.Tensor, lengths: Sequence[int]) -> MLACommonDecodeMetadata:
+        case, cpu = self.case, torch.device("cpu")
+
+        return MLACommonDecodeMetadata(
+            block_table=block_table,
+            seq_lens=int32(lengths, self.device),
+            query_start_loc=int32(self.query_start_loc, self.device),
+            max_query_len=max(self.query_lens) * case.inflate,
+            max_seq_len=max(1, *lengths) * case.inflate,
+            query_lens_cpu=int32(self.query_lens, cpu),
+            seq_lens_cpu=int32(lengths, cpu),
+            dcp_world_size=case.ranks,
+            dcp_rank=rank,
+            cp_kv_cache_interleave_size=case.interleave,
+            dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
+        )
+
+
+def lay_out_queries(q: torch.Tensor, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """ql_nope [T, N, L] and q_pe [T, N, R] in a memory layout; by default that of a model.
+
+    There the first is the transposed result of the product with W_UK, the second a slice of the projected query.
+    """
+    ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
+    if case.layout == Layout.KV_B_PROJ:
+        wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
+        view = wide[..., case.dimensions.qk_nope_head_dim :]
+        return ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
+    return lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)

@@ -1,0 +1,1 @@
+"""Indexer: scores of cached tokens, and the best of them."""

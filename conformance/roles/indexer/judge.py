@@ -1,0 +1,148 @@
+"""The judge of an indexer: scores element by element, selected tokens one by one and then by their scores (SPEC 8).
+
+A faithful kernel knows each score up to its budget. So it may leave out a token with a larger score than one that it
+selects, as long as the two could have changed places; which of equals it takes is its own affair.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.locate import Place, extent
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
+from mla_conformance.judging.tolerance import Tolerance, roundoffs
+from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.index_scores import IndexScores, index_scores
+from mla_conformance.roles.indexer.call import IndexerCall
+from mla_conformance.roles.indexer.selected_tokens import positions_of, wrong_tokens
+
+
+@dataclass(frozen=True)
+class IndexExpectation(Expected):
+    """Golden scores of the judged rows.
+
+    Attributes:
+        calls: one per call of the problem.
+    """
+
+    calls: tuple[IndexScores, ...]
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that they consist of."""
+        return (tensor for scores in self.calls for tensor in vars(scores).values())
+
+
+def expect_scores(problem: Problem) -> IndexExpectation:
+    """The golden scores, computed in float64."""
+    rows = choose_rows(problem)
+    found = []
+    for call in problem.calls:
+        assert isinstance(call, IndexerCall)
+        starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
+        found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
+    return IndexExpectation(rows, tuple(found))
+
+
+class IndexJudge(Steps):
+    """The steps of an indexer's verdict."""
+
+    def __init__(
+        self, problem: Problem, expectation: IndexExpectation, declaration: Declaration, numbers: Tolerance
+    ) -> None:
+        super().__init__(problem, expectation)
+        self.expectation, self.numbers = expectation, numbers
+        declared, codes = declaration.rounding_of(problem.dtype), problem.dtype == torch.float8_e4m3fn
+        self.allowed = roundoffs(problem.output_dtype, declared, numbers, dequantised=codes)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """Nothing: no mistakes are emulated to compare with."""
+        return iter(())
+
+    def _expected_form(self, returned: Returned) -> Form:
+        """Scores, or numbers of tokens."""
+        call = _call(returned)
+        name, dtype = ("topk_indices", torch.int32) if call.selects else ("logits", torch.float32)
+        return [(name, torch.Size(call.result_shape), dtype)]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Scores, or which tokens were selected."""
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            call, rows = _call(returned), self.rows.pick(returned.value)
+            budget = golden.budget(self.allowed) * self.numbers.element_limit
+            if call.selects:
+                yield from self._selection(call, rows.long(), golden, budget)
+            else:
+                yield self._scores(call.name, rows[:, : golden.scores.shape[1]].double(), golden, budget)
+
+    def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
+        """Every score below a row's bound against its budget."""
+        error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
+        share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
+        self._use(BudgetUse(element=worst_of(share)))
+        if self.used.element <= 1:
+            return None
+        row, token = divmod(int(share.argmax()), share.shape[1])
+        return self._wrong(
+            f"{name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
+            f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
+            (share > 1).any(dim=1),
+        )
+
+    def _selection(
+        self, call: IndexerCall, numbers: torch.Tensor, golden: IndexScores, budget: torch.Tensor
+    ) -> Iterator[Verdict | None]:
+        """What the numbers name, then whether better tokens were left out."""
+        positions = positions_of(call, self.rows, numbers)
+        for reason, wrong in wrong_tokens(numbers, positions, golden.bounds):
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0])
+                place = Place.of(self.rows, [row, 0])
+                message = f"{call.name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong)}"
+                yield failed(Check.SELECTION, message, {"request": place.request, "query": place.position})
+        yield self._margin(call.name, positions, golden, budget)
+
+    def _margin(self, name: str, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
+        """No token that was left out may be better than one that was selected by more than both their budgets."""
+        if not golden.scores.numel():
+            return None
+        chosen = torch.zeros_like(golden.visible)
+        rows, columns = (positions >= 0).nonzero().unbind(1)
+        chosen[rows, positions[rows, columns]] = True
+        best = (golden.scores + budget).masked_fill(~chosen, torch.inf).argmin(dim=1, keepdim=True)
+        left = (golden.scores - budget).masked_fill(chosen | ~golden.visible, -torch.inf).argmax(dim=1, keepdim=True)
+        compared = chosen.any(dim=1) & (golden.visible & ~chosen).any(dim=1)
+        gap = golden.scores.gather(1, left) - golden.scores.gather(1, best)
+        allowed = budget.gather(1, left) + budget.gather(1, best)
+        share = share_of(gap.clamp(min=0.0), allowed)[:, 0].masked_fill(~compared, 0.0)
+        self._use(BudgetUse(element=worst_of(share)))
+        if self.used.element <= 1:
+            return None
+        row = int(share.argmax())
+        out, inside = int(left[row]), int(best[row])
+        return self._wrong(
+            f"{name}: token {out} with score {golden.scores[row, out]:.5g} is left out for token {inside} with "
+            f"{golden.scores[row, inside]:.5g} at {self._at(row)}: {share[row]:.3g} × the error budget of both",
+            share > 1,
+        )
+
+    def _wrong(self, message: str, wrong: torch.Tensor) -> Verdict:
+        place = Place.of(self.rows, [int(wrong.nonzero()[0]), 0])
+        where = {"request": place.request, "query": place.position}
+        return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
+
+    def _at(self, row: int) -> str:
+        place = Place.of(self.rows, [row, 0])
+        return f"request {place.request}, query {place.position}"
+
+
+def _call(returned: Returned) -> IndexerCall:
+    assert isinstance(returned.call, IndexerCall)
+    return returned.call

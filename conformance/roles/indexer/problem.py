@@ -1,0 +1,99 @@
+"""From an indexer's case to its call: keys in a paged index cache or gathered, queries, and the weights of heads."""
+
+from functools import cached_property
+
+import torch
+
+from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
+from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import Site
+from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
+from mla_conformance.roles.indexer.call import IndexerCall
+from mla_conformance.roles.indexer.case import IndexerCase
+
+_MEAN_WEIGHT = 0.5
+"""Weights have either sign, most of them that of a key that all heads agree on."""
+
+
+def indexer_problem(case: IndexerCase, device: torch.device, salt: str) -> Problem:
+    """The problem of an indexer's case.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+    """
+    batch = IndexerBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
+
+
+class IndexerBatch(CachedBatch[IndexerCase]):
+    """The batch of an indexer's case."""
+
+    @cached_property
+    def drawn(self) -> torch.Tensor:
+        """[rows, H, D] in the model's dtype, on the CPU, without rows of padding."""
+        case, keys = self.case, self.keys.float().cpu()
+        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
+        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
+            k = keys[seen].expand(-1, case.heads, -1)
+            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case)))
+        return q.to(self.dtype)
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """[T, H] float32 on the device: those of the model times its scales, and times those of queries in codes."""
+        case, shape = self.case, self.drawn.shape[:2]
+        drawn = _MEAN_WEIGHT + torch.randn(shape, generator=self.generator)
+        scaled = drawn * case.heads**-0.5 * case.softmax_scale * self._query_scales
+        return self._padded(scaled.float())
+
+    @property
+    def _query_scales(self) -> torch.Tensor:
+        """[rows, H], the next power of two of the least scale that leaves no head out of the codes' range."""
+        if not self.case.holds_codes:
+            return torch.ones(self.drawn.shape[:2])
+        return torch.exp2((self.drawn.double().abs().amax(dim=-1) / E4M3_MAX).clamp(min=1e-10).log2().ceil())
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """[T, H, D] in codes or in the model's dtype, on the device; rows of padding are poison."""
+        if not self.case.holds_codes:
+            return self._padded(self.drawn)
+        return self._padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
+        return torch.cat([rows.view(torch.uint8), behind.view(torch.uint8)]).view(rows.dtype).to(self.device)
+
+    def call(self) -> IndexerCall:
+        """The only call."""
+        _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first
+        pages = self._stored()
+        k, k_scale = (pages.cache, None) if self.case.is_paged else self._gathered(pages.cache[:, 0])
+        return IndexerCall(
+            q=self.queries,
+            k=self.keys,
+            query_start_loc=self.query_start_loc,
+            key_start_loc=start_loc(self.totals),
+            query=lay_out("q", self.queries, self.queries, self.case),
+            weights=self.weights,
+            stored=k,
+            k_scale=k_scale,
+            slots=pages.slots,
+            metadata=sparse_metadata(self, pages, self.totals, paged=self.case.is_paged, space=self.case.space),
+            case=self.case,
+        )
+
+    def _stored(self) -> Pages:
+        if self.case.is_paged:
+            return write_pages(self, PageForm.of(self.case), self.entries, self.totals)
+        return gather_entries(self.case, self.entries, self.totals, self.device)
+
+    def _gathered(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys [S, D] and the scales [S] of codes, of gathered entries [S, width]."""
+        if not self.case.holds_codes:
+            return entries, None
+        codes, scales = entries.split([self.case.head_dim, entries.shape[1] - self.case.head_dim], dim=1)
+        return codes.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)[:, 0]

@@ -1,0 +1,1 @@
+"""Layer: a whole attention layer with its metadata, weights and cache."""

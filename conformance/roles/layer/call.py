@@ -1,0 +1,157 @@
+"""A call of a layer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+
+from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.problems.cache_bytes import CacheImage
+from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.projected import Projection
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
+
+
+class LayerDriver(Protocol):
+    """What a call needs of the layer under test."""
+
+    def load(self, linear: Linear | PackedLinear) -> None:
+        """Load or update weights."""
+
+    def prepare(self, call: "LayerCall") -> None:
+        """Build the metadata of a batch."""
+
+    def forward(self, call: "LayerCall", output: torch.Tensor | None) -> Any:
+        """The layer's result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall(AttentionCall):
+    """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
+
+    Attributes:
+        query: [T, N·(P + R)], as handed over.
+        kv_c: [T, L].
+        k_pe: [T, 1, R].
+        weight: [L, N, P + V] float64 of ``kv_b_proj``.
+        latents: [S, L] float64, what k and v are projected from.
+        packed: whether ``kv_b_proj`` holds codes under another name.
+        requests: the batch.
+        padding: rows of padding behind it; -1 where no graph is used.
+        padding_counts: whether the metadata counts these rows, as requests without tokens.
+        image: the cache before the call, and what it must hold after it.
+        chunks: context chunks that a prefill merges with its new tokens.
+        rank: whose call it is; its heads are that rank's, and its requests and cache what that rank holds.
+    """
+
+    query: torch.Tensor
+    kv_c: torch.Tensor
+    k_pe: torch.Tensor
+    weight: torch.Tensor
+    latents: torch.Tensor
+    requests: tuple[LayerRequest, ...]
+    padding: int
+    padding_counts: bool
+    image: CacheImage
+    chunks: int
+    rank: int = 0
+    packed: bool = False
+
+    means: ClassVar = ("q", "k", "v", "latents")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return "layer"
+
+    @property
+    def case(self) -> LayerCase:
+        """What it was made from."""
+        case = self.image.case
+        assert isinstance(case, LayerCase)
+        return case
+
+    @property
+    def merges(self) -> int:
+        """Merges of stored results that a prefill with context takes."""
+        return self.chunks
+
+    @property
+    def returns_lse(self) -> bool:
+        """A layer returns none."""
+        return False
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """The operands; the cache is written, so its bytes are compared with what they must be."""
+        return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """The operands, and the cache."""
+        return [*self.owned().values(), self.image.cache]
+
+    def handed(self) -> Self:
+        """Without what the cache must hold after the call."""
+        return replace(super().handed(), image=self.image.handed())
+
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        mine = super().overwritten(other)
+        image = replace(other.image, cache=self.image.cache)
+        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, image=image)
+
+    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Prefills and decodes each together, without padding."""
+        new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
+        chosen = tuple(self.requests[request] for request in requests)
+        contexts = [request.context_len for request in chosen if request.is_prompt]
+        return replace(
+            self,
+            **{name: getattr(self, name)[new] for name in ("q", "query", "kv_c", "k_pe")},
+            **{name: getattr(self, name)[every] for name in ("k", "v", "latents")},
+            query_start_loc=start_loc([request.query_len for request in chosen]),
+            key_start_loc=start_loc([request.query_len + request.context_len for request in chosen]),
+            requests=chosen,
+            padding=-1,
+            padding_counts=False,
+            image=self.image.with_only(new),
+            chunks=len(plan_context_chunks(contexts, workspace_tokens=self.case.workspace, page_size=self.case.page)),
+        )
+
+    def output_buffer(self) -> Guarded | None:
+        """[T, N·V], if the case hands one over."""
+        if not self.case.out:
+            return None
+        shape = (self.query.shape[0], self.q.shape[1] * self.width)
+        return Guarded.allocate(shape, self.query.dtype, self.query.device)
+
+    def prepare(self, backend: LayerDriver) -> None:
+        """Weights and metadata."""
+        dense = as_linear(self.weight, self.query.dtype, self.query.device)
+        backend.load(PackedLinear(dense) if self.packed else dense)
+        backend.prepare(self)
+
+    def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
+        """``forward`` on the cache as it was before; its result by heads."""
+        self.image.reset()
+        result = backend.forward(self, None if out is None else out.view)
+        if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
+            result = result[: self.q.shape[0]].unflatten(-1, (self.q.shape[1], -1))
+        return result
+
+    def wrong_writes(self) -> str:
+        """What the last call wrote into the cache that it should not have, or failed to write."""
+        return self.image.difference()
+
+    def question(self) -> Question:
+        """Attention over keys and values as a prefill has them; a decode computes the same."""
+        starts, case = (self.query_start_loc, self.key_start_loc), self.case
+        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
+        if case.weights == "dense":
+            return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
+        return whole

@@ -1,0 +1,198 @@
+"""From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.cases.case import Layout
+from mla_conformance.problems.cache_bytes import ExpectedCache
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw, edges, segments, start_loc
+from mla_conformance.problems.paging import PageForm, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import Site
+from mla_conformance.reference.cache_layout import decode_rows, encode
+from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.projections import expand_key, up_project
+from mla_conformance.reference.sharding import local_positions
+from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.latents import away_from_ties, shaped
+from mla_conformance.roles.layer.ranked_call import RankedCall
+from mla_conformance.roles.layer.weights import draw_weights
+
+_SLICE_MARGIN = 16
+
+
+def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a layer case: one call, which ranks make together.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner refuses the case.
+    """
+    batch = LayerBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
+
+
+class LayerBatch(Draw[LayerCase]):
+    """The batch of a layer case, before and after its tokens are dealt out to ranks."""
+
+    @property
+    def padding_counts(self) -> bool:
+        """Whether rows of padding are requests; behind prefills that come last, no decode can follow."""
+        return self.case.order == Order.PREFILLS_FIRST or self.case.decodes == len(self.case.q)
+
+    @cached_property
+    def query_lens(self) -> tuple[int, ...]:
+        """New tokens of each request, rows of padding that count last."""
+        return self.case.q + (1,) * (self.case.pad if self.padding_counts else 0)
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of each request after the call; none of a row of padding that counts."""
+        totals = tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True))
+        return totals + (0,) * (len(self.query_lens) - len(totals))
+
+    @property
+    def query_start_loc(self) -> tuple[int, ...]:
+        """First new token of each request, and the end."""
+        return start_loc(self.query_lens)
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU."""
+        return draw_weights(self.case, self.drawing(self.case.model) if self.case.model else self.generator)
+
+    @cached_property
+    def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [S, L] and k_pe [S, R] of all tokens in the model's dtype, on the CPU."""
+        case, tokens = self.case, sum(self.totals)
+        kv_c = torch.randn(tokens, case.kv_lora_rank, generator=self.generator)
+        k_pe = torch.randn(tokens, case.dimensions.qk_rope_head_dim, generator=self.generator)
+        for rows in segments(start_loc(self.totals)):
+            kv_c[rows], k_pe[rows] = shaped(case.latents, kv_c[rows], k_pe[rows])
+        return away_from_ties(case, kv_c.to(self.dtype), k_pe.to(self.dtype))
+
+    @cached_property
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [S, L] and k_pe [S, R] float64: what was stored, but the new tokens of a prefill as they came."""
+        stored = decode_rows(self.entries, self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.dtype)
+        as_new = self._rows_of_prefills().unsqueeze(1)
+        kv_c, k_pe = (torch.where(as_new, new.double(), old) for new, old in zip(self.latents, stored, strict=True))
+        return kv_c, k_pe
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k [S, N, P + R] and v [S, N, V] float64, on the CPU."""
+        kv_c, k_pe = self.seen
+        k_nope, v = up_project(kv_c, self.weight).tensor_split([self.case.dimensions.qk_nope_head_dim], dim=-1)
+        return expand_key(k_nope, k_pe), v
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
+        case, k = self.case, self.keys[0]
+        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
+            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case))
+            q[rows] = self.regime.queries(site)
+        return self._padded(q.to(self.dtype))
+
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        """[S, width] entries of all tokens, on the CPU."""
+        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+
+    def call(self) -> LayerCall | RankedCall:
+        """The call of the only rank, or of all of them."""
+        _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
+        new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
+        kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
+        parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
+        return parts[0] if self.case.ranks == 1 else RankedCall.of(parts)
+
+    def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
+        case, held = self.case, self._held(rank)
+        stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        expected, heads = self._expected(held, stored), case.heads_of(rank)
+        k, v = (x[:, heads].to(self.device) for x in self.keys)
+        queries = self.queries[:, heads]
+        return LayerCall(
+            q=queries[: self.query_start_loc[-1]],
+            k=k,
+            v=v,
+            query_start_loc=self.query_start_loc,
+            key_start_loc=start_loc(self.totals),
+            query=queries.flatten(1).contiguous(),
+            kv_c=kv_c,
+            k_pe=k_pe.unsqueeze(1),
+            weight=self.weight[:, heads],
+            latents=self.seen[0].to(self.device),
+            requests=self._requests(expected.block_ids),
+            padding=case.pad or -1,
+            padding_counts=self.padding_counts,
+            image=expected.image(),
+            chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
+            rank=rank,
+        )
+
+    @property
+    def _prefills(self) -> list[bool]:
+        """Whether each request of the case prefills."""
+        return [index not in self.case.decoding for index in range(len(self.case.q))]
+
+    @property
+    def _contexts(self) -> list[int]:
+        return [kv for kv, prefill in zip(self.case.kv, self._prefills, strict=True) if prefill]
+
+    def _rows_of_prefills(self) -> torch.Tensor:
+        """[S] bool: tokens that a prefill attends to without reading them from the cache."""
+        flags = [
+            [prefill and token >= kv for token in range(q + kv)]
+            for q, kv, prefill in zip(self.case.q, self.case.kv, self._prefills, strict=True)
+        ]
+        return torch.tensor([flag for request in flags for flag in request], dtype=torch.bool)
+
+    def _held(self, rank: int) -> list[Sequence[int]]:
+        """Positions of each request's tokens that a rank stores."""
+        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+        return [local_positions(total, **world) for total in self.totals]
+
+    def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows [S, width] of the new tokens, and poison for the padding."""
+        stops = start_loc(self.totals)[1 : len(self.case.q) + 1]
+        parts = [x[stop - q : stop] for stop, q in zip(stops, self.case.q, strict=True)]
+        return self._padded(torch.cat(parts))
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """With rows of another poison than the cache's, so that it shows where they were written."""
+        padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        return torch.cat([x, padding]).to(self.device)
+
+    def _expected(self, held: list[Sequence[int]], rows: list[int]) -> ExpectedCache:
+        """The cache of a rank that holds these positions of each request, which are these rows of all tokens."""
+        lengths = [*map(len, held), *(0 for _ in range(len(self.case.q) + self.case.pad - len(held)))]
+        pages = write_pages(self, PageForm.of(self.case), self.entries[rows], lengths)
+        new = [
+            [position >= total - q for position in own]
+            for own, total, q in zip(held, self.totals, self.case.q, strict=False)
+        ]
+        return ExpectedCache(self.case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
+
+    def _requests(self, block_ids: list[list[int]]) -> tuple[LayerRequest, ...]:
+        batch = zip(self.case.q, self.case.kv, block_ids, self._prefills, strict=False)
+        return tuple(LayerRequest(q, kv, ids, prefill) for q, kv, ids, prefill in batch)
+
+
+def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: LayerCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same values as slices of one wider projection, as a model has them, if the layout says so."""
+    if case.layout not in (Layout.SLICED, Layout.ODD):
+        return kv_c, k_pe
+    before, after = (1, 2) if case.layout == Layout.ODD else (_SLICE_MARGIN, _SLICE_MARGIN)
+    widths = (before, kv_c.shape[1], k_pe.shape[1], after)
+    wide = poison((len(kv_c), sum(widths)), kv_c.dtype, kv_c.device, case.poison)
+    _, first, second, _ = wide.split(widths, dim=1)
+    return first.copy_(kv_c), second.copy_(k_pe)

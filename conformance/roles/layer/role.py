@@ -1,0 +1,117 @@
+"""What the role layer is: its support and its roundings, told from its class and the kernels that it is composed of."""
+
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
+from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.mla_batch import BatchForm
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.roles import Role
+from mla_conformance.roles.decode.role import decode_config
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.driver import Layer, LayerOnRanks
+from mla_conformance.roles.layer.problem import layer_problem
+from mla_conformance.roles.prefill.role import prefill_config
+
+_COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
+
+_ASKED = {
+    "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
+    "graph_replay": ("get_state_cls",),
+}
+"""What a capability asks of a layer's class that later generations have no more."""
+
+
+def _declared(layer: Any) -> Declaration:
+    """What a layer declares: its own words, or the coarser of its kernels' classes.
+
+    Context is gathered into a workspace of the model's dtype, so what was stored as codes is rounded to it.
+    """
+    if getattr(layer, "declaration", None) is not None:
+        return declaration_of(layer)
+    kernels = [declaration_of(kernel) for kernel in _kernels(layer)]
+    declared = [kernel.rounding for kernel in kernels] or [Rounding()]
+    return Declaration(
+        rounding=Rounding(
+            lse=max((r.lse for r in declared), key=list(LseClass).index),
+            p=max((r.p for r in declared), key=_COARSER.index),
+            partial_outputs=max((r.partial_outputs for r in declared), key=_COARSER.index),
+            dequantised_keys=Precision.MODEL,
+        ),
+        emulated=any(kernel.emulated for kernel in kernels),
+        deterministic=all(kernel.deterministic for kernel in kernels),
+    )
+
+
+def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+    """What of ``case`` a layer or one of its kernels declares unsupported."""
+    reasons = reasons_of(
+        layer.validate_configuration(
+            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+            dtype=dtype,
+            kv_cache_dtype=case.cache,
+            block_size=case.page,
+            use_mla=True,
+            has_sink=False,
+            use_sparse=False,
+            use_mm_prefix=False,
+            device_capability=capability,
+            attn_type=AttentionType.DECODER,
+        )
+    )
+    if case.order == Order.PREFILLS_FIRST and not hasattr(layer.get_builder_cls(), "build_from_requests"):
+        reasons.append("its builder takes no requests, prefills first")
+    written = getattr(layer, "tile_scales", "float32")
+    if case.cache == "fp8_ds_mla" and case.scales != written:
+        reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
+    if case.out and not getattr(layer, "accept_output_buffer", False):
+        reasons.append("output buffer not declared (accept_output_buffer)")
+    if case.ranks > 1 and not getattr(layer.get_impl_cls(), "can_return_lse_for_decode", False):
+        reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
+    missing = [name for name in _ASKED.get(case.capability, ()) if not hasattr(layer, name)]
+    if missing:
+        reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
+    if hasattr(layer, "unsupported_batch"):
+        reasons += reasons_of(layer.unsupported_batch(_form(case, dtype)), "unsupported_batch")
+    return reasons or _kernel_reasons(layer, case, dtype, capability)
+
+
+def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
+    counted = case.order == Order.PREFILLS_FIRST or case.decodes == len(case.q)
+    return BatchForm(
+        decodes=case.decode_queries,
+        prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
+        padding=case.pad if counted else 0,
+        kv_cache_dtype=case.cache,
+        dtype=dtype,
+        dimensions=case.dimensions,
+    )
+
+
+def _kernels(layer: Any) -> list[Any]:
+    named = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
+    return [kernel for kernel in named if kernel is not None]
+
+
+def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+    prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
+    reasons: list[str] = []
+    if prefill is not None and case.decodes < len(case.q):
+        asked = reasons_of(prefill.validate_configuration(capability, prefill_config(case, dtype)))
+        reasons += (f"prefill: {reason}" for reason in asked)
+    if decode is not None and case.decodes:
+        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype)))
+        reasons += (f"decode: {reason}" for reason in asked)
+    return reasons
+
+
+def _layer(layer: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayerOnRanks:
+    """A new layer, on as many ranks as the case has."""
+    return (Layer if case.ranks == 1 else LayerOnRanks)(layer, case, dtype, device)
+
+
+LAYER = RoleDefinition(role=Role.LAYER, problem=layer_problem, kernel=_layer, reasons=_reasons, declared=_declared)

@@ -1,0 +1,132 @@
+"""From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.cases.case import Call
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import Site
+from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.prefill.context import Keys, latent_context
+
+_COUNTED_ELEMENTS = 2**30
+"""Elements of the keys from which inputs are drawn on the device, by counters."""
+
+
+def prefill_problem(case: PrefillCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a prefill case.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner or cache refuses the case.
+    """
+    batch = PrefillBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls())
+
+
+class PrefillBatch(Draw[PrefillCase]):
+    """The batch of a prefill case."""
+
+    def calls(self) -> tuple[PrefillCall, ...]:
+        """New tokens or a chunk of context; or new tokens, then every chunk."""
+        if self.case.call == Call.CHUNKED_CONTEXT:
+            return self._chunked()
+        chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
+        locations = start_loc(lengths)
+        keys = self._random_keys(locations[-1])
+        q = self._queries([keys[0][keys_of] for keys_of in segments(locations)])
+        chunks = () if chunk_idx is None else one_chunk(lengths)
+        metadata = assemble_metadata(self.case, self.case.q, chunks, self.dtype, self.device)
+        return (self._call(chunk_idx, q, keys, locations, metadata, self._output_scale()),)
+
+    def _chunked(self) -> tuple[PrefillCall, ...]:
+        # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
+        context = latent_context(self, output_dtype(self.dtype))
+        new, *chunks = [self._cast(keys) for keys in (context.new_tokens, *context.chunk_keys)]
+        locations = [tuple(chunk.key_start_loc) for chunk in context.chunks]
+        queries = start_loc(self.case.q)
+        per_request = [
+            torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
+            for r, rows in enumerate(segments(queries))
+        ]
+        q, scale = self._queries(per_request), self._output_scale()
+        metadata = assemble_metadata(self.case, self.case.q, context.chunks, self.dtype, self.device, context)
+        calls = [self._call(None, q, new, queries, metadata, scale)]
+        calls += [
+            self._call(index, q, keys, loc, metadata, scale)
+            for index, (keys, loc) in enumerate(zip(chunks, locations, strict=True))
+        ]
+        return tuple(calls)
+
+    def _output_scale(self) -> torch.Tensor | None:
+        if self.case.quant == "none":
+            return None
+        return torch.tensor(self.case.oscale / 1e6, dtype=torch.float32, device=self.device)
+
+    def _cast(self, keys: Keys) -> Keys:
+        k, v = keys
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def _random_keys(self, tokens: int) -> Keys:
+        dims = self.case.dimensions
+        k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
+        v = self._normal(tokens, self.case.heads, dims.v_head_dim)
+        return self.regime.keys(k).to(self.dtype), self.regime.values(v).to(self.dtype)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        if math.prod(shape) < _COUNTED_ELEMENTS:
+            return torch.randn(*shape, generator=self.generator)
+        seed = int(torch.randint(2**20, (), generator=self.generator))
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+
+    def _queries(self, keys: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[T, N, P + R] in the operands' dtype on the CPU."""
+        case = self.case
+        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
+            site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case))
+            q[rows] = self.regime.queries(site)
+        return q.to(self.dtype)
+
+    def _call(
+        self,
+        chunk_idx: int | None,
+        q: torch.Tensor,
+        keys: Keys,
+        key_start_loc: tuple[int, ...],
+        metadata: MLACommonPrefillMetadata,
+        output_scale: torch.Tensor | None,
+    ) -> PrefillCall:
+        case = self.case
+        q, k, v = (self._padded(x.to(self.device)) for x in (q, *keys))
+        q, k, v = (lay_out(name, x, k, case) for name, x in (("q", q), ("k", k), ("v", v)))
+        return PrefillCall(
+            q=q,
+            k=k,
+            v=v,
+            query_start_loc=start_loc(case.q),
+            key_start_loc=key_start_loc,
+            chunk_idx=chunk_idx,
+            metadata=metadata,
+            prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
+            lse=case.lse,
+            out_dtype=self._out_dtype(),
+            output_scale=output_scale,
+        )
+
+    def _out_dtype(self) -> torch.dtype | None:
+        if self.case.quant == "fp8":
+            return torch.float8_e4m3fn
+        return output_dtype(self.dtype) if self.case.out else None
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.case.pad:
+            return x
+        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device, self.case.poison)])

@@ -1,0 +1,1 @@
+"""Sparse: attention to keys that lists select."""

@@ -1,0 +1,233 @@
+"""From a sparse case to calls: entries in a paged cache or gathered, on one rank or on several, queries and lists."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.cases.data import Data
+from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.calls import Question
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
+from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.regimes import Site
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.sparse.selection import Lists, draw_lists
+
+_LISTS_SEED = 10**6
+_SINK_SPREAD = 3.0
+_GUARDS = 1
+"""Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
+_COUNTED_ELEMENTS = 2**28
+"""Elements of the queries from which they are drawn on the device."""
+
+
+def sparse_problem(case: SparseCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a sparse case: one call for each rank.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+    """
+    batch = SparseBatch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Keys and the lists over them.
+
+    Attributes:
+        lengths: keys of each request.
+        entries: [S, width] on the CPU; what no list names is poison if the case says so.
+        keys: [S, 1, D] float64 on the device, what they mean.
+        lists: numbers of these keys.
+    """
+
+    lengths: Sequence[int]
+    entries: torch.Tensor
+    keys: torch.Tensor
+    lists: Lists
+
+
+class SparseBatch(CachedBatch[SparseCase]):
+    """The batch of a sparse case, before and after its tokens are dealt out to ranks."""
+
+    @cached_property
+    def _drawing(self) -> torch.Generator:
+        """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
+        return self.drawing(_LISTS_SEED + self.case.seed)
+
+    @cached_property
+    def main(self) -> _Source:
+        """The tokens of the batch: a row may name those up to its own."""
+        case = self.case
+        firsts = start_loc(self.totals)
+        rows = [
+            (first, total - queries + row + 1 if total else 0)
+            for first, total, queries in zip(firsts, self.totals, self.query_lens, strict=False)
+            for row in range(queries)
+        ]
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        lists = draw_lists(case, numbers[:, 0], numbers[:, 1], case.topk, self._drawing)
+        return self._source(self.totals, self.entries, lists, case.cache)
+
+    @cached_property
+    def extra(self) -> _Source | None:
+        """The second cache, all of which is before the rows."""
+        if not self.case.has_extra:
+            return None
+        lengths = (*self.case.extra_lens, *(0,) * self.case.pad)
+        firsts, per_row = torch.tensor(start_loc(lengths))[:-1], torch.tensor(self.query_lens)
+        bounds = torch.tensor(lengths).repeat_interleave(per_row)
+        columns = self.case.extra_topk
+        lists = draw_lists(self.case, firsts.repeat_interleave(per_row), bounds, columns, self._drawing)
+        return self._source(lengths, self.draw_entries(sum(lengths), self.case.extra), lists, self.case.extra)
+
+    def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
+        if self.case.unselected == "poison":
+            left = ~lists.named(len(entries))
+            hole = poison(entries[left].shape, entries.dtype, entries.device, self.case.poison)
+            entries.view(torch.uint8)[left] = hole.view(torch.uint8)
+        return _Source(lengths, entries, self.meaning(entries, layout), lists)
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """[T, N, D] in the model's dtype, on the device; to a data regime the keys of a row are those of its list."""
+        case, keys = self.case, self.keys.cpu()
+        shape = (sum(case.q), case.heads, keys.shape[-1])
+        if case.data == Data.NORMAL:
+            return self._padded(self._normal(shape))
+        q = torch.randn(*shape, generator=self.generator)
+        for row in range(len(q)):
+            named = self.selected[row][self.selected[row] != NO_KEY]
+            k = keys[named].float().expand(-1, case.heads, -1)
+            site = Site(q[row : row + 1], k, case.softmax_scale, edges(len(named), case))
+            q[row : row + 1] = self.regime.queries(site)
+        return self._padded(q.to(self.dtype).to(self.device))
+
+    def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Queries that know no keys; many of them are drawn where they are used, by counters."""
+        if math.prod(shape) < _COUNTED_ELEMENTS:
+            return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
+        seed = self.salted(self.case.seed) % COUNTER_SEEDS
+        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+
+    def _padded(self, q: torch.Tensor) -> torch.Tensor:
+        if not self.case.pad:
+            return q
+        return torch.cat([q, poison((self.case.pad, *q.shape[1:]), q.dtype, q.device, self.case.poison)])
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """[S + S', 1, D] float64: the tokens, and behind them the entries of a second cache."""
+        return self.main.keys if self.extra is None else torch.cat((self.main.keys, self.extra.keys))
+
+    @cached_property
+    def selected(self) -> torch.Tensor:
+        """[T, K + K'] int64 numbers of keys, or -1."""
+        return self._joined(self.main.lists, len(self.main.keys))
+
+    def _joined(self, lists: Lists, keys: int) -> torch.Tensor:
+        """Lists of so many keys, and those of the second cache, whose keys stand behind them."""
+        if self.extra is None:
+            return lists.keys
+        behind = self.extra.lists.keys
+        return torch.cat((lists.keys, torch.where(behind == NO_KEY, NO_KEY, behind + keys)), dim=1)
+
+    @cached_property
+    def sink(self) -> torch.Tensor | None:
+        """[N] float32; infinite ones among them if the case says so."""
+        if self.case.sink == "none":
+            return None
+        drawn = torch.randn(self.case.heads, generator=self._drawing) * _SINK_SPREAD
+        sink = drawn + torch.tensor(float(self.case.topk)).log()
+        if self.case.sink == "extreme":
+            head = torch.arange(self.case.heads) % 4
+            sink = sink.masked_fill(head == 1, -torch.inf).masked_fill(head == 3, torch.inf)
+        return sink.to(self.device)
+
+    @property
+    def whole(self) -> Question | None:
+        """Attention to the keys of all ranks; None where there is one."""
+        if not self.case.is_merged:
+            return None
+        starts = (self.query_start_loc, start_loc(self.totals))
+        values, selected = self.keys[..., : self.case.kv_lora_rank], self.selected.to(self.device)
+        codes = self.case.holds_codes
+        return Question(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
+
+    def calls(self) -> tuple[SparseCall, ...]:
+        """One call for each rank."""
+        _ = self.main, self.extra, self.queries  # drawn in this order, whatever asks first
+        query = lay_out("q", self.queries, self.queries, self.case)
+        return tuple(self._call(rank, query) for rank in range(self.case.ranks))
+
+    def _call(self, rank: int, query: torch.Tensor) -> SparseCall:
+        lengths, every = self.owned(rank)
+        numbers = torch.full((len(self.entries),), NO_KEY)
+        numbers[every] = torch.arange(len(every))
+        lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
+        pages = self._stored(self.main.entries[every], lengths)
+        if self.extra is not None:
+            keys = torch.cat((keys, self.extra.keys))
+        return SparseCall(
+            q=self.queries,
+            k=keys,
+            v=keys[..., : self.case.kv_lora_rank],
+            query_start_loc=self.query_start_loc,
+            key_start_loc=start_loc(lengths),
+            query=query,
+            kv_cache=pages.cache,
+            k_scale=self.k_scale,
+            topk_indices=self._handed(lists, self._numbers(rank, lists, lengths, pages)),
+            topk_length=self._length(lists),
+            attn_sink=self.sink,
+            selected=self._joined(lists, len(every)).to(self.device),
+            slots=pages.slots,
+            metadata=sparse_metadata(self, pages, lengths, paged=self.case.is_paged, space=self.case.space, rank=rank),
+            case=self.case,
+            **self._extra_operands(),
+        )
+
+    def _numbers(self, rank: int, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
+        """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
+        firsts = start_loc(self.totals if self.case.space == IndexSpace.POSITION else lengths)
+        first = torch.tensor(firsts)[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
+        if self.case.space == IndexSpace.POSITION:
+            # A rank is handed what all others are, and finds its own.
+            return torch.where(self.main.lists.keys == NO_KEY, NO_KEY, self.main.lists.keys - first)
+        if self.case.space == IndexSpace.RANK_LOCAL:
+            return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
+        return lists.renumbered(pages.slots).keys
+
+    def _handed(self, lists: Lists, numbers: torch.Tensor) -> torch.Tensor:
+        return lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
+
+    def _length(self, lists: Lists) -> torch.Tensor | None:
+        return lists.length.int().to(self.device) if self.case.length else None
+
+    def _extra_operands(self) -> dict[str, Any]:
+        """The second cache with its lists, or nothing."""
+        names = ("extra_kv_cache", "extra_topk_indices", "extra_topk_length")
+        if self.extra is None:
+            return dict.fromkeys(names)
+        form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
+        pages = write_pages(self, form, self.extra.entries, self.extra.lengths)
+        lists = self.extra.lists
+        handed = self._handed(lists, lists.renumbered(pages.slots).keys)
+        return dict(zip(names, (pages.cache, handed, self._length(lists)), strict=True))
+
+    def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
+        """The entries in pages, or gathered."""
+        if self.case.is_paged:
+            form = PageForm(self.case.cache, self.case.page, _GUARDS)
+            return write_pages(self, form, entries, lengths)
+        return gather_entries(self.case, entries, lengths, self.device, _GUARDS)

@@ -1,0 +1,77 @@
+"""All roles, and what is asked of whichever a case is of."""
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.driver import Observation
+from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.tolerance import Tolerance, tolerance
+from mla_conformance.judging.verdict import Verdict
+from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.decode.role import DECODE
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.indexer.role import INDEXER
+from mla_conformance.roles.layer.role import LAYER
+from mla_conformance.roles.prefill.role import PREFILL
+from mla_conformance.roles.sparse.role import SPARSE
+
+ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, INDEXER)
+_BY_NAME = {definition.role: definition for definition in ROLES}
+
+
+def definition_of(role: Role) -> RoleDefinition:
+    """What a role is."""
+    return _BY_NAME[role]
+
+
+def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
+    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
+
+    Args:
+        case: the case.
+        device: where the tensors are.
+        salt: what their values are drawn with beside the case; each has values of its own.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner or cache refuses the case.
+    """
+    return definition_of(case.role).problem(case, device, salt)
+
+
+def golden_of(problem: Problem) -> Expected:
+    """What is expected of a problem, computed in float64."""
+    return definition_of(problem.case.role).golden(problem)
+
+
+def judge(
+    problem: Problem,
+    expectation: Expected,
+    observation: Observation,
+    declaration: Declaration,
+    numbers: Tolerance | None = None,
+) -> Verdict:
+    """The verdict over one observation.
+
+    Args:
+        problem: the inputs.
+        expectation: the golden results of the same problem.
+        observation: what the backend did.
+        declaration: the rounding classes that the backend declares.
+        numbers: the tolerance table; by default the one that the suite ships.
+    """
+    steps = definition_of(problem.case.role).judge
+    return steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
+
+
+def measure(
+    problem: Problem, expectation: Expected, observation: Observation, declaration: Declaration
+) -> list[Measured]:
+    """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
+    examined = definition_of(problem.case.role).judge(problem, expectation, declaration, tolerance())
+    if observation.merge_error or not examined.has_form(observation):
+        return []
+    return list(examined.measured(observation))

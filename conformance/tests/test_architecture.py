@@ -1,0 +1,153 @@
+"""The architecture: floors import downwards only, and nothing outside a backend's file names the backend."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.backends.references import known_backends
+from mla_conformance.backends.roles import Role
+
+ROOT = Path(__file__).parents[2]
+FLOORS = {
+    "reference": ("mla_conformance.reference",),
+    "backends": ("mla_conformance.reference", "mla_conformance.backends"),
+}
+
+
+def sources(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "tests" not in path.parts]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("mla_conformance", *(parts[1:] if parts[0] == "conformance" else parts))
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for floor in ("reference", "backends", "conformance") for path in sources(floor)}
+NAMED = re.compile(r"mla_conformance(?:\.\w+)+")
+BEGUN = re.compile(r"(mla_conformance(?:\.\w+)+)\.")
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """What a file imports: by statement, wherever it stands, or by a text that names a module or something in one.
+
+    A text that ends behind a package's full stop is the beginning of the name of any module in it.
+    """
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or "."
+            named = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= named or {module}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {module for text in NAMED.findall(node.value) if (module := meant(text))}
+            found |= {begun[1] for begun in [BEGUN.fullmatch(node.value)] if begun} & MODULES.keys()
+    return found - {module_of(path)}
+
+
+def meant(text: str) -> str:
+    """The module that a dotted name stands in; empty for a package, whose data it may be."""
+    parts = text.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
+    return next((name for name in names if name in MODULES and MODULES[name].stem != "__init__"), "")
+
+
+ROOMS = {
+    f"{floor}/{path.parent.name}": path
+    for floor in ("backends", "conformance")
+    for path in (ROOT / floor).glob("*/__init__.py")
+}
+
+
+def stated(room: str) -> set[str]:
+    """The rooms of its floor that a room imports from, as the last paragraph of its description says."""
+    description = ast.get_docstring(ast.parse(ROOMS[room].read_text(encoding="utf-8"))) or ""
+    law = " ".join(description.split("\n\n")[-1].split())
+    names = law.removeprefix("Imports from: ").removesuffix(".").split(", ")
+    return set() if law == "Imports from no other room." else {f"{room.split('/')[0]}/{name}" for name in names}
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_imports_from_the_rooms_that_it_names(room: str) -> None:
+    floor = room.split("/")[0]
+    package = {"backends": "mla_conformance.backends.", "conformance": "mla_conformance."}[floor]
+    names = {name for path in sources(room) for name in imported(path)}
+    assert package.removesuffix(".") not in names, "name the module, not the package that it is taken from"
+    others = {f"{floor}/{name.removeprefix(package).split('.')[0]}" for name in names if name.startswith(package)}
+    assert others & ROOMS.keys() - {room} == stated(room)
+
+
+def test_the_rooms_stand_in_an_order() -> None:
+    assert set(TopologicalSorter({room: stated(room) for room in ROOMS}).static_order()) == ROOMS.keys()
+
+
+def test_the_page_lists_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = [f"conformance/{name}" for name in re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)]
+    assert sorted(listed) == sorted(room for room in ROOMS if room.startswith("conformance"))
+    assert all(stated(room) <= set(listed[:place]) for place, room in enumerate(listed))
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    imports = {name: imported(path) & MODULES.keys() for name, path in MODULES.items()}
+    assert len(list(TopologicalSorter(imports).static_order())) == len(MODULES)
+
+
+def test_an_import_by_text_is_seen() -> None:
+    assert "mla_conformance.backends.eager" in imported(ROOT / "backends" / "registry.py")
+    assert "mla_conformance.engine.keeper" in imported(ROOT / "conformance" / "engine" / "place.py")
+    assert "mla_conformance.defects" in imported(ROOT / "conformance" / "defects" / "known.py")
+
+
+def test_no_room_imports_the_commands_or_the_plugin() -> None:
+    tops = {"mla_conformance.cli", "mla_conformance.plugin", "mla_conformance.capture", "mla_conformance.captured"}
+    assert [room for room in ROOMS for path in sources(room) if imported(path) & tops] == []
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_from_below_only(floor: str) -> None:
+    for path in sources(floor):
+        ours = {name for name in imported(path) if name.startswith("mla_conformance")}
+        assert all(name.startswith(FLOORS[floor]) for name in ours), f"{path.name} imports {ours}"
+
+
+def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
+    for name in (
+        "reference/dimensions.py",
+        "reference/chunking.py",
+        "reference/yarn.py",
+        *(f"conformance/cases/{path.name}" for path in (ROOT / "conformance" / "cases").glob("*.py")),
+        *(f"conformance/roles/{role}/{name}.py" for role in Role for name in ("case", "lists")),
+        "conformance/vocabulary/capabilities.py",
+    ):
+        assert "torch" not in imported(ROOT / name), name
+
+
+def test_records_and_reports_are_read_and_judged_without_torch() -> None:
+    rooms = [path for room in ("report", "gating", "expectations", "files") for path in sources(f"conformance/{room}")]
+    rooms += [ROOT / "conformance" / "commands" / "gating.py"]
+    rooms += [ROOT / "conformance" / "judging" / f"{name}.py" for name in ("record", "verdict", "facts")]
+    names = [f"mla_conformance.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "__init__"]
+    code = "".join(f"import {name}\n" for name in names) + "import sys\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_case_test_or_judge_names_a_backend() -> None:
+    names = {backend.name for backend in known_backends() if "[" not in backend.name}
+    files = [
+        path
+        for room in ("cases", "driving", "judging", "roles", "suite", "vocabulary")
+        for path in sources(f"conformance/{room}")
+    ]
+    for path in files:
+        strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not names & {value for value in strings if isinstance(value, str)}, path.name

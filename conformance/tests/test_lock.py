@@ -1,0 +1,62 @@
+"""The verdict lock: two of one machine are compared row by row, others refused, and digests listed only then."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+
+CI = Path(__file__).parents[2] / "ci"
+RECORD = CI.parent / "submissions" / "2026.4" / "TORCH_SDPA" / "record.json"
+HEADER = {"cpu": "one", "torch": "2.13", "threads": 1, "small": False, "digests": installed_digests()}
+ROW = {"case": "lse:q=[64]", "kernel": "EAGER", "status": "pass", "used": {"lse": "0.1"}}
+
+
+def written(path: Path, header: dict[str, Any], *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "status", "said"),
+    [
+        ({}, [ROW], 0, "1 rows, 0 different"),
+        ({}, [{**ROW, "used": {"lse": "0.10000000000000002"}}], 1, "lse:q=[64] EAGER: used {'lse': '0.1'} -> "),
+        ({}, [], 1, "lse:q=[64] EAGER: is missing in one"),
+        ({"cpu": "another"}, [ROW], 2, "expected two locks of one machine, got cpu: 'one' and 'another'"),
+        ({"torch": "2.14", "threads": 2}, [ROW], 2, "torch: '2.13' and '2.14'; threads: 1 and 2"),
+    ],
+)
+def test_two_locks_are_compared_to_the_last_digit(
+    header: dict[str, Any],
+    rows: list[dict[str, Any]],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    script: Callable[[str], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, after = written(tmp_path / "before", HEADER, ROW), written(tmp_path / "after", {**HEADER, **header}, *rows)
+    assert script("lock").compare(before, after) == status
+    assert said in "".join(capsys.readouterr())
+
+
+def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    accept = script("accept")
+    listed = {**HEADER, "digests": {name: locked_digests()[name][0] for name in LOCKED}}
+    same = written(tmp_path / "same", HEADER, ROW)
+    known = list(accept.problems(written(tmp_path / "before", listed, ROW), same, [RECORD]))
+    assert any("expected records of 4 kernels or more, got 1" in problem for problem in known)
+    unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
+    said = f"'judging' of suite 2026.4: expected one of {locked_digests()['judging'][0]}"
+    assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))

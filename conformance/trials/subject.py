@@ -1,0 +1,176 @@
+"""The backend under test: its class in each role, its declarations, and what it supports."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, Rounding
+from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.layer.mla_layer import mla_backend
+from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.driving.hand import HERE, Hand
+from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.roles.table import definition_of
+from mla_conformance.trials.device_needs import device_reasons
+from mla_conformance.vocabulary.capabilities import find_capability
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend on a device.
+
+    Attributes:
+        backend: names it.
+        device: where it is judged.
+        hand: carries out whatever imports it, asks it or calls it.
+    """
+
+    backend: BackendReference
+    device: torch.device
+    hand: Hand = HERE
+
+    @staticmethod
+    def of(reference: str, device: torch.device, hand: Hand = HERE) -> "Subject":
+        """The subject that ``reference`` names.
+
+        Raises:
+            BackendReferenceError: it names nothing that can be judged.
+        """
+        return Subject(parse_reference(reference), device, hand)
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        return self.backend.name
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """What the backend computes; kernels for prefill and decode make a layer."""
+        roles = roles_of(self.backend)
+        composed = {Role.PREFILL, Role.DECODE} <= set(roles) and Role.LAYER not in roles
+        return (*roles, Role.LAYER) if composed else roles
+
+    @cached_property
+    def prefill_class(self) -> type[MLAPrefillBackend]:
+        """The class that prefill calls go to on this device."""
+        loaded: type[MLAPrefillBackend] = resolve_backend(self.backend, self.capability, Role.PREFILL)
+        return loaded
+
+    @cached_property
+    def decode_class(self) -> type[MLADecodeBackend]:
+        """The class that decode calls go to on this device."""
+        loaded: type[MLADecodeBackend] = resolve_backend(self.backend, self.capability, Role.DECODE)
+        return loaded
+
+    @cached_property
+    def layer_class(self) -> Any:
+        """The layer: the one that was named, or the common one over the backend's kernels."""
+        named = resolve_backend(self.backend, self.capability, Role.LAYER)
+        return named or mla_backend(self.prefill_class, self.decode_class)
+
+    def class_of(self, role: Role) -> Any:
+        """The class that calls of a role go to on this device."""
+        own = f"{role}_class"
+        if hasattr(type(self), own):
+            return getattr(self, own)
+        return resolve_backend(self.backend, self.capability, role)
+
+    def declaration_of(self, role: Role) -> Declaration:
+        """What the adapter of a role declares."""
+        return self._declarations[role]
+
+    @cached_property
+    def _declarations(self) -> dict[Role, Declaration]:
+        """Of the roles that can run here."""
+        usable = [role for role in self.roles if not self._unavailable[role]]
+        return {role: definition_of(role).declared(self.class_of(role)) for role in usable}
+
+    @cached_property
+    def declaration(self) -> Declaration:
+        """What the adapters of all roles declare together; the rounding classes are those of the first role."""
+        declared = list(self._declarations.values())
+        return Declaration(
+            rounding=declared[0].rounding,
+            e4m3_rounding=declared[0].e4m3_rounding,
+            deviations=tuple(dict.fromkeys(chain.from_iterable(d.deviations for d in declared))),
+            distributions=tuple(dict.fromkeys(chain.from_iterable(d.distributions for d in declared))),
+            emulated=any(d.emulated for d in declared),
+            deterministic=all(d.deterministic for d in declared),
+            batch_invariant=all(d.batch_invariant for d in declared),
+        )
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """The declared rounding classes by name; those of a role beside prefill say so."""
+        found: dict[str, str] = {}
+        kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
+        for role, declaration in (kernels or self._declarations).items():
+            prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
+            found |= _classes(declaration.rounding, prefix)
+            if declaration.e4m3_rounding is not None:
+                found |= _classes(declaration.e4m3_rounding, f"{prefix}e4m3 operands: ")
+        return found
+
+    @cached_property
+    def capability(self) -> DeviceCapability | None:
+        """Compute capability of the device."""
+        return get_device_capability(self.device)
+
+    @cached_property
+    def unavailable(self) -> list[str]:
+        """Why the backend cannot run here at all, in any role."""
+        return unavailable_reasons(self.backend, self.capability)
+
+    @cached_property
+    def _unavailable(self) -> dict[Role, list[str]]:
+        own = {role: unavailable_reasons(self.backend, self.capability, role) for role in roles_of(self.backend)}
+        composed = [reason for reasons in own.values() for reason in reasons]
+        return own if Role.LAYER in own or Role.LAYER not in self.roles else {**own, Role.LAYER: composed}
+
+    def missing_role(self, case: Case) -> list[str]:
+        """Why no call of ``case`` can be made: the backend has other roles only, or this one cannot run here."""
+        if case.role not in self.roles:
+            return [f"{' and '.join(self.roles)} only"]
+        reasons = self._unavailable[case.role]
+        return [f"{case.role} unavailable: {'; '.join(reasons)}"] if reasons else []
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the distributions behind the backend."""
+        found = {}
+        for name in self.declaration.distributions:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not installed as a distribution"
+        return found
+
+    def unsupported(self, case: Case) -> list[str]:
+        """What of ``case`` the backend declares unsupported."""
+        dtype = TORCH_DTYPES[case.dtype]
+        if dtype is None:
+            return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
+        needs = find_capability(case.capability).needs
+        if needs and not getattr(self.declaration_of(case.role), needs):
+            return [f"not declared {needs}"]
+        kernel = self.class_of(case.role)
+        reasons = definition_of(case.role).reasons(kernel, case, dtype, self.capability)
+        return reasons or device_reasons(case, self.device, kernel)
+
+    def create(self, case: Case) -> Any:
+        """A new instance of the case's role for its head dims and scale."""
+        dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+        return definition_of(case.role).kernel(self.class_of(case.role), case, dtype, self.device)
+
+
+def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
+    """Rounding classes by name, each name behind ``prefix``."""
+    return {f"{prefix}{name}": value.value for name, value in vars(rounding).items()}

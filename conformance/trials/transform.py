@@ -1,0 +1,45 @@
+"""Problems made from problems: the same inputs regrouped, scaled or rewritten in place, for laws of two runs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.problems.calls import AttentionCall, KernelCall
+from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.sparse.call import SparseCall
+
+
+def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:
+    """The given requests in the given order, each cut to its first ``queries`` new tokens.
+
+    A problem of one call only; for new tokens the keys are cut with the queries, other calls are not cut.
+    """
+    regrouped = problem.calls[0].regrouped(problem.case, requests, queries)
+    return replace(problem, key=f"{problem.key}|requests={list(requests)}|queries={queries}", calls=(regrouped,))
+
+
+def scale_values(problem: Problem, factor: float) -> Problem:
+    """All values times a power of two, which is exact."""
+    calls = tuple(replace(call, v=call.v * factor) for call in problem.attention)
+    return replace(problem, key=f"{problem.key}|values={factor}", calls=calls)
+
+
+def scale_cache(problem: Problem, factor: float) -> Problem:
+    """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
+    assert isinstance(problem.case, CachedCase)
+    meant = factor if problem.case.cache == "fp8" else 1.0
+    calls = tuple(_rescaled(call, factor, meant) for call in problem.calls)
+    whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
+    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=calls, whole=whole)
+
+
+def _rescaled(call: KernelCall, factor: float, meant: float) -> AttentionCall:
+    assert isinstance(call, DecodeCall | SparseCall)
+    return replace(call, k_scale=call.k_scale * factor, k=call.k * meant, v=call.v * meant)
+
+
+def overwrite(problem: Problem, other: Problem) -> Problem:
+    """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
+    calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
+    return replace(problem, key=other.key, calls=calls, whole=other.whole)

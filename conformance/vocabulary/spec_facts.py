@@ -1,0 +1,121 @@
+"""What the case lists run, as words for the sentences of SPEC section 5, and that section written with them."""
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from mla_conformance.cases.case import Case
+from mla_conformance.problems.regimes import REGIMES
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A circumstance in which kernels have been wrong in public.
+
+    Attributes:
+        group: the heading that it stands below.
+        clause: its number in section 5, which it keeps.
+        id: its name in the catalogue of reported bugs.
+        sentence: what generates it, or why it is out of reach; facts in braces.
+    """
+
+    group: str
+    clause: int
+    id: str
+    sentence: str
+
+
+@cache
+def hazards() -> tuple[Hazard, ...]:
+    """All of them, in the order of SPEC."""
+    text = (files("mla_conformance.fixtures") / "hazards.toml").read_text(encoding="utf-8")
+    told = tomllib.loads(text)["hazard"]
+    return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in told)
+
+
+_UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
+"""How many of a field's units are 1."""
+
+
+class Values:
+    """Distinct values in the order of their size, or of the cases if they are names.
+
+    Formatted they are a list in words; with ``least`` or ``most`` the smallest or the largest of them.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        distinct = list(dict.fromkeys(values))
+        self._values = distinct if any(isinstance(value, str) for value in distinct) else sorted(distinct)
+
+    def __format__(self, wanted: str) -> str:
+        chosen = {"": self._values, "least": self._values[:1], "most": self._values[-1:]}[wanted]
+        return in_words([_word(value) for value in chosen])
+
+
+class Facts:
+    """What some cases run, each field of a case an attribute.
+
+    Attributes:
+        where: the device that they need, with the space before it; empty if any will do.
+        requests: of a call.
+        tokens: new tokens of a call.
+        keys: context tokens of a call.
+        queries: new tokens of a request.
+        contexts: context tokens of a request.
+        sequences: tokens of a request with its context.
+    """
+
+    def __init__(self, cases: Iterable[Case], where: str = "") -> None:
+        self._cases = tuple(cases)
+        self.where = where
+        self.requests = Values(len(case.q) for case in self._cases)
+        self.tokens = Values(sum(case.q) for case in self._cases)
+        self.keys = Values(sum(case.kv) for case in self._cases)
+        self.queries = Values(length for case in self._cases for length in case.q)
+        self.contexts = Values(length for case in self._cases for length in case.kv)
+        self.sequences = Values(sum(lengths) for case in self._cases for lengths in zip(case.q, case.kv, strict=False))
+
+    def __getattr__(self, field: str) -> Values:
+        have = [case for case in self._cases if field in case.defaults()]
+        if not have:
+            raise AttributeError(f"no case of these has a field {field!r}")
+        unit = _UNITS.get(field, 1)
+        return Values(value if unit == 1 else value / unit for value in (getattr(case, field) for case in have))
+
+
+def in_words(words: list[str]) -> str:
+    """The words as an English list."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _word(value: Any) -> str:
+    return f"`{value}`" if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _facts() -> dict[str, Any]:
+    """What sentences may name: capabilities, data regimes, a case of defaults, and what is captured on a GPU."""
+    named = {name: Facts(entry.cases, " on a GPU" if entry.needs_cuda else "") for name, entry in CAPABILITIES.items()}
+    every = [case for entry in CAPABILITIES.values() for case in entry.cases]
+    regimes = {name: Facts(case for case in every if case.data == name) for name in REGIMES}
+    usual = Facts([PrefillCase(capability="new_tokens", q=(1,))])
+    captured = in_words([f"`{name}`" for name, entry in CAPABILITIES.items() if entry.captures])
+    return {**regimes, **named, "usual": usual, "captured": captured}
+
+
+def section_lines() -> Iterator[str]:
+    """The list of hazards under its headings, then the table of data regimes."""
+    facts = _facts()
+    for heading, group in groupby(hazards(), lambda hazard: hazard.group):
+        yield from (f"**{heading}**", "", *(_line(hazard, facts) for hazard in group), "")
+    yield from ("**Data regimes**", "", "| regime | reveals |", "|---|---|")
+    yield from (f"| `{name}` | {regime.sentence} |" for name, regime in REGIMES.items())
+
+
+def _line(hazard: Hazard, facts: dict[str, Any]) -> str:
+    return f"- **5.{hazard.clause} {hazard.id}** {hazard.sentence.format_map(facts)}"
