@@ -2,52 +2,22 @@
 
 For a query t and its visible keys s:   p_s = exp(scale · q_t·k_s - lse_t),   output_t = Σ p_s v_s,
 lse_t = ln Σ exp(scale · q_t·k_s). Everything is computed in float64 on the inputs exactly as they are given.
+
+Attention over two disjoint sets of keys, with LSEs l1, l2 and outputs o1, o2, is over their union l = ln(e^l1 + e^l2)
+and o = e^(l1-l)·o1 + e^(l2-l)·o2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.projected_terms import ProjectedTerms
+from mla_conformance.reference.terms import ErrorTerms, ProjectedTerms, error_terms, key_terms
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
-
-
-@dataclass(frozen=True)
-class ErrorTerms:
-    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
-
-    magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
-    score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
-    squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
-    peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
-        is tiny beside it rounds to a subnormal or to 0.
-    lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
-
-    Where they are asked for, what rounding each key, and the value that it holds, once more does by the scores:
-    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
-    key_shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys
-        have in common, element by element; estimated from random combinations of the columns, since the sum itself has
-        as many products for each row as a layer has for all.
-    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
-    """
-
-    magnitude: Tensor
-    score: Tensor
-    squares: Tensor
-    peak: Tensor
-    lse_score: Tensor
-    key_spread: Tensor | None = None
-    key_shared: Tensor | None = None
-    key_shift: Tensor | None = None
-
-    def by_name(self) -> dict[str, Tensor]:
-        """The terms that were asked for."""
-        return {name: term for name, term in vars(self).items() if term is not None}
 
 
 @dataclass(frozen=True)
@@ -63,6 +33,10 @@ class AttentionState:
     lse: Tensor
     terms: ErrorTerms | None = None
     projected: ProjectedTerms | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
+        """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
+        return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
 
 
 def attention(
@@ -112,46 +86,6 @@ def _attend(
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
 
 
-def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
-    """The key terms by name for operands with the heads first, weights and scores [N, T, S]."""
-    output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
-    # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
-    spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
-    scored = p * scores
-    shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    shared = _shared_variance(q, k, v, p, output, scale)
-    return {
-        "key_spread": spread.clamp(min=0.0).transpose(0, 1),
-        "key_shared": shared.mT,
-        "key_shift": shift.transpose(0, 1),
-    }
-
-
-_COMBINATIONS = 4
-
-
-def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
-    """[N, T] estimate of key_shared; a sum of squares over columns is the mean over random signs of them."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
-    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
-    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
-    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
-
-
-def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
-    """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
-    weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
-    largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
-    return ErrorTerms(
-        magnitude=(p @ v.abs()).transpose(0, 1),
-        score=(weighted_scores @ v.abs()).transpose(0, 1),
-        squares=(p.square() @ v.square()).transpose(0, 1),
-        peak=(largest * (visible.to(torch.float64) @ v.abs())).transpose(0, 1),
-        lse_score=weighted_scores.sum(dim=-1),
-    )
-
-
 def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
     """Cut one request into blocks of queries: (rows, visible [rows, S]), S up to the block's last visible key."""
     (q_len, num_heads, _), kv_len = q.shape, k.shape[0]
@@ -180,6 +114,51 @@ def concatenate(blocks: list[AttentionState]) -> AttentionState:
         for name in terms[0].by_name()
     }
     return AttentionState(output, lse, ErrorTerms(**joined))
+
+
+def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
+    """The state over the union of the keys of `a` and `b`, which saw the same queries and disjoint keys.
+
+    Error terms are dropped: a bound for the union is made of the union's own. ValueError when the shapes
+    differ.
+    """
+    return AttentionState(*merge(a.output, a.lse, b.output, b.lse))
+
+
+def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two partial results: outputs [T, N, V] and natural-log LSEs [N, T] of any float dtype.
+
+    Returns (output [T, N, V], lse [N, T]), float64. A row that saw no key, of LSE -inf, carries no information:
+    whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf. Raises
+    ValueError when the shapes do not fit together.
+    """
+    _check_rows(output_a, lse_a, output_b, lse_b)
+    lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
+    lse = torch.logaddexp(lse_a, lse_b)
+    return _contribution(output_a, lse_a, lse) + _contribution(output_b, lse_b, lse), lse
+
+
+def _contribution(x: Tensor, part: Tensor, whole: Tensor) -> Tensor:
+    """e^(part - whole)·x, for x [T, N, V] and LSEs [N, T]; exactly 0 where the part is empty, whatever x holds."""
+    empty = part == -torch.inf
+    share = torch.exp(part - whole).masked_fill(empty, 0.0)
+    return (_column(share) * x.to(torch.float64)).masked_fill(_column(empty), 0.0)
+
+
+def _column(rows: Tensor) -> Tensor:
+    """[N, T] to [T, N, 1], so that it scales rows of [T, N, V]."""
+    return rows.mT.unsqueeze(-1)
+
+
+def _check_rows(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> None:
+    """Raise ValueError unless the outputs are [T, N, V] and both LSEs [N, T]."""
+    rows = output_a.shape[1::-1]
+    if output_a.dim() != 3 or output_a.shape != output_b.shape or lse_a.shape != rows or lse_b.shape != rows:
+        raise ValueError(
+            "expected two outputs [T, N, V] and two LSEs [N, T] of the same T and N, got outputs "
+            f"{tuple(output_a.shape)} and {tuple(output_b.shape)}, LSEs {tuple(lse_a.shape)} and "
+            f"{tuple(lse_b.shape)}; both partial results must come from the same queries"
+        )
 
 
 def segments(start_loc: Sequence[int]) -> list[slice]:

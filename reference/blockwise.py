@@ -17,21 +17,26 @@ scores and weights takes 11.8 ps there, p·v 4.7, magnitudes 1.1 and the terms' 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.alike import by_shape
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, check_operands
+from mla_conformance.reference.attention import (
+    WORKSPACE_ELEMENTS,
+    AttentionState,
+    attention,
+    check_operands,
+    concatenate,
+    segments,
+)
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
-from mla_conformance.reference.tiles import Keys
-from mla_conformance.reference.visible import Request, requests_of
+from mla_conformance.reference.tiles import Keys, Request, requests_of
 
 _LARGEST_EXPONENT = 32.0
 """Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""
@@ -77,7 +82,10 @@ def blockwise_attention(
         return state
     attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
     state = by_shape(attend, q, k, v, query_start_loc, key_start_loc)
-    return state if rows is None else _part(state, torch.tensor(rows, dtype=torch.long, device=q.device), slice(None))
+    if rows is None:
+        return state
+    chosen = torch.tensor(rows, dtype=torch.long, device=q.device)
+    return state.map(lambda x: x[chosen])
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ class _Sweep:
         yield from panel.add_to(sums)
         # A margin, since terms must not be too small for the rounding of their products, six times by half an eps.
         margin = 1.0 if self.low is None else 1.0 + 3 * torch.finfo(self.low).eps
-        store(panel.own(sums), margin, _part(state, panel.at, panel.heads))
+        store(panel.own(sums), margin, state.map(lambda x: x[panel.at, panel.heads]))
         extremes.copy_(panel.extremes(sums))
 
     @property
@@ -161,14 +169,6 @@ class _Sweep:
         ]
 
 
-def _part(state: AttentionState, rows: slice | Tensor, heads: slice) -> AttentionState:
-    """Some rows and heads; a view, if the rows are a slice and no numbers [r]."""
-    terms = state.terms and ErrorTerms(
-        **{name: x[heads, rows] if name == "lse_score" else x[rows, heads] for name, x in state.terms.by_name().items()}
-    )
-    return AttentionState(state.output[rows, heads], state.lse[heads, rows], terms)
-
-
 def _largest_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The largest length of a row of any of them, float64; 0 without rows."""
     found = [_norms(x).amax().double() for x in tensors if x.numel()]
@@ -189,3 +189,57 @@ def _low_precision(pairs: int, device: torch.device) -> torch.dtype:
 def _check_rows(rows: Sequence[int] | None, stop: int) -> None:
     if rows is not None and not all(-1 < a < b for a, b in pairwise([*rows, stop])):
         raise ValueError(f"expected ascending query numbers from 0 to below {stop}, got {list(rows)}")
+
+
+def by_shape(
+    attend: Callable[..., AttentionState],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Sequence[int],
+    key_start_loc: Sequence[int],
+) -> AttentionState:
+    """What ``attend``, which is `attention` with all its other arguments, returns for a batch.
+
+    Consecutive requests of one shape are one request of as many times the heads: attention knows no other heads, and a
+    batch of thousands of small requests, one after the other, is slow everywhere. To float64 rounding; for a request
+    unlike its neighbours exactly. Raises ValueError as `attention` does.
+    """
+    check_operands(q, k, v, query_start_loc, key_start_loc)
+    heads, states = q.shape[1], []
+    for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2]):
+        operands = [_as_heads(x[rows], heads, count) for x, rows in ((q, queries), (k, keys), (v, keys))]
+        ends = operands[0].shape[0], operands[1].shape[0]
+        state = attend(*operands, query_start_loc=(0, ends[0]), key_start_loc=(0, ends[1]))
+        states.append(_as_requests(state, count))
+    return concatenate(states)
+
+
+def _runs(
+    query_start_loc: Sequence[int], key_start_loc: Sequence[int], heads: int, width: int
+) -> Iterator[tuple[slice, slice, int]]:
+    """Rows, keys and number of consecutive requests of one shape, as many as the definition's workspace holds."""
+    requests = zip(segments(query_start_loc), segments(key_start_loc), strict=True)
+    for (q_len, kv_len), alike in groupby(requests, lambda rows: tuple(x.stop - x.start for x in rows)):
+        run = list(alike)
+        most = max(1, WORKSPACE_ELEMENTS // max(1, heads * (q_len * kv_len + (q_len + kv_len) * width)))
+        for part in (run[at : at + most] for at in range(0, len(run), most)):
+            (first_queries, first_keys), (last_queries, last_keys) = part[0], part[-1]
+            rows = slice(first_queries.start, last_queries.stop), slice(first_keys.start, last_keys.stop)
+            yield *rows, len(part)
+
+
+def _as_heads(x: Tensor, heads: int, count: int) -> Tensor:
+    """[count · tokens, N or 1, D] as [tokens, count · N, D]; one request as it is, whose heads may share a key."""
+    if count == 1:
+        return x
+    return x.expand(-1, heads, -1).unflatten(0, (count, x.shape[0] // count)).transpose(0, 1).flatten(1, 2)
+
+
+def _as_requests(state: AttentionState, count: int) -> AttentionState:
+    """The way back: of [tokens, count · N, …] the state of [count · tokens, N, …]."""
+
+    def back(x: Tensor) -> Tensor:
+        return x.unflatten(1, (count, x.shape[1] // count)).transpose(0, 1).flatten(0, 1)
+
+    return state.map(back)

@@ -5,7 +5,7 @@ its own. One key serves all heads; whatever scales queries and heads stands in t
 ``sparse_attn_indexer``, DeepGEMM's ``fp8_mqa_logits``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,7 +74,8 @@ def index_scores(
     for queries, keys in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
         own = ((chosen >= queries[0]) & (chosen < queries[1])).nonzero()[:, 0].to(q.device)
         key = k[slice(*keys)].to(torch.float64)
-        for part in _parts(own, q.shape[1] * max(1, len(key))):
+        # So many rows at a time that their products with all keys fit the workspace.
+        for part in own.split(max(1, WORKSPACE_ELEMENTS // (q.shape[1] * max(1, len(key))))):
             number = chosen.to(q.device)[part]
             found.scores[part, : len(key)], found.magnitude[part, : len(key)] = _scored(q[number], weights[number], key)
     found.scores.masked_fill_(~found.visible, -torch.inf)
@@ -88,11 +89,6 @@ def _bounds(query_start_loc: Sequence[int], key_start_loc: Sequence[int]) -> Ten
     counts = [max(0, end - start - (last - first) + row + 1) for (first, last), (start, end) in lengths
               for row in range(last - first)]  # fmt: skip
     return torch.tensor(counts, dtype=torch.long)
-
-
-def _parts(rows: Tensor, elements: int) -> Iterator[Tensor]:
-    """So many rows at a time that their products with all keys fit the workspace."""
-    return iter(rows.split(max(1, WORKSPACE_ELEMENTS // elements)))
 
 
 def _scored(q: Tensor, weights: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,23 @@
-"""The paged cache of latents: what MLA stores of the context, one row of L + R elements a token.
+"""The paged cache: what MLA stores of the context, one entry a token, and which of several ranks holds it.
 
 Layout as in vLLM: a tensor [num_blocks, page_size, L+R], the latent kv_c first, then the rotated shared key k_pe.
 A slot is block · page_size + offset; a block table lists, for each request, its blocks in the order of its tokens.
+A format of entries may lay the parts of a page's entries apart from one another.
+
+Decode context parallelism deals the tokens of a sequence out to ranks that each attend to their own share. Token t
+belongs to rank (t // I) % W, for W ranks and an interleave of I tokens: I = 1 deals single tokens, I = page size deals
+pages, and an I of at least length / W gives each rank one block. A rank stores its tokens in the order of their
+positions, without gaps. Source: ``cp_kv_cache_interleave_size`` of vLLM.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
 @dataclass(frozen=True)
@@ -58,22 +66,37 @@ def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     cache.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)[stored]
 
 
+def write_entries(cache: Tensor, rows: Tensor, slots: Tensor, layout: str) -> None:
+    """Write T entries into their slots, in place.
+
+    cache: [blocks, page, width], each block packed. rows: [T, width] of its dtype. slots: [T] integers, block · page +
+    offset; -1 writes nothing. Raises ValueError as `write_rows` does.
+    """
+    start = 0
+    for part in page_parts(cache, layout):
+        write_rows(part, rows[:, start : start + part.shape[2]], slots)
+        start += part.shape[2]
+
+
+def page_parts(cache: Tensor, layout: str) -> Iterator[Tensor]:
+    """Views [blocks, page, width of a part] of a cache; side by side they are its entries."""
+    form = TILED_FORMATS.get(layout)
+    if form is None or len(form.parts) == 1:
+        yield cache
+        return
+    page, start, blocks = cache.shape[1], 0, cache.flatten(1)
+    for width in form.parts:
+        yield blocks[:, start : start + page * width].unflatten(1, (page, width))
+        start += page * width
+
+
 def gather_latents(
     cache: Tensor, block_table: Tensor, chunk: ContextChunk, *, kv_lora_rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Collect one chunk of every request's context; kv_lora_rank is L, otherwise as :func:`gather_rows`.
+    """Collect one chunk of every request's context, requests one after another.
 
-    Returns (kv_c [S, L], k_pe [S, R]) of the cache's dtype.
-    """
-    latents = gather_rows(cache, block_table, chunk)
-    return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
-
-
-def gather_rows(cache: Tensor, block_table: Tensor, chunk: ContextChunk) -> Tensor:
-    """Collect one chunk of every request's tokens, requests one after another.
-
-    cache [num_blocks, page_size, width]; block_table [B, max_blocks] integers.
-    Returns the entries [S, width] of the cache's dtype with S = chunk.num_tokens; no other slot is read.
+    cache [num_blocks, page_size, width]; block_table [B, max_blocks] integers; kv_lora_rank is L.
+    Returns (kv_c [S, L], k_pe [S, width - L]) of the cache's dtype with S = chunk.num_tokens; no other slot is read.
     Raises ValueError when the table is too short for the chunk or names a block that the cache lacks.
     """
     if block_table.shape[0] != len(chunk.starts):
@@ -83,7 +106,8 @@ def gather_rows(cache: Tensor, block_table: Tensor, chunk: ContextChunk) -> Tens
     for blocks, start, length in zip(block_table, chunk.starts, chunk.seq_lens, strict=True):
         tokens = torch.arange(start, start + length, device=cache.device)
         rows.append(data[_blocks_of(blocks, tokens // page_size, cache.shape[0]), tokens % page_size])
-    return torch.cat(rows).view(cache.dtype)
+    latents = torch.cat(rows).view(cache.dtype)
+    return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
 
 
 def _blocks_of(blocks: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
@@ -101,3 +125,21 @@ def _blocks_of(blocks: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
             "among the pages that the context occupies"
         )
     return chosen
+
+
+def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:
+    """How many of the first ``length`` tokens ``rank`` holds. ValueError for numbers out of range."""
+    if length < 0 or not 0 <= rank < world_size or interleave < 1:
+        raise ValueError(
+            "expected a length >= 0, a rank in 0..world_size-1 and an interleave >= 1, got "
+            f"{length}, rank {rank} of {world_size} and {interleave}"
+        )
+    cycle = interleave * world_size
+    rest = length % cycle - rank * interleave
+    return length // cycle * interleave + min(max(rest, 0), interleave)
+
+
+def local_positions(length: int, *, rank: int, world_size: int, interleave: int) -> tuple[int, ...]:
+    """The positions, ascending, of those of the first ``length`` tokens that ``rank`` holds. ValueError as above."""
+    count = local_length(length, rank=rank, world_size=world_size, interleave=interleave)
+    return tuple((index // interleave * world_size + rank) * interleave + index % interleave for index in range(count))

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.attention import AttentionState, attention, merge_states
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.kv_cache import PagedContext, gather_latents
-from mla_conformance.reference.merge import merge_states
 from mla_conformance.reference.projections import (
     absorb_query,
     expand_key,
@@ -31,8 +30,7 @@ from mla_conformance.reference.projections import (
     up_project,
     up_project_output,
 )
-from mla_conformance.reference.row_lists import RowLists
-from mla_conformance.reference.selected import selected_attention
+from mla_conformance.reference.selected import RowLists, selected_attention
 
 Path = Literal["compute_friendly", "data_movement_friendly", "chunked_prefill"]
 """The names of the three routes, as `layer.mla_layer` takes them."""

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from mla_conformance.reference.blocks import Blocks, cuts
 from mla_conformance.reference.row_sums import RowSums
-from mla_conformance.reference.tiles import Band, Keys, Queries, cut, folded, heads_first, magnitudes, padded
-from mla_conformance.reference.value_sums import seen_by_all, seen_by_some, seen_in_steps
-from mla_conformance.reference.visible import Request
+from mla_conformance.reference.tiles import Band, Keys, Queries, Request, cut, folded, heads_first, magnitudes, padded
+
+_KEYS = 2048
+"""Keys whose magnitudes are counted at a time."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ class Panel:
         """[h, r, V] float32, Σ |v| of the visible keys."""
         shared, request = self._seen_by_all, self.request
         if not self._stepped:
-            some = seen_by_some(request, self.heads, self.rows, shared, low)
-            return some.add_(seen_by_all(request, self.heads, shared))
+            some = _of_some(request, self.heads, self.rows, shared, low)
+            return some.add_(_of_all(request, self.heads, shared))
         start = shared - 1
         v = magnitudes(heads_first(request.v[start : start + self._length, self.heads]), low)
-        steps = seen_in_steps(padded(v, self._padded_length), self.blocks.step)[:, : self._length]
-        return steps.add_(seen_by_all(request, self.heads, start))
+        steps = _in_steps(padded(v, self._padded_length), self.blocks.step)[:, : self._length]
+        return steps.add_(_of_all(request, self.heads, start))
 
     def _bands(self) -> Iterator[tuple[Band, Queries]]:
         """Bands that have every visible pair once, and their queries."""
@@ -171,3 +172,30 @@ class Panel:
                 first = bisect_left(positions, part.start + 1, key=self.request.visible)
                 rows = slice(block.start + first, block.stop)
                 yield Band(cut(rows), [self._keys(part)], self.request.counts[self.rows][rows] - part.start)
+
+
+def _of_all(request: Request, heads: slice, keys: int) -> Tensor:
+    """[h, 1, V] float32 over the first ``keys`` keys."""
+    v = request.v[:keys, heads]
+    v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return torch.linalg.vector_norm(v, ord=1, dim=0, dtype=dtype).unsqueeze(1).float()
+
+
+def _in_steps(v: Tensor, step: int) -> Tensor:
+    """[h, r, V] float32 for |v| [h, r, V]: row i sees the first i + 1 of them; r is a multiple of ``step``."""
+    steps = folded(step)(v)
+    lower = torch.ones(step, step, dtype=v.dtype, device=v.device).tril()
+    within = (lower @ steps).float().view(v.shape[0], -1, step, v.shape[2])
+    whole = steps.sum(dim=1, dtype=torch.float32).view(v.shape[0], -1, 1, v.shape[2])
+    return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
+
+
+def _of_some(request: Request, heads: slice, rows: slice, start: int, low: torch.dtype) -> Tensor:
+    """[h, r, V] float32 for some rows of a request, over the keys from ``start`` on that each of them sees."""
+    counts, v = request.counts[rows, None], request.v[:, heads].transpose(0, 1)
+    sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
+    for keys in cuts(request.visible(rows.stop - 1), _KEYS, start=start):
+        seen = torch.arange(keys.start, keys.stop, device=v.device) < counts
+        sums.add_(seen.to(low) @ magnitudes(v[:, keys].contiguous(), low))
+    return sums

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.dimensions import ModelDimensions
-
 
 @dataclass(frozen=True)
 class MLAWeights:
@@ -23,7 +21,7 @@ class MLAWeights:
 
     Where a model has them: q_norm [Lq], kv_norm [L] and k_pe_norm [R], the weights of RMSNorms of the two latents and
     of the rotary key; W_G [H or Lq, N, V or 1] to a gate of each value, or of each head; sink [N], logits.
-    `layer_spec.LayerSpec` says which, and of what shape.
+    `layer.LayerSpec` says which, and of what shape.
     """
 
     W_DQ: Tensor | None
@@ -47,32 +45,6 @@ class MLAWeights:
     def widened(self) -> "MLAWeights":
         """The same in float64."""
         return replace(self, **{name: weight.to(torch.float64) for name, weight in self.present().items()})
-
-
-def random_weights(
-    model: ModelDimensions, generator: torch.Generator, dtype: torch.dtype = torch.float64
-) -> MLAWeights:
-    """Normal matrices with variance 1/fan-in, so that unit-variance activations stay O(1); no norms, gates or sinks.
-
-    Drawn in float64 on the generator's device, in the order of MLAWeights' fields, then converted to `dtype`.
-    """
-
-    def draw(fan_in: int, *fan_out: int) -> Tensor:
-        normal = torch.randn(fan_in, *fan_out, generator=generator, dtype=torch.float64, device=generator.device)
-        return (normal / fan_in**0.5).to(dtype)
-
-    hidden, heads, head = model.hidden_size, model.num_heads, model.head
-    q_rank = model.q_lora_rank or hidden
-    return MLAWeights(
-        W_DQ=draw(hidden, q_rank) if model.q_lora_rank else None,
-        W_UQ=draw(q_rank, heads, head.qk_nope_head_dim),
-        W_QR=draw(q_rank, heads, head.qk_rope_head_dim),
-        W_DKV=draw(hidden, model.kv_lora_rank),
-        W_UK=draw(model.kv_lora_rank, heads, head.qk_nope_head_dim),
-        W_KR=draw(hidden, head.qk_rope_head_dim),
-        W_UV=draw(model.kv_lora_rank, heads, head.v_head_dim),
-        W_O=draw(heads * head.v_head_dim, hidden),
-    )
 
 
 def kv_b_proj(w_uk: Tensor, w_uv: Tensor) -> Tensor:

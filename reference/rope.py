@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.finite import is_finite
-from mla_conformance.reference.yarn import Yarn
+from mla_conformance.reference.yarn import Yarn, is_finite
 
 
 @dataclass(frozen=True, kw_only=True)

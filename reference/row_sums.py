@@ -1,16 +1,19 @@
-"""Sums over keys that attention is made of, added up tile by tile, and the state that they end in."""
+"""From scores to weights, the sums over keys that attention is made of, tile by tile, and the state they end in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.tiles import LowKeys, Tile, View
-from mla_conformance.reference.weights import weigh, weigh_with_products
+from mla_conformance.reference.tiles import Keys, Queries, Tile, View
 
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
+Kernel = Callable[[Tile, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class TermSums:
         """The view of each part."""
         return TermSums(*(view(part) for part in vars(self).values()))
 
-    def add(self, products: Tensor, keys: LowKeys) -> None:
-        """Add a tile; products [3, h, r, c]."""
+    def add(self, products: Tensor, v: Tensor) -> None:
+        """Add a tile; products [3, h, r, c] and its `Keys.low_v`."""
         products = products.flatten(0, 1)
         if products.is_cuda:  # without rounding what is added to the operands' dtype
-            torch.baddbmm(self.products, products, keys.v, out_dtype=self.products.dtype, out=self.products)
+            torch.baddbmm(self.products, products, v, out_dtype=self.products.dtype, out=self.products)
         else:
-            self.products.add_(products @ keys.v)
+            self.products.add_(products @ v)
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,11 @@ class RowSums:
 
     def add(self, tile: Tile) -> None:
         """Add a tile's keys."""
-        if self.terms is None or tile.keys.low is None:
+        if self.terms is None or tile.keys.low_v is None:
             weights = weigh(tile, self.shift, self.totals)
         else:
             weights, products = weigh_with_products(tile, self.shift, self.totals, self.terms.largest)
-            self.terms.add(products, tile.keys.low)
+            self.terms.add(products, tile.keys.low_v)
         self.output.baddbmm_(weights, tile.keys.v)
 
     def set_absolute(self, absolute: Tensor) -> None:
@@ -121,3 +124,68 @@ def store(sums: RowSums, margin: float, state: AttentionState) -> None:
         for term, factor_of_row, target in written:
             torch.mul(term, factor_of_row, out=target.transpose(0, 1))
         state.terms.lse_score.copy_((sums.totals[..., 1:] * inverse * margin).squeeze(-1))
+
+
+def weigh(tile: Tile, shift: Tensor | None, totals: Tensor) -> Tensor:
+    """[h, r, c] float64, the weights p = e^(score - shift) of a tile; adds Σ p to totals [h, r, 1].
+
+    shift: [h, r, 1] float64, or None for 0.
+    """
+    scores = tile.scores()
+    weights = (scores if shift is None else scores.sub_(shift)).exp_()
+    totals.add_(weights.sum(-1, keepdim=True))
+    return weights
+
+
+def weigh_with_products(tile: Tile, shift: Tensor | None, totals: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and products [3, h, r, c] in low precision: p, p·magnitude and p², for the magnitudes of the scores.
+
+    totals: [h, r, 2] float64, Σ p and Σ p·magnitude. largest: [h, r, 1] float32, the largest p so far.
+
+    As separate operations this moves 88 bytes an element of a GPU's memory, as one kernel 16. That one serves bfloat16
+    only, which large problems are given, since it takes seconds to compile.
+    """
+    products = tile.products()
+    kernel = _kernel_for(tile)
+    if kernel is not None:
+        return kernel(tile, shift, totals, largest, products), products
+    low, weighted, squared = products
+    weights = weigh(tile, shift, totals[..., :1])
+    low.copy_(weights)
+    weighted.mul_(low)
+    torch.square(low, out=squared)
+    totals[..., 1].add_(weighted.sum(-1, dtype=torch.float64))
+    torch.maximum(largest, low.amax(-1, keepdim=True), out=largest)
+    return weights, products
+
+
+def _kernel_for(tile: Tile) -> Kernel | None:
+    queries, k = tile.queries, tile.keys.k
+    if not k.is_cuda or queries.low is None or queries.low.dtype != torch.bfloat16:
+        return None
+    return _kernel(k.shape[2], queries.wide.dtype, k.dtype)
+
+
+@cache
+def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
+    """The kernel, tried once; None where there is no Triton, nothing that it compiles with, or an odd width."""
+    if find_spec("triton") is None:
+        return None
+    from mla_conformance.reference.gpu_weights import STEP, weigh_on_gpu
+
+    if width % STEP:
+        return None
+    try:
+        shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
+        products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+        weigh_on_gpu(_zeros(width, query, key), shift, totals, shift.float(), products)
+    except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
+        return None
+    return weigh_on_gpu
+
+
+def _zeros(width: int, query: torch.dtype, key: torch.dtype) -> Tile:
+    """A tile to try the kernel on, in the form that every large problem has along its edge."""
+    q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
+    factor = None if query == torch.float64 else q[0, 0, 0].double()
+    return Tile(Queries(q, factor, None), Keys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))

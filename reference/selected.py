@@ -6,13 +6,14 @@ Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from mla_conformance.reference import attention as definition
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, _attend, segments
 
 NO_KEY = -1
 _LEAST_SHARE = 2.0**-102
@@ -48,7 +49,8 @@ def selected_attention(
         numbers = chosen[part]
         parts.append(_rows(q[numbers], k, v, selected[numbers], scale, with_terms, with_key_terms))
         order.append(part)
-    state = _reordered(definition.concatenate(parts), torch.cat(order).argsort())
+    back = torch.cat(order).argsort()
+    state = definition.concatenate(parts).map(lambda x: x[back])
     return state if sink is None else with_sink(state, sink)
 
 
@@ -96,24 +98,8 @@ def _rows(
     keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
     queries = q.transpose(0, 1).to(torch.float64)
     visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
-    return _swapped(_attend(queries, keys, values, visible, scale, with_terms, with_key_terms))
-
-
-def _swapped(state: AttentionState) -> AttentionState:
-    """A state with tokens and heads exchanged."""
-    terms = state.terms
-    if terms is not None:
-        terms = ErrorTerms(**{name: term.transpose(0, 1) for name, term in terms.by_name().items()})
-    return AttentionState(state.output.transpose(0, 1), state.lse.mT, terms)
-
-
-def _reordered(state: AttentionState, order: Tensor) -> AttentionState:
-    """The rows of a state in another order."""
-    terms = state.terms
-    if terms is not None:
-        moved = {name: term[:, order] if name == "lse_score" else term[order] for name, term in terms.by_name().items()}
-        terms = ErrorTerms(**moved)
-    return replace(state, output=state.output[order], lse=state.lse[:, order], terms=terms)
+    state = _attend(queries, keys, values, visible, scale, with_terms, with_key_terms)
+    return state.map(lambda x: x.transpose(0, 1))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | None) -> None:
@@ -130,3 +116,70 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
         )
     if sink is not None and sink.shape != (q.shape[1],):
         raise ValueError(f"expected a sink for each of {q.shape[1]} heads, got shape {tuple(sink.shape)}")
+
+
+@dataclass(frozen=True)
+class RowLists:
+    """The tokens that the rows of a batch attend to.
+
+    numbers: [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none.
+    query_start_loc: first row of each request, and the end.
+    """
+
+    numbers: Tensor
+    query_start_loc: Sequence[int]
+
+    @staticmethod
+    def of(
+        selected: Tensor | None,
+        window: int | None,
+        query_start_loc: Sequence[int],
+        context_lens: Sequence[int],
+        device: torch.device,
+    ) -> "RowLists | None":
+        """What a window shows of a selection [T, K], or of all; None where neither is given.
+
+        Raises ValueError for lists of another number of rows, not of integers, or with a token behind the row's own.
+        """
+        own = _own_numbers(query_start_loc, context_lens).to(device)
+        if selected is not None:
+            numbers = _checked_lists(selected, own)
+        elif window is not None:
+            numbers = (own - torch.arange(window, device=device)).clamp(min=NO_KEY)
+        else:
+            return None
+        if window is not None:
+            numbers = numbers.masked_fill(numbers <= own - window, NO_KEY)
+        return RowLists(numbers, query_start_loc)
+
+    def keys(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """[T, K] rows among the keys that hold the lengths[b] tokens from starts[b] on of each request b."""
+        found = self.numbers.clone()
+        for rows, start, length, key in zip(
+            segments(self.query_start_loc), starts, lengths, accumulate(lengths, initial=0), strict=False
+        ):
+            local = self.numbers[rows] - start
+            found[rows] = torch.where((local >= 0) & (local < length), local + key, NO_KEY)
+        return found
+
+
+def _own_numbers(query_start_loc: Sequence[int], context_lens: Sequence[int]) -> Tensor:
+    """[T, 1], the token that each row is."""
+    requests = zip(segments(query_start_loc), context_lens, strict=True)
+    return torch.cat([torch.arange(rows.stop - rows.start) + context for rows, context in requests]).unsqueeze(1)
+
+
+def _checked_lists(selected: Tensor, own: Tensor) -> Tensor:
+    """The lists as int64."""
+    if selected.dim() != 2 or len(selected) != len(own) or selected.is_floating_point():
+        raise ValueError(
+            f"expected a list of integers for each of {len(own)} rows, got {selected.dtype} {tuple(selected.shape)}"
+        )
+    wrong = (selected < NO_KEY) | (selected > own)
+    if bool(wrong.any()):
+        row = int(wrong.any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"expected lists of tokens up to the row's own, or {NO_KEY}: row {row} sees 0 to {int(own[row])} and lists "
+            f"{selected[row][wrong[row]].tolist()}"
+        )
+    return selected.long()

@@ -1,14 +1,18 @@
-"""Operands of golden attention, widened, and the pieces of them that are multiplied with each other."""
+"""The rows of requests and the keys that they see, widened, and the pieces that are multiplied with each other.
+
+Of each request a row sees the first so many keys.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mla_conformance.reference.attention import segments
 from mla_conformance.reference.blocks import cuts
-from mla_conformance.reference.visible import Request
 
 View = Callable[[Tensor], Tensor]
 """Picks rows of a [h, rows, columns] tensor, without a copy."""
@@ -22,6 +26,88 @@ def cut(rows: slice) -> View:
 def folded(size: int, rows: slice = slice(None)) -> View:
     """The rows ``rows`` of every ``size`` consecutive rows, each such piece in the place of a head."""
     return lambda x: x.view(-1, size, x.shape[-1])[:, rows]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows of one request whose attention is computed.
+
+    Attributes:
+        q: [r, N, D], the rows.
+        k: [S, N, D], all keys of the request.
+        v: [S, N, V].
+        rows: where the rows stand among those of all requests.
+        positions: number of each row within its request, ascending.
+        diagonal: what a row sees beyond its own position, less one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: slice
+    positions: Sequence[int]
+    diagonal: int
+
+    @property
+    def pairs(self) -> int:
+        """Rows times keys times heads, the invisible ones included."""
+        return len(self.positions) * self.k.shape[0] * self.q.shape[1]
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
+        return (_index(self.positions, self.k.device) + self.diagonal + 1).clamp_(0, self.k.shape[0])
+
+    def visible(self, row: int) -> int:
+        """How many keys a row sees, without a look at the device."""
+        return min(max(self.positions[row] + self.diagonal + 1, 0), self.k.shape[0])
+
+
+def requests_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Sequence[int],
+    key_start_loc: Sequence[int],
+    causal: bool,
+    rows: Sequence[int] | None,
+) -> Iterator[Request]:
+    """The requests that own a row of ``rows`` (ascending query numbers of the batch; None is all of them).
+
+    Operands and start locations are those of `attention`; k and v are expanded to the query's heads.
+    """
+    k, v = (x.expand(-1, q.shape[1], -1) for x in (k, v))
+    done = 0
+    for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
+        positions = _positions(queries, rows)
+        if positions:
+            request = _request(q[queries], k[keys], v[keys], positions, causal, done)
+            done = request.rows.stop
+            yield request
+
+
+def _positions(queries: slice, rows: Sequence[int] | None) -> Sequence[int]:
+    """The chosen rows of a request, counted from its first."""
+    if rows is None:
+        return range(queries.stop - queries.start)
+    return [row - queries.start for row in rows if queries.start <= row < queries.stop]
+
+
+def _request(q: Tensor, k: Tensor, v: Tensor, positions: Sequence[int], causal: bool, start: int) -> Request:
+    q_len, kv_len = q.shape[0], k.shape[0]
+    return Request(
+        q=q if isinstance(positions, range) else q[_index(positions, q.device)],
+        k=k,
+        v=v,
+        rows=slice(start, start + len(positions)),
+        positions=positions,
+        diagonal=kv_len - q_len if causal else kv_len,
+    )
+
+
+def _index(positions: Sequence[int], device: torch.device) -> Tensor:
+    every = isinstance(positions, range)
+    return torch.arange(len(positions), device=device) if every else torch.tensor(positions, device=device)
 
 
 @dataclass(frozen=True)
@@ -59,47 +145,30 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class LowKeys:
-    """What error terms take of keys and values, in low precision.
-
-    Attributes:
-        k: [h, c, D], |k|.
-        v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v².
-    """
-
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def of(k: Tensor, v: Tensor, low: torch.dtype) -> "LowKeys":
-        """Of k [h, c, D] and v [h, c, V] of any float dtype."""
-        absolute = magnitudes(v, low)
-        return LowKeys(magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
-
-    def map(self, view: View) -> "LowKeys":
-        """The view of each part."""
-        return LowKeys(view(self.k), view(self.v))
-
-
-@dataclass(frozen=True)
 class Keys:
     """Keys and values of some heads.
 
     Attributes:
         k: [h, c, D], in float32 or float64 as queries are.
         v: [h, c, V] float64.
-        low: None without error terms.
+        low_k: [h, c, D], |k| in low precision, or None without error terms.
+        low_v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None.
     """
 
     k: Tensor
     v: Tensor
-    low: LowKeys | None
+    low_k: Tensor | None = None
+    low_v: Tensor | None = None
 
     @staticmethod
     def widened(request: Request, heads: slice, keys: slice, low: torch.dtype | None) -> "Keys":
         """Some keys of a request; the precision ``low`` is what error terms need."""
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
-        return Keys(k.to(_width(k, low)), v.double(), None if low is None else LowKeys.of(k, v, low))
+        wide = k.to(_width(k, low)), v.double()
+        if low is None:
+            return Keys(*wide)
+        absolute = magnitudes(v, low)
+        return Keys(*wide, magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
 
     @staticmethod
     def bytes_of_key(request: Request, low: torch.dtype | None) -> int:
@@ -118,7 +187,8 @@ class Keys:
 
     def map(self, view: View) -> "Keys":
         """The view of each part."""
-        return Keys(view(self.k), view(self.v), self.low and self.low.map(view))
+        low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
+        return Keys(view(self.k), view(self.v), low_k, low_v)
 
 
 @dataclass(frozen=True)
@@ -147,10 +217,10 @@ class Tile:
 
     def products(self) -> Tensor:
         """[3, h, r, c] in low precision, with the magnitudes of the scores, which bound them, as the second."""
-        low, keys = self.queries.low, self.keys.low
+        low, keys = self.queries.low, self.keys.low_k
         assert low is not None and keys is not None
-        products = low.new_empty(3, *low.shape[:2], keys.k.shape[1])
-        torch.bmm(low, keys.k.mT, out=products[1])
+        products = low.new_empty(3, *low.shape[:2], keys.shape[1])
+        torch.bmm(low, keys.mT, out=products[1])
         return products
 
 

@@ -9,11 +9,15 @@ whose temperature is in part a softmax scale. Torch-free.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from mla_conformance.reference.finite import is_finite
+from typing import TypeGuard
 
 _NARROWEST_RAMP = 1e-3
 """Width of a ramp whose two ends are one number."""
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value of a model's configuration is an int or a float, no bool, and finite."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

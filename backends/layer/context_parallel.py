@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.attention import merge
 
 
 class Sharding(NamedTuple):

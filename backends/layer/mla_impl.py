@@ -12,7 +12,7 @@ from mla_conformance.backends.layer.context_parallel import gather_heads, merge_
 from mla_conformance.backends.layer.mla_context import ContextShares
 from mla_conformance.backends.layer.mla_kernels import MLAKernels
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.attention import merge
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Output [T, N, V] and LSE [N, T]."""

@@ -73,16 +73,6 @@ def test_adapters_compute_attention_over_pages(backend: type[MLADecodeBackend], 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_batch_of_nothing_but_padding_sees_no_key(backend: type[MLADecodeBackend]) -> None:
-    q, cache, _, k_scale = operands("auto")
-    nothing = torch.zeros(3, dtype=torch.int32)
-    instance = made(backend)
-    instance.prepare_metadata(metadata(seq_lens=nothing, seq_lens_cpu=nothing, max_seq_len=0))
-    output, lse = instance.run_decode(q[..., :512], q[..., 512:], cache, k_scale)
-    assert not output.any() and bool((lse == -torch.inf).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_masks_by_positions_in_the_whole_sequence(backend: type[MLADecodeBackend]) -> None:
     q, cache, keys, k_scale = operands("auto")
     total = torch.tensor([18, 1, 9], dtype=torch.int32)  # rank 1 of 2 holds the odd positions 1, 3, … 17 and 1, 3, 5, 7

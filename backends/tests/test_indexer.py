@@ -13,7 +13,7 @@ from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.kv_cache import write_entries
 
 HEADS, DIM, PAGE = 32, 128, 64
 LABEL, FILE = "sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py"

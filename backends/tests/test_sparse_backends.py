@@ -1,4 +1,4 @@
-"""The sparse backends of this project: what they compute, the laws that lists give, and what they refuse."""
+"""The sparse backends of this project: what they compute and what they refuse; the suite asks for laws of lists."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import UnsupportedConfiguration
@@ -15,9 +13,9 @@ from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.selected import SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.torch_sdpa_sparse import TorchSDPASparseBackend
+from mla_conformance.reference.attention import merge
 from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.entry_pages import write_entries
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.reference.selected import selected_attention
 
 SCALE, PAGE, LENGTHS = 0.05, 4, (9, 0, 14)
@@ -109,39 +107,6 @@ def test_a_decode_is_attention_to_what_the_lists_name(backend: type[MLASparseBac
     assert not found[0][2].any() and bool((found[1][:, 2] == -torch.inf).all())
 
 
-@backends
-def test_a_prefill_is_attention_to_gathered_rows(backend: type[MLASparseBackend]) -> None:
-    q, _, keys = operands()
-    kv = torch.full((40, 1, 576), torch.nan, dtype=torch.bfloat16)
-    kv[7:30, 0] = keys.bfloat16()
-    indices = torch.where(lists() < 0, -1, lists() + 7).int()
-    golden = selected_attention(q, kv[7:30], kv[7:30, :, :512], lists(), scale=SCALE)
-    close(made(backend).run_sparse_prefill(q, kv, indices, True), golden)
-    alone = made(backend).run_sparse_prefill(q, kv, indices, False)
-    assert torch.equal(alone, made(backend).run_sparse_prefill(q, kv, indices, True)[0])
-
-
-@backends
-@pytest.mark.parametrize(("layout", "rope"), [("auto", 64), ("fp4_v41", 0)])
-def test_two_caches_are_one_with_the_union(backend: type[MLASparseBackend], layout: str, rope: int) -> None:
-    q, cache, keys = operands("auto", rope)
-    _, other, more = operands(layout, rope)
-    instance = made(backend, rope=rope, extra_kv_cache_dtype=layout)
-    extra = {"extra_kv_cache": other, "extra_topk_indices": slots_of(lists().flip(1))}
-    k = torch.cat((keys, more)).unsqueeze(1)
-    union = torch.cat((lists(), torch.where(lists() < 0, -1, lists() + 23)), dim=1)
-    found = decoded(instance, q, cache, slots_of(lists()), **extra)
-    close(found, selected_attention(q, k, k[..., :512], union, scale=SCALE))
-
-
-def test_a_sink_scales_the_output_and_leaves_the_lse() -> None:
-    q, cache, keys = operands()
-    k, sink = keys.unsqueeze(1), torch.tensor([0.4, torch.inf])
-    found = decoded(made(EagerSparseBackend), q, cache, slots_of(lists()), attn_sink=sink)
-    close(found, selected_attention(q, k, k[..., :512], lists(), scale=SCALE, sink=sink))
-    assert not found[0][:, 1].any()
-
-
 def test_numbers_count_what_the_metadata_say() -> None:
     q, cache, _ = operands()
     instance = made(EagerSparseBackend)
@@ -167,57 +132,6 @@ def test_ranks_find_their_own_among_positions_and_merge_to_the_whole() -> None:
     output, lse = merge(*parts[0], *parts[1])
     torch.testing.assert_close(output.double(), whole.output, atol=0.03, rtol=0.03)
     torch.testing.assert_close(lse.double(), whole.lse, atol=0.01, rtol=0.0)
-
-
-@backends
-def test_all_keys_selected_is_dense_decode(backend: type[MLASparseBackend]) -> None:
-    q, cache, _ = operands()
-    dense = EagerDecodeBackend(2, SCALE, 512, 128, 64, 128, "auto", None)
-    one = metadata()
-    starts, lens = int32([0, 1, 2, 3]), int32([1, 1, 1])
-    common: dict[str, Any] = {"query_start_loc": starts, "max_query_len": 1, "query_lens_cpu": lens}
-    assert one.block_table is not None
-    dense.prepare_metadata(
-        MLACommonDecodeMetadata(one.block_table, one.seq_lens, max_seq_len=14, seq_lens_cpu=one.seq_lens_cpu, **common)
-    )
-    want = dense.run_decode(q[:3, :, :512], q[:3, :, 512:], cache, torch.tensor(1.0))
-    everything = torch.full((3, 16), -1)
-    everything[0, :9], everything[2, :14] = torch.arange(9), torch.arange(9, 23)
-    instance = made(backend)
-    instance.prepare_metadata(metadata(**common, req_id_per_token=int32([0, 1, 2])))
-    output, lse = decoded(instance, q[:3], cache, slots_of(everything))
-    torch.testing.assert_close(output, want[0], atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse, want[1], atol=2e-4, rtol=0.0)
-
-
-@backends
-def test_padding_order_and_other_rows_do_not_matter(backend: type[MLASparseBackend]) -> None:
-    q, cache, _ = operands()
-    instance, indices = made(backend), slots_of(lists())
-    want = decoded(instance, q, cache, indices)
-    wider = torch.cat((indices, torch.full_like(indices, -1)), dim=1)
-    for other in (wider, indices.flip(1)):
-        output, lse = decoded(instance, q, cache, other)
-        torch.testing.assert_close(output, want[0], atol=0.01, rtol=0.01)
-        torch.testing.assert_close(lse, want[1], atol=1e-4, rtol=0.0)
-    behind = torch.where(indices < 0, 2**31 - 1, indices).int()
-    length = (indices >= 0).sum(1).int()
-    assert all(map(torch.equal, decoded(instance, q, cache, behind, topk_length=length), want))
-    lonely = torch.full_like(indices, -1)
-    lonely[4] = indices[4]
-    output, lse = decoded(instance, q, cache, lonely)
-    assert torch.equal(output[4], want[0][4]) and torch.equal(lse[:, 4], want[1][:, 4])
-
-
-def test_disjoint_lists_merged_are_their_union() -> None:
-    q, cache, _ = operands()
-    instance, indices = made(EagerSparseBackend), slots_of(lists())
-    odd = torch.arange(16) % 2 == 1
-    parts = [decoded(instance, q, cache, indices.masked_fill(mask, -1)) for mask in (odd, ~odd)]
-    output, lse = merge(*parts[0], *parts[1])
-    want = decoded(instance, q, cache, indices)
-    torch.testing.assert_close(output.float(), want[0].float(), atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse.float(), want[1], atol=1e-4, rtol=0.0)
 
 
 def test_a_kernel_reads_entries_as_the_reference_means_them() -> None:

@@ -5,8 +5,7 @@ from typing import Self
 
 from mla_conformance.cases.case import Case, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
-from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.tile_scales import TILE_SCALES
+from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")

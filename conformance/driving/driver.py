@@ -13,7 +13,7 @@ from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.attention import merge
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Output [T, N, V] and LSE [N, T]."""

@@ -13,8 +13,8 @@ from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
-from mla_conformance.reference.projected import projected_terms
 from mla_conformance.reference.selected import selected_attention
+from mla_conformance.reference.terms import projected_terms
 
 
 @dataclass(frozen=True)

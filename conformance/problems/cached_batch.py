@@ -13,7 +13,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.operands import Draw, start_loc
 from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.sharding import local_positions
+from mla_conformance.reference.kv_cache import local_positions
 
 AnyCached = TypeVar("AnyCached", bound=CachedCase)
 

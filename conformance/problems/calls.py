@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.reference.projected import Projection
+from mla_conformance.reference.terms import Projection
 
 
 @dataclass(frozen=True)

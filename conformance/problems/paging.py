@@ -10,7 +10,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.kv_cache import write_entries
 
 _UNUSED_COLUMNS = 2
 _HUGE = 2**31 - 1

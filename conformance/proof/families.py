@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
-from mla_conformance.reference.layer_spec import LayerSpec, QueryGrowth
+from mla_conformance.reference.layer import LayerSpec, QueryGrowth
 from mla_conformance.reference.rope import Rotation, plain_frequencies
 from mla_conformance.reference.yarn import Yarn
 

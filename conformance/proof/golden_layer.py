@@ -10,8 +10,7 @@ from torch.nn.functional import layer_norm
 from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, Family, IndexerForm
 from mla_conformance.reference.index_scores import index_scores
 from mla_conformance.reference.kv_cache import PagedContext, write_latents
-from mla_conformance.reference.layer import latents, mla_layer
-from mla_conformance.reference.layer_spec import LayerSpec
+from mla_conformance.reference.layer import LayerSpec, latents, mla_layer
 from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, rms_norm, split_kv_b_proj
 from mla_conformance.reference.rope import Rotation, rope

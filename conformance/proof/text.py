@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import isclose
 
 from mla_conformance.proof.prove import BOUND, COLUMNS, FAR, INDEX_SCORES, Proof
-from mla_conformance.reference.layer_spec import LayerSpec
+from mla_conformance.reference.layer import LayerSpec
 
 
 def section(proofs: Sequence[Proof], version: str) -> list[str]:

@@ -13,7 +13,7 @@ from mla_conformance.cases.case import DTYPES, Call, Case, CaseError, Layout
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
@@ -196,9 +196,3 @@ def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
         find_capability("nope")
     with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
         find_tier("huge")
-
-
-def test_a_tier_holds_the_smaller_one() -> None:
-    for capability in CAPABILITIES.values():
-        assert set(capability.select(Tier.SMOKE)) <= set(capability.select(Tier.FULL))
-        assert capability.select(Tier.SMOKE)

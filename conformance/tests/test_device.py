@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
@@ -33,14 +34,6 @@ class Capturable(EagerPrefillBackend):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
 
-class LengthsOfTheCapture(Capturable):
-    def prepare_metadata(self, prefill_metadata: Any) -> None:
-        requests = len(prefill_metadata.query_start_loc)
-        kept = self.__dict__.setdefault("kept", {}).setdefault(requests, prefill_metadata.query_start_loc.clone())
-        prefill_metadata.query_start_loc = kept
-        super().prepare_metadata(prefill_metadata)
-
-
 class LongestOfTheCapture(Capturable):
     def run_prefill_new_tokens(
         self, q: Any, k: Any, v: Any, return_softmax_lse: bool, out: Any = None, output_scale: Any = None
@@ -62,9 +55,8 @@ def test_a_capturable_backend_passes() -> None:
     assert judged(Capturable, GRAPH).status is Status.PASS
 
 
-@pytest.mark.parametrize("backend", [LengthsOfTheCapture, LongestOfTheCapture])
-def test_what_a_capture_froze_is_found(backend: type) -> None:
-    found = judged(backend, GRAPH)
+def test_what_a_capture_froze_is_found() -> None:
+    found = judged(LongestOfTheCapture, GRAPH)
     assert found.status is Status.FAIL
     assert "replayed" in found.message
 
@@ -73,6 +65,17 @@ def test_graphs_are_asked_for_only_where_they_are_declared() -> None:
     found = judged(EagerPrefillBackend, GRAPH)
     assert found.status is Status.UNSUPPORTED
     assert "CUDA graphs of such a batch not declared (cudagraph_support NEVER, needed ALWAYS)" in found.message
+
+
+class UniformDecodes(EagerDecodeBackend):
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def test_a_graph_of_several_tokens_must_be_declared() -> None:
+    case = "cuda_graph:call=decode;dims=small;heads=2;q={};kv=[200,64,30,129,17,100];page=16"
+    assert judged(UniformDecodes, case.format("[1x6]")).status is Status.PASS
+    found = judged(UniformDecodes, case.format("[4x6]"))
+    assert (found.status, "needed UNIFORM_BATCH" in found.message) == (Status.UNSUPPORTED, True)
 
 
 @pytest.mark.parametrize("name", ["streams", "large_offsets", "many_rows"])
@@ -111,6 +114,26 @@ class WrapsAround(EagerPrefillBackend):
         wrapped = torch.full_like(output, torch.nan)
         wrapped.view(-1)[torch.arange(output.numel()) % 2**12] = output.reshape(-1)
         return wrapped, lse
+
+
+class WrapsAroundItsCache(EagerDecodeBackend):
+    """Reads what lies beyond 2^16 elements of the cache from where it is modulo that."""
+
+    def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: Any, k_scale: Any) -> Any:
+        if kv_cache.stride(0) * (len(kv_cache) - 1) > 2**16:
+            kv_cache = kv_cache[
+                [block * kv_cache.stride(0) % 2**16 // kv_cache.stride(0) for block in range(len(kv_cache))]
+            ]
+        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+
+
+def test_far_blocks_are_judged(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("cache", 2**16)))
+    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
+    case = "large_offsets:call=decode;dims=small;heads=2;q=[1,1];kv=[200,70];far=cache31"
+    assert judged(EagerDecodeBackend, case).status is Status.PASS
+    found = judged(WrapsAroundItsCache, case)
+    assert (found.status, found.check in (Check.LSE, Check.MASK)) == (Status.FAIL, True)
 
 
 def test_the_memory_that_a_case_needs_is_stated() -> None:

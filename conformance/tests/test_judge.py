@@ -1,6 +1,7 @@
 """The judge: every way of being wrong is caught by its check and said in a sentence; honest kernels pass."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -34,7 +35,8 @@ REFUSED = "refusals:dims=small;heads=2;q=[9];dtype=fp16"
 class Changed(EagerPrefillBackend):
     """EAGER, whose results are changed on the way out."""
 
-    def change(self, *results: torch.Tensor) -> Any:
+    @staticmethod
+    def change(*results: torch.Tensor) -> Any:
         return results if len(results) > 1 else results[0]
 
     def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,83 +47,40 @@ class Changed(EagerPrefillBackend):
         return self.change(*super().run_prefill_context_chunk(*args, **kwargs))
 
 
-class OneTensorTooMany(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return (*results, results[0])
+Change = Callable[..., Any]
 
 
-class NoTensor(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return None
+def at(place: Any, change: Change) -> Change:
+    """Changes the output in one place."""
+
+    def changed(*results: torch.Tensor) -> Any:
+        results[0][place] = change(results[0][place])
+        return Changed.change(*results)
+
+    return changed
 
 
-class Flat(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0].flatten(1)
+def of_lse(change: Change) -> Change:
+    return lambda output, lse: (output, change(lse))
 
 
-class Float32(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0].float()
-
-
-class Lse64(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1].double()
-
-
-class ElsewhereLse(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1].to("meta")
-
-
-class NanColumn(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        results[0][6, 2, 7] = torch.nan
-        return results[0]
-
-
-class LastRowNeverWritten(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        results[0][-1] = torch.nan
-        return results[0]
-
-
-class PositiveInfinity(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1].masked_fill(results[1] == -torch.inf, torch.inf)
-
-
-class FiniteSentinel(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1].clamp(min=-1e30)
-
-
-class MeanOfNothing(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        results[0][:3] = 1e-6
-        return results
-
-
-class Base2(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1] / math.log(2)
-
-
-class Transposed(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0], results[1].mT.contiguous()
-
-
-class RotatedHeads(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        return results[0].roll(1, dims=1)
-
-
-class OneCodeOff(Changed):
-    def change(self, *results: torch.Tensor) -> Any:
-        results[0][2, 1, 3] *= 1.02
-        return results[0]
+CHANGES: dict[str, Change] = {
+    "one tensor too many": lambda *results: (*results, results[0]),
+    "no tensor": lambda *results: None,
+    "flat": lambda output: output.flatten(1),
+    "float32": lambda output: output.float(),
+    "nan column": at((6, 2, 7), lambda _: math.nan),
+    "last row never written": at(-1, lambda _: math.nan),
+    "mean of nothing": at(slice(3), lambda _: 1e-6),
+    "rotated heads": lambda output: output.roll(1, dims=1),
+    "one element off": at((2, 1, 3), lambda element: 1.02 * element),
+    "lse of float64": of_lse(lambda lse: lse.double()),
+    "lse elsewhere": of_lse(lambda lse: lse.to("meta")),
+    "positive infinity": of_lse(lambda lse: lse.masked_fill(lse == -math.inf, math.inf)),
+    "finite sentinel": of_lse(lambda lse: lse.clamp(min=-1e30)),
+    "base 2": of_lse(lambda lse: lse / math.log(2)),
+    "transposed": of_lse(lambda lse: lse.mT.contiguous()),
+}
 
 
 class TwoPercentScale(EagerPrefillBackend):
@@ -175,8 +134,9 @@ class IgnoresOut(EagerPrefillBackend):
 class OneBufferForAll(Changed):
     buffer: ClassVar[torch.Tensor] = torch.zeros(1 << 16, dtype=torch.bfloat16)
 
-    def change(self, *results: torch.Tensor) -> Any:
-        output = self.buffer[: results[0].numel()].view(results[0].shape).copy_(results[0])
+    @classmethod
+    def change(cls, *results: torch.Tensor) -> Any:
+        output = cls.buffer[: results[0].numel()].view(results[0].shape).copy_(results[0])
         return (output, *results[1:]) if len(results) > 1 else output
 
 
@@ -209,7 +169,8 @@ class RefusesLate(DeniesFloat16):
 
 
 class RunsItWrongly(DeniesFloat16):
-    def change(self, *results: torch.Tensor) -> Any:
+    @staticmethod
+    def change(*results: torch.Tensor) -> Any:
         return results[0] * 2, *results[1:]
 
 
@@ -225,8 +186,12 @@ class RefusesAtOnce(DeniesFloat16):
 
 
 def judged(kernel: type | str, case_id: str) -> Record:
-    reference = kernel if isinstance(kernel, str) else f"{__file__}:{kernel.__name__}"
-    return judge_one(Subject.of(reference, CPU), Case.parse(case_id), CONTEXT)
+    """Of a class here, a change of EAGER's results by its name, or a backend by its."""
+    name = kernel.__name__ if isinstance(kernel, type) else "Changed" if kernel in CHANGES else ""
+    subject = Subject.of(f"{__file__}:{name}" if name else str(kernel), CPU)
+    if kernel in CHANGES:
+        subject.__dict__["prefill_class"] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
+    return judge_one(subject, Case.parse(case_id), CONTEXT)
 
 
 def failure_of(kernel: type | str, case_id: str) -> Record:
@@ -240,27 +205,27 @@ def failure_of(kernel: type | str, case_id: str) -> Record:
     [
         (Raises, PLAIN, Check.CALL, "the call raised RuntimeError: misaligned address in kernel mla_fwd"),
         (CannotBeMade, PLAIN, Check.CALL, "the constructor raised OSError: libfast.so: cannot open"),
-        (OneTensorTooMany, PLAIN, Check.SHAPE, "expected 1 tensor(s), got (Tensor, Tensor)"),
-        (OneTensorTooMany, WITH_LSE, Check.SHAPE, "expected 2 tensor(s), got (Tensor, Tensor, Tensor)"),
-        (NoTensor, PLAIN, Check.SHAPE, "expected 1 tensor(s), got (NoneType)"),
-        (Flat, PLAIN, Check.SHAPE, "expected output of shape [14, 3, 16], got [14, 48]"),
-        (Transposed, WITH_LSE, Check.SHAPE, "expected LSE of shape [3, 14], got [14, 3]"),
-        (Transposed, WITH_LSE, Check.SHAPE, "the LSE is transposed, expected [heads, tokens]"),
-        (Float32, PLAIN, Check.DTYPE, "expected output of torch.bfloat16, got torch.float32"),
-        (Lse64, WITH_LSE, Check.DTYPE, "expected LSE of torch.float32, got torch.float64"),
-        (ElsewhereLse, WITH_LSE, Check.DEVICE, "expected LSE on cpu, got meta"),
-        (NanColumn, PLAIN, Check.MASK, "output is nan at request 1, query 1, head 2, column 7"),
-        (LastRowNeverWritten, PLAIN, Check.MASK, "1 of 14 rows hold nothing but NaN"),
-        (PositiveInfinity, EMPTY_ROWS, Check.MASK, "LSE is inf at request 0, query 0, head 0, expected -inf"),
-        (FiniteSentinel, EMPTY_ROWS, Check.MASK, "expected -inf, no key is visible"),
-        (MeanOfNothing, EMPTY_ROWS, Check.MASK, "output is not 0 where no key is visible, at request 0, query 0"),
-        (Base2, WITH_LSE, Check.LSE, "in base 2, expected the natural logarithm"),
-        (Base2, CHUNKED, Check.LSE, "in base 2"),
-        (Transposed, SQUARE, Check.LSE, "the LSE is transposed, expected [heads, tokens]"),
+        ("one tensor too many", PLAIN, Check.SHAPE, "expected 1 tensor(s), got (Tensor, Tensor)"),
+        ("one tensor too many", WITH_LSE, Check.SHAPE, "expected 2 tensor(s), got (Tensor, Tensor, Tensor)"),
+        ("no tensor", PLAIN, Check.SHAPE, "expected 1 tensor(s), got (NoneType)"),
+        ("flat", PLAIN, Check.SHAPE, "expected output of shape [14, 3, 16], got [14, 48]"),
+        ("transposed", WITH_LSE, Check.SHAPE, "expected LSE of shape [3, 14], got [14, 3]"),
+        ("transposed", WITH_LSE, Check.SHAPE, "the LSE is transposed, expected [heads, tokens]"),
+        ("float32", PLAIN, Check.DTYPE, "expected output of torch.bfloat16, got torch.float32"),
+        ("lse of float64", WITH_LSE, Check.DTYPE, "expected LSE of torch.float32, got torch.float64"),
+        ("lse elsewhere", WITH_LSE, Check.DEVICE, "expected LSE on cpu, got meta"),
+        ("nan column", PLAIN, Check.MASK, "output is nan at request 1, query 1, head 2, column 7"),
+        ("last row never written", PLAIN, Check.MASK, "1 of 14 rows hold nothing but NaN"),
+        ("positive infinity", EMPTY_ROWS, Check.MASK, "LSE is inf at request 0, query 0, head 0, expected -inf"),
+        ("finite sentinel", EMPTY_ROWS, Check.MASK, "expected -inf, no key is visible"),
+        ("mean of nothing", EMPTY_ROWS, Check.MASK, "output is not 0 where no key is visible, at request 0, query 0"),
+        ("base 2", WITH_LSE, Check.LSE, "in base 2, expected the natural logarithm"),
+        ("base 2", CHUNKED, Check.LSE, "in base 2"),
+        ("transposed", SQUARE, Check.LSE, "the LSE is transposed, expected [heads, tokens]"),
         (TwoPercentScale, WITH_LSE, Check.LSE, ", expected "),
         (TwoPercentScale, "new_tokens:q=[130];lse=0", Check.OUTPUT, "×"),
-        (RotatedHeads, PLAIN, Check.OUTPUT, "heads are rotated by 1"),
-        (OneCodeOff, PLAIN, Check.OUTPUT, "at request 0, query 2, head 1, column 3, expected "),
+        ("rotated heads", PLAIN, Check.OUTPUT, "heads are rotated by 1"),
+        ("one element off", PLAIN, Check.OUTPUT, "at request 0, query 2, head 1, column 3, expected "),
         (InvertedScale, FP8, Check.OUTPUT, "codes outside the allowed interval"),
         (Unsaturated, FP8, Check.MASK, "output is nan"),
         (IgnoresOut, OUT, Check.OUT_TENSOR, "does not share the storage of out="),
@@ -270,19 +235,19 @@ def failure_of(kernel: type | str, case_id: str) -> Record:
         (ShiftsTheMetadata, PLAIN, Check.MUTATED_INPUT, "the call changed query_start_loc"),
     ],
 )
-def test_what_is_wrong_is_caught_and_said(kernel: type, case_id: str, check: Check, said: str) -> None:
+def test_what_is_wrong_is_caught_and_said(kernel: type | str, case_id: str, check: Check, said: str) -> None:
     record = failure_of(kernel, case_id)
     assert record.check == check and said in f"{record.message} · {record.finding}", record
 
 
 def test_a_failure_says_where() -> None:
-    where = failure_of(NanColumn, PLAIN).where
+    where = failure_of("nan column", PLAIN).where
     assert where == {"request": 1, "query": 1, "head": 2, "column": 7}
 
 
 def test_a_failure_by_value_says_how_much_of_the_budget_it_used() -> None:
     assert failure_of(TwoPercentScale, WITH_LSE).used["lse"] > 1
-    assert failure_of(OneCodeOff, PLAIN).used["element"] > 1
+    assert failure_of("one element off", PLAIN).used["element"] > 1
 
 
 def test_a_result_that_a_later_call_overwrites_is_stale() -> None:

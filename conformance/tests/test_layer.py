@@ -84,15 +84,6 @@ def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
     assert found.status is Status.PASS, found.message
 
 
-@pytest.mark.parametrize("order", list(Order))
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_both_orders_pass_with_drafted_decodes_and_rows_of_padding(order: Order, cache: str) -> None:
-    q, kv = ((2, 3, 9), (30, 16, 40)) if order == Order.DECODES_FIRST else ((9, 2, 3), (40, 30, 16))
-    case = replace(writes(), q=q, kv=kv, decodes=2, order=order, cache=cache, pad=4)
-    found = judged(case)
-    assert found.status is Status.PASS, found.message
-
-
 def written(text: str) -> CacheImage:
     """A cache into which all that belongs there was written, and nothing else."""
     image = layer_call(text).image

@@ -28,6 +28,7 @@ from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.entry import Expectation
 from mla_conformance.expectations.update import to_toml
+from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
@@ -35,6 +36,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.heat_map import HeatMap
 from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.loading import load_report
 from mla_conformance.report.shown import LINE
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
@@ -361,3 +363,41 @@ def test_a_mutated_file_is_answered_or_refused(
     assert answer(valid.encode())[0] == subject.right[0]
     hold()
     assert len(seen) > EACH * 0.8
+
+
+ODD: tuple[Any, ...] = (None, 7, -1, 10**30, "x" * 40, [[]], {"odd": {}})
+FREE = {"where", "seconds", "used", "sampled", "shard", "heat"}
+"""Beside texts, the entries that nothing else of a report follows from."""
+
+
+def paths(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Ways to every value inside a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield (key,)
+        yield from ((key, *rest) for rest in paths(below))
+
+
+def edits(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies in which one value is replaced, each with where and by what."""
+    for *outer, key in paths(value):
+        for odd in ODD:
+            edited = copy.deepcopy(value)
+            inner = edited
+            for step in outer:
+                inner = inner[step]
+            if inner[key] != odd:
+                inner[key] = odd
+                yield (*outer, key, odd), edited
+
+
+def test_what_follows_from_the_rest_of_a_report_cannot_be_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    for where, edited in edits(json.loads(_report(tmp_path))):
+        file.write_text(json.dumps(edited))
+        try:
+            load_report(file)
+        except InputError as refused:
+            assert str(refused).startswith(f"{file}: "), where
+        else:
+            assert isinstance(where[-1], str) or {*map(str, where)} & FREE, where

@@ -14,7 +14,7 @@ from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
-from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.prefill.call import PrefillCall

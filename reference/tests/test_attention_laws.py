@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention
-from mla_conformance.reference.merge import merge_states
+from mla_conformance.reference.attention import AttentionState, ErrorTerms, attention, merge_states
 
 Normal = Callable[..., Tensor]
 quick = settings(max_examples=40, deadline=None)

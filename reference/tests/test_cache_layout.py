@@ -12,7 +12,7 @@ from mla_conformance.reference.cache_layout import (
     swap_blocks,
 )
 from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.kv_cache import gather_rows, write_rows
+from mla_conformance.reference.kv_cache import gather_latents, write_rows
 
 BF16 = torch.bfloat16
 
@@ -89,7 +89,7 @@ def test_tokens_come_back_from_pages_at_any_start(layout: str) -> None:
     cache = pool[:, :4]  # the stride between blocks exceeds a packed block
     slots = torch.tensor([20, 21, 22, 23, 8, -1, 10])
     write_rows(cache, encode(kv_c, k_pe, layout, 0.3), slots)
-    rows = gather_rows(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)))
+    rows, _ = gather_latents(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)), kv_lora_rank=cache.shape[2])
     got = decode_rows(rows, layout, 0.3, 512, 64)
     want = decode_rows(encode(kv_c, k_pe, layout, 0.3)[[2, 3, 4]], layout, 0.3, 512, 64)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

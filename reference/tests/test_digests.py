@@ -20,8 +20,7 @@ from mla_conformance.fixtures import load
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import mla_layer
-from mla_conformance.reference.layer_spec import LayerSpec
+from mla_conformance.reference.layer import LayerSpec, mla_layer
 from mla_conformance.reference.mla import Path as Route
 from mla_conformance.reference.mla import chunked_prefill
 from mla_conformance.reference.projections import MLAWeights

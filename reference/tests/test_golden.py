@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.fixtures import load, names
-from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.attention import AttentionState, attention, merge
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.merge import merge
 from mla_conformance.reference.mla import compute_friendly, data_movement_friendly
 from mla_conformance.reference.projections import kv_b_proj
 from mla_conformance.reference.quantization import quantize_e4m3

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions, ModelDimensions
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import latents, mla_layer
-from mla_conformance.reference.layer_spec import LayerSpec, QueryGrowth
-from mla_conformance.reference.projections import MLAWeights, random_weights, rms_norm
+from mla_conformance.reference.layer import LayerSpec, QueryGrowth, latents, mla_layer
+from mla_conformance.reference.projections import MLAWeights, rms_norm
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.reference.yarn import Yarn
 
@@ -37,13 +36,11 @@ SPECS = {
 
 def weights_of(spec: LayerSpec, normal: Any) -> MLAWeights:
     """Random weights of every kind that a spec asks for; gates of each value from the hidden state, else of heads."""
-    drawn = random_weights(spec.dims, torch.Generator().manual_seed(3))
+    drawn: dict[str, Any] = {}
     for seed, (name, shapes) in enumerate(spec.weight_shapes.items(), 70):
-        shape, present = shapes[0 if spec.gate == "hidden" else -1], getattr(drawn, name)
-        if shape is not None and (present is None or present.shape != shape):
-            weight = normal(seed, *shape) / (shape[0] ** 0.5 if len(shape) > 1 else 1.0)
-            drawn = replace(drawn, **{name: weight})
-    return drawn
+        shape = shapes[0 if spec.gate == "hidden" else -1]
+        drawn[name] = shape and normal(seed, *shape) / (shape[0] ** 0.5 if len(shape) > 1 else 1.0)
+    return MLAWeights(**drawn)
 
 
 def run(spec: LayerSpec, weights: MLAWeights, prefill: Any, normal: Any, path: Any, **options: Any) -> Tensor:

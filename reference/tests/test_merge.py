@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_conformance.reference.merge import merge
+from mla_conformance.reference.attention import merge
 
 INF = float("inf")
 

@@ -7,9 +7,8 @@ import torch
 
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms
-from mla_conformance.reference.projected import Projection, projected_terms
-from mla_conformance.reference.projected_terms import ProjectedTerms
 from mla_conformance.reference.projections import absorb_query, expand_key, up_project, up_project_output
+from mla_conformance.reference.terms import ProjectedTerms, Projection, projected_terms
 
 NOPE, ROPE, VALUE, LATENT, HEADS = 16, 8, 24, 64, 3
 UNIT = 2.0**-8

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import mla_conformance.reference.attention as definition
-from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.merge import merge_states
+from mla_conformance.reference.attention import AttentionState, attention, merge_states
 from mla_conformance.reference.selected import selected_attention, with_sink
 
 Normal = Callable[..., Tensor]

@@ -16,9 +16,8 @@ from mla_conformance.backends.layer.mla_layer import MLACommonBackend, mla_backe
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import mla_layer
-from mla_conformance.reference.layer_spec import LayerSpec
-from mla_conformance.reference.projections import kv_b_proj, random_weights
+from mla_conformance.reference.layer import LayerSpec, mla_layer
+from mla_conformance.reference.projections import MLAWeights, kv_b_proj
 from mla_conformance.reference.rope import Rotation, rope
 
 
@@ -190,7 +189,14 @@ def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> No
 def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     """Projections, rope, cache, prefill and decode in one mixed batch; the golden layer by each of its routes."""
     model, generator = PRESETS["small"], torch.Generator().manual_seed(3)
-    weights, turn = random_weights(model, generator), Rotation.plain(model.head.qk_rope_head_dim, interleaved=True)
+    w = world(dims=type(world().dims)(heads=4, nope=16, rope=8, value=16, latent=32))
+    turn = Rotation.plain(model.head.qk_rope_head_dim, interleaved=True)
+    spec = LayerSpec(model="small", dims=model, scale=w.scale, rotation=turn)
+    shapes: dict[str, Any] = {name: shape for name, (shape,) in spec.weight_shapes.items()}
+    weights = MLAWeights(**{
+        name: shape and torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
+        for name, shape in shapes.items()
+    })  # fmt: skip
     queries, contexts = (4, 3, 1, 2), (9, 0, 14, 5)
     starts, context_starts = [0, *accumulate(queries)], [0, *accumulate(contexts)]
     history = torch.randn(sum(contexts), model.hidden_size, generator=generator, dtype=torch.float64)
@@ -199,8 +205,6 @@ def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     past = torch.cat([torch.arange(c) for c in contexts])
     new = torch.cat([torch.arange(c, c + q) for q, c in zip(queries, contexts, strict=True)])
 
-    dims = type(world().dims)(heads=4, nope=16, rope=8, value=16, latent=32)
-    w = world(dims=dims)
     w.weight = kv_b_proj(weights.W_UK, weights.W_UV).float()
     latents = torch.cat((history @ weights.W_DKV, rope(history @ weights.W_KR, past, turn)), dim=-1)
     for row, (start, stop) in enumerate(pairwise(context_starts)):
@@ -218,6 +222,5 @@ def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
     metadata.bind_workspace(w.builder().workspace)
     result = w.impl().forward(w.layer, q.flatten(1), kv_c, k_pe.unsqueeze(1), w.cache, metadata)
 
-    spec = LayerSpec(model="small", dims=model, scale=w.scale, rotation=turn)
     want = mla_layer(hidden, new, weights, spec, query_start_loc=starts, context=cached, path=path)
     torch.testing.assert_close(result.double() @ weights.W_O, want, atol=2e-5, rtol=2e-5)

@@ -12,7 +12,7 @@ from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.entry_pages import write_entries
+from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.reference.selected import NO_KEY, selected_attention
 
 TOKENS, KEYS, LATENT, SCALE, K_SCALE = 5, 70, 512, 0.05, 0.25

@@ -11,7 +11,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBa
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
-from mla_conformance.reference.sharding import local_length
+from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 
 

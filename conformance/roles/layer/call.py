@@ -12,7 +12,7 @@ from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.projected import Projection
+from mla_conformance.reference.terms import Projection
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
 

@@ -15,8 +15,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
-from mla_conformance.reference.sharding import local_positions
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.latents import away_from_ties, shaped
