@@ -10,8 +10,7 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.indexer import MLAIndexerBackend, bounds_of
-from mla_conformance.backends.indexer_checks import check_index_call
+from mla_conformance.backends.indexer import MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import DeviceCapability
 

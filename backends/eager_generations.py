@@ -20,20 +20,9 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
     requires_v_padding = False
     kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        super().__init__(*sizes, device)
-        self._kernel = self.kernel(*sizes)
+    def __init__(self, *, device: torch.device, **sizes: Any) -> None:
+        super().__init__(**sizes, device=device)
+        self._kernel = self.kernel(**sizes)
 
     def run_prefill_new_tokens(
         self,

@@ -11,8 +11,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of
-from mla_conformance.backends.indexer_checks import check_index_call
+from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.latent_entries import gather
 from mla_conformance.reference.selected import NO_KEY
 

@@ -1,11 +1,15 @@
 """From a backend's reference to its class, and why one cannot run on this machine.
 
-A class that was named itself has the role that its methods give it, and those that it names siblings for.
+A class that was named itself has the role that its methods give it, and those that it names siblings for. One that is
+written in another generation of vLLM's interfaces is driven by an adapter; it is known by what it has, not by what it
+derives from: one that was written for a vLLM derives from none of ours.
 """
 
 import hashlib
 import importlib.util
+import inspect
 import sys
+from functools import cache
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -13,7 +17,11 @@ from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
-from mla_conformance.backends.generations.recognition import as_backend
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
+from mla_conformance.backends.generations.earlier import EarlierAdapter
+from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
+from mla_conformance.backends.generations.present_adapter import PresentAdapter
+from mla_conformance.backends.generations.vllm import is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
@@ -27,7 +35,7 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     """
     members = backend.members()
     if members:
-        return tuple(member.role() for member in members)
+        return tuple(member.role for member in members)
     named = _load_named(backend)
     return tuple(role for role in Role if _in_role(named, role) is not None)
 
@@ -44,7 +52,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
         loaded = _in_role(_load_named(backend), role)
         return None if loaded is None else _checked(loaded, backend.reference)
     for member in members:
-        if member.role() is role:
+        if member.role is role:
             found = member.get_variant(backend.variant) if backend.variant else member.get_class()
             return as_backend(found)
     return None
@@ -53,7 +61,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
 def load_backend(backend: BackendReference) -> Any:
     """Import the class that a reference names, or that of a name's first role; see :func:`load_role` for errors."""
     members = backend.members()
-    return load_role(backend, members[0].role() if members else role_of(_load_named(backend)))
+    return load_role(backend, members[0].role if members else role_of(_load_named(backend)))
 
 
 def _load_named(backend: BackendReference) -> Any:
@@ -108,6 +116,38 @@ def _checked(loaded: Any, reference: str) -> type:
     except TypeError as error:
         raise BackendReferenceError(f"'{reference}': {error}") from error
     return loaded
+
+
+def as_backend(loaded: Any) -> Any:
+    """``loaded`` itself if this project's interface fits it, else a class that drives it; the same one each time.
+
+    Args:
+        loaded: what a reference named; anything but a class is returned as it is.
+    """
+    return _adapted(loaded) if isinstance(loaded, type) else loaded
+
+
+@cache
+def _adapted(cls: Any) -> Any:
+    if _is_split_layer(cls):
+        return AdaptedLayerBackend.adapt(cls)
+    if callable(getattr(cls, "get_prefill_impl_cls", None)):
+        return EarlierAdapter.adapt(cls)
+    if _takes_chunk_objects(cls):
+        return PresentAdapter.adapt(cls)
+    foreign = is_from_vllm(cls) and callable(getattr(cls, "run_prefill_context_chunk", None))
+    return AdaptedPrefillBackend.adapt(cls) if foreign else cls
+
+
+def _is_split_layer(cls: Any) -> bool:
+    """Whether the computation that a layer's class names is in two parts, which a module around it calls."""
+    named = getattr(cls, "get_impl_cls", None)
+    return callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None))
+
+
+def _takes_chunk_objects(cls: Any) -> bool:
+    method = getattr(cls, "run_prefill_context_chunk", None)
+    return callable(method) and "chunk" in inspect.signature(method).parameters
 
 
 def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:

@@ -1,16 +1,18 @@
 """What a user writes for a backend, checked without importing it: NAME, ``package.module:Class``, ``file.py:Class``.
 
 NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
-``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. Nothing here imports torch.
+``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. For an unknown name, of
+whatever it should have been, :func:`unknown` says which one was meant. Nothing here imports torch.
 """
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from mla_conformance.backends.nearest import nearest, unknown
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
@@ -134,3 +136,26 @@ def _classes(path: Path, location: str, name: str = "") -> str:
     names = [node.name for node in statements if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     meant = [near] if (near := nearest(name, names)) else names
     return f"did you mean {' or '.join(f'{location}:{each}' for each in meant)}?" if meant else "it defines no class"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like another one; empty if none is like it."""
+    folded = {other.casefold(): other for other in known}
+    found = get_close_matches(name.casefold(), folded, n=1)
+    return folded[found[0]] if found else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str], listed_by: str, further: str = "") -> str:
+    """What is said of an unknown name: which one was meant, or all there are if none is like it.
+
+    Args:
+        what: it should have named.
+        name: the name.
+        known: the names there are.
+        listed_by: the command that lists them.
+        further: what else may stand there, for the end of a list.
+    """
+    names = list(known)
+    if meant := nearest(name, names):
+        return f"unknown {what} '{name}'; did you mean {meant}? '{listed_by}' lists all"
+    return f"unknown {what} '{name}'; expected one of {', '.join(names)}{further}"

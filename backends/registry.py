@@ -6,37 +6,39 @@ Nothing here imports torch: a process that only names backends need not wait for
 from collections.abc import Callable
 from enum import Enum, EnumMeta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from mla_conformance.backends.roles import Role
 
-if TYPE_CHECKING:
-    from mla_conformance.backends.decode import MLADecodeBackend
-    from mla_conformance.backends.indexer import MLAIndexerBackend
-    from mla_conformance.backends.interface import MLAPrefillBackend
-    from mla_conformance.backends.sparse import MLASparseBackend
-
 
 class _ListsValidNames(EnumMeta):
-    role: Callable[[], Role]
+    role: Role
 
     def __getitem__(cls, name: str) -> Any:
         try:
             return super().__getitem__(name)
         except KeyError:
             valid = ", ".join(cls.__members__)
-            raise ValueError(f"Unknown MLA {cls.role()} backend: '{name}'. Valid options are: {valid}") from None
+            raise ValueError(f"Unknown MLA {cls.role} backend: '{name}'. Valid options are: {valid}") from None
 
 
 class BackendEnum(Enum, metaclass=_ListsValidNames):
     """What the enumerations of all roles share; the value of a member is the path of its class.
 
     Behind the path stand the names of the class's variants, if it has any, which are known without importing it; one
-    that is not among the ``variants`` of the class stands there as NAME=PATH.
+    that is not among the ``variants`` of the class stands there as NAME=PATH. CUSTOM is a third party's backend, which
+    must be registered before use.
+
+    Attributes:
+        role: what the members' classes compute.
     """
 
+    role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
     _variants: dict[str, str]
     _override: str | None
+
+    def __init_subclass__(cls, role: Role) -> None:
+        cls.role = role
 
     def __new__(cls, path: str | None, *variants: str) -> Self:
         """A member for the class at ``path``; None for one that must be registered first."""
@@ -44,11 +46,6 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         named = dict(variant.partition("=")[::2] for variant in variants)
         member._value_, member._variants, member._override = path, named, None
         return member
-
-    @staticmethod
-    def role() -> Role:
-        """What the members' classes compute."""
-        raise NotImplementedError
 
     def get_path(self, variant: str = "") -> str:
         """Path of the backend's class, an override first; of a variant that of the class that it is among.
@@ -58,7 +55,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         """
         path = self._variants.get(variant) or self._override or self.value
         if not path:
-            role, enum = self.role(), type(self).__name__
+            role, enum = self.role, type(self).__name__
             raise ValueError(
                 f"MLA {role} backend {self.name} must be registered before use: "
                 f"register_mla_{role}_backend({enum}.{self.name}, 'your.module.YourClass')"
@@ -100,7 +97,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         self._override = None
 
 
-class MLAPrefillBackendEnum(BackendEnum):
+class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     """Every MLA prefill backend."""
 
     EAGER = (
@@ -129,20 +126,9 @@ class MLAPrefillBackendEnum(BackendEnum):
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
     )
     CUSTOM = None
-    """A third party's backend; it must be registered before use."""
-
-    @staticmethod
-    def role() -> Role:
-        """See :meth:`BackendEnum.role`."""
-        return Role.PREFILL
-
-    def get_class(self) -> "type[MLAPrefillBackend]":
-        """See :meth:`BackendEnum.get_class`."""
-        loaded: type[MLAPrefillBackend] = super().get_class()
-        return loaded
 
 
-class MLADecodeBackendEnum(BackendEnum):
+class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     """Every MLA decode backend."""
 
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
@@ -167,23 +153,12 @@ class MLADecodeBackendEnum(BackendEnum):
         "sglang",
         "vllm",
     )
-    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla_decode.TokenspeedMLADecodeBackend"
+    TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
-    """A third party's backend; it must be registered before use."""
-
-    @staticmethod
-    def role() -> Role:
-        """See :meth:`BackendEnum.role`."""
-        return Role.DECODE
-
-    def get_class(self) -> "type[MLADecodeBackend]":
-        """See :meth:`BackendEnum.get_class`."""
-        loaded: type[MLADecodeBackend] = super().get_class()
-        return loaded
 
 
-class MLASparseBackendEnum(BackendEnum):
+class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
     """Every sparse MLA backend."""
 
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
@@ -201,36 +176,14 @@ class MLASparseBackendEnum(BackendEnum):
         "interpreted=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseInterpreted",
     )
     CUSTOM = None
-    """A third party's backend; it must be registered before use."""
-
-    @staticmethod
-    def role() -> Role:
-        """See :meth:`BackendEnum.role`."""
-        return Role.SPARSE
-
-    def get_class(self) -> "type[MLASparseBackend]":
-        """See :meth:`BackendEnum.get_class`."""
-        loaded: type[MLASparseBackend] = super().get_class()
-        return loaded
 
 
-class MLAIndexerBackendEnum(BackendEnum):
+class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     """Every indexer."""
 
     EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
     DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend"
     CUSTOM = None
-    """A third party's backend; it must be registered before use."""
-
-    @staticmethod
-    def role() -> Role:
-        """See :meth:`BackendEnum.role`."""
-        return Role.INDEXER
-
-    def get_class(self) -> "type[MLAIndexerBackend]":
-        """See :meth:`BackendEnum.get_class`."""
-        loaded: type[MLAIndexerBackend] = super().get_class()
-        return loaded
 
 
 ENUMS: tuple[type[BackendEnum], ...] = (
@@ -255,36 +208,14 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     return getattr(loaded, name)
 
 
-def register_mla_prefill_backend(
-    backend: MLAPrefillBackendEnum, class_path: str | None = None
-) -> Callable[[type], type]:
-    """Register or override a prefill backend's class, by path or as a decorator.
+def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = None) -> Callable[[type], type]:
+    """Register or override a backend's class, by path or as a decorator; the same under a name for each role.
 
     Args:
         backend: the member to register for.
         class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
     """
-    return _register(backend, class_path)
 
-
-def register_mla_decode_backend(backend: MLADecodeBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
-    """Register or override a decode backend's class; see :func:`register_mla_prefill_backend`."""
-    return _register(backend, class_path)
-
-
-def register_mla_sparse_backend(backend: MLASparseBackendEnum, class_path: str | None = None) -> Callable[[type], type]:
-    """Register or override a sparse backend's class; see :func:`register_mla_prefill_backend`."""
-    return _register(backend, class_path)
-
-
-def register_mla_indexer_backend(
-    backend: MLAIndexerBackendEnum, class_path: str | None = None
-) -> Callable[[type], type]:
-    """Register or override an indexer's class; see :func:`register_mla_prefill_backend`."""
-    return _register(backend, class_path)
-
-
-def _register(backend: BackendEnum, class_path: str | None) -> Callable[[type], type]:
     def decorator(cls: type) -> type:
         backend.override(f"{cls.__module__}.{cls.__qualname__}")
         return cls
@@ -293,3 +224,6 @@ def _register(backend: BackendEnum, class_path: str | None) -> Callable[[type], 
         return decorator
     backend.override(class_path)
     return lambda cls: cls
+
+
+register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend

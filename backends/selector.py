@@ -1,5 +1,6 @@
 """Choice of the MLA prefill backend: explicit, or by priority for the device (vLLM's ``selector``)."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -33,20 +34,6 @@ def priorities(
     return _GPU
 
 
-def invalid_reasons(
-    backend: MLAPrefillBackendEnum,
-    device_capability: DeviceCapability | None,
-    selector_config: MLAPrefillSelectorConfig,
-) -> list[str]:
-    """Why ``backend`` cannot be used; a class that cannot be imported is a reason, not an error."""
-    try:
-        backend_class = resolve_class(backend.get_class(), device_capability)
-    except (ImportError, ValueError) as error:
-        return [str(error)]
-    reasons = backend_class.validate_configuration(device_capability, selector_config)
-    return reasons or getattr(backend_class, "broken_dependencies", list)()
-
-
 def select_mla_prefill_backend(
     device_capability: DeviceCapability | None,
     selector_config: MLAPrefillSelectorConfig,
@@ -58,15 +45,20 @@ def select_mla_prefill_backend(
         ValueError: the explicit choice is invalid, or no backend is valid; the message gives every reason.
     """
     candidates = (explicit,) if explicit else priorities(device_capability, selector_config.mla_dimensions)
-    rejected = {}
-    for backend in candidates:
-        reasons = invalid_reasons(backend, device_capability, selector_config)
-        if not reasons:
-            return resolve_class(backend.get_class(), device_capability)
-        rejected[backend.name] = "; ".join(reasons)
-    listing = "\n".join(f"  {name}: {reasons}" for name, reasons in rejected.items())
     asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"
-    raise ValueError(f"{asked} for {selector_config}:\n{listing}")
+    rejected = f"{asked} for {selector_config}:"
+    for backend in candidates:
+        try:
+            found = resolve_class(backend.get_class(), device_capability)
+        except (ImportError, ValueError) as error:
+            reasons = [str(error)]
+        else:
+            reasons = found.validate_configuration(device_capability, selector_config)
+            reasons = reasons or getattr(found, "broken_dependencies", list)()
+            if not reasons:
+                return found
+        rejected += f"\n  {backend.name}: {'; '.join(reasons)}"
+    raise ValueError(rejected)
 
 
 def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[MLAPrefillBackend]:
@@ -74,8 +66,7 @@ def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None
 
     Args:
         vllm_config: read are ``attention_config.mla_prefill_backend`` (None for automatic), ``model_config.dtype``
-            and the head
-            dims in ``model_config.hf_text_config``.
+            and the head dims in ``model_config.hf_text_config``.
         device: where the model runs; by default the current CUDA device, or the CPU.
 
     Raises:
@@ -84,9 +75,7 @@ def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = vllm_config.model_config
     dimensions = MLADimensions(
-        qk_nope_head_dim=model.hf_text_config.qk_nope_head_dim,
-        qk_rope_head_dim=model.hf_text_config.qk_rope_head_dim,
-        v_head_dim=model.hf_text_config.v_head_dim,
+        **{each.name: getattr(model.hf_text_config, each.name) for each in fields(MLADimensions)}
     )
     return select_mla_prefill_backend(
         get_device_capability(device),

@@ -1,50 +1,40 @@
-"""TOKENSPEED_MLA: the CuTe DSL prefill kernel of tokenspeed-mla for Blackwell, compiled at the first call."""
+"""TOKENSPEED_MLA: the CuTe DSL kernels of tokenspeed-mla for Blackwell, compiled at the first call.
+
+The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
+"""
 
 from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _COMMAND = extra("tokenspeed-mla")
-TOKENSPEED_MLA = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
-LIBRARIES = (
-    TOKENSPEED_MLA,
-    Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
-    Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
-    Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
-)
-DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
+_LIBRARY = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
+_DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
+_TILE = 128
+"""Rows, query heads times query tokens, that a block of the decode kernel computes."""
 _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 
 
-def swallowed_import_error() -> list[str]:
-    """Why the package, which imports whatever it lacks, cannot run; empty if it can."""
-    swallowed = getattr(TOKENSPEED_MLA.load(), "_IMPORT_ERROR", None)
-    return [] if swallowed is None else [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+class _TokenspeedKernel(LibraryKernel):
+    """What the kernels of the package have in common."""
 
-
-class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; the LSE needs no conversion but its layout."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
     needed_capability: ClassVar[str] = "10.x"
-    libraries: ClassVar[tuple[Library, ...]] = LIBRARIES
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=DISTRIBUTIONS,
-        e4m3_rounding=Rounding(p=Precision.E4M3),
-        deviations=(
-            Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
-            Deviation("LSE [T, N]", "transposed"),
-            Deviation("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
-            Deviation("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
-            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
-        ),
+    libraries: ClassVar[tuple[Library, ...]] = (
+        _LIBRARY,
+        Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
+        Library("tokenspeed_triton", "tokenspeed-triton", _COMMAND),
+        Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
     )
 
     @staticmethod
@@ -58,20 +48,41 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
         return device_capability is not None and device_capability.major == 10
 
     @classmethod
+    def broken_dependencies(cls) -> list[str]:
+        """The package imports whatever it lacks; it is asked for the error that it swallowed."""
+        reasons = super().broken_dependencies()
+        swallowed = None if reasons else getattr(_LIBRARY.load(), "_IMPORT_ERROR", None)
+        if swallowed is None:
+            return reasons
+        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+
+
+class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
+    """One call a batch; the LSE needs no conversion but its layout."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=_DISTRIBUTIONS,
+        e4m3_rounding=Rounding(p=Precision.E4M3),
+        deviations=(
+            Deviation("strides of q, k and v are ignored", "all three are made contiguous"),
+            Deviation("LSE [T, N]", "transposed"),
+            Deviation("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
+            Deviation("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
+            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
+        ),
+    )
+
+    @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """What the library asserts."""
         return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        """The package swallows its import error; it is asked for it."""
-        return super().broken_dependencies() or swallowed_import_error()
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`RaggedPrefillBackend`."""
-        output, lse = TOKENSPEED_MLA.load().tokenspeed_mla_prefill(
+        output, lse = _LIBRARY.load().tokenspeed_mla_prefill(
             query=q.contiguous(),
             key=k.contiguous(),
             value=v.contiguous(),
@@ -87,3 +98,57 @@ class TokenspeedMLAPrefillBackend(RaggedPrefillBackend):
             out=out if out is not None and out.is_contiguous() else None,
         )
         return output, lse.mT
+
+
+class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
+    """Uniform batches in the model's dtype; one call a batch."""
+
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supported_query_len: ClassVar[int | None] = None
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=_DISTRIBUTIONS,
+        deviations=(
+            Deviation("LSE to base 2, [B, queries of a request, N]", "times ln 2, [N, T]"),
+            Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
+            Deviation("operands must start at multiples of 16 bytes", "such a cache is copied"),
+            Deviation("wants a packed block table", "is made contiguous"),
+            Deviation("wants a workspace for its split keys", "of the largest size that its own split makes"),
+            Deviation("reads an e4m3 cache only under queries in e4m3", "declared unsupported"),
+            Deviation("masks several query tokens of context-parallel ranks in e4m3 only", "declared unsupported"),
+            Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
+        ),
+    )
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """The page sizes that divide a tile of keys."""
+        return [2, 4, 8, 16, 32, 64, 128]
+
+    def attend(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`PagedDecodeBackend`."""
+        metadata, library = self._decode_metadata, _LIBRARY.load()
+        query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(metadata.query_lens_cpu), -1))
+        output, lse = library.tokenspeed_mla_decode(
+            query=query,
+            kv_cache=aligned(kv_cache),
+            workspace_buffer=self._workspace(query.device),
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            block_tables=metadata.block_table.contiguous(),
+            seq_lens=metadata.seq_lens,
+            max_seq_len=max(1, metadata.max_seq_len),
+            softmax_scale=self.scale,
+            causal_mask=True,
+            return_lse=True,
+        )
+        return output.flatten(0, 1), natural_heads_first(lse.flatten(0, 1))
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        """Float32 partial outputs and LSEs; the kernel splits keys until its blocks fill half of the processors."""
+        if not hasattr(self, "_buffer"):
+            rows = _LIBRARY.load().get_num_sm(device) * _TILE
+            self._buffer = torch.empty(rows * (self.kv_lora_rank + 1) * 4, dtype=torch.int8, device=device)
+        return self._buffer

@@ -58,7 +58,7 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     names = [match[2] for match in _KEYWORD.finditer(expression)]
     if not names:
         return
-    from mla_conformance.backends.nearest import unknown
+    from mla_conformance.backends.references import unknown
     from mla_conformance.engine.request import known_names
 
     known = known_names(config.option.backend)

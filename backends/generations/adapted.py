@@ -10,14 +10,29 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import reasons_of, yes_or_no
-from mla_conformance.backends.generations.vllm import Dialect, minimal_vllm_config
+from mla_conformance.backends.generations.vllm import (
+    dimensions_for,
+    is_from_vllm,
+    minimal_vllm_config,
+    quant_key_for,
+)
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
-NOMINAL_DTYPE = torch.bfloat16
+_NOMINAL_DTYPE = torch.bfloat16
 """The model's dtype in a configuration that is made before any batch is known."""
+
+
+def adapter_of(wrapped: Any, adapter: Any, **attributes: Any) -> Any:
+    """A subclass of an adapter with these attributes, which goes by the name of the class that it drives."""
+    own = {"__module__": wrapped.__module__, "__doc__": wrapped.__doc__}
+    return type(
+        wrapped.__name__,
+        (adapter,),
+        own | {"wrapped": wrapped, "get_name": staticmethod(wrapped.get_name)} | attributes,
+    )
 
 
 class AdaptedPrefillBackend(MLAPrefillBackend):
@@ -25,31 +40,23 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     Attributes:
         wrapped: the class that is driven.
-        dialect: how its package spells head dims and quantisation keys.
     """
 
     wrapped: ClassVar[Any]
-    dialect: ClassVar[Dialect]
 
     @classmethod
-    def adapt(cls, wrapped: Any, dialect: Dialect) -> type[Self]:
+    def adapt(cls, wrapped: Any) -> type[Self]:
         """A class that drives ``wrapped`` and says of itself what that one says."""
-        adapted: Any = type(
-            wrapped.__name__,
-            (cls,),
-            {
-                "__module__": wrapped.__module__,
-                "__doc__": wrapped.__doc__,
-                "wrapped": wrapped,
-                "dialect": dialect,
-                "get_name": staticmethod(wrapped.get_name),
-                "supported_dtypes": wrapped.supported_dtypes,
-                "declaration": cls.declared(getattr(wrapped, "declaration", None) or dialect.declaration),
-                "needed_capability": getattr(wrapped, "needed_capability", ""),
-                "variant": getattr(wrapped, "variant", ""),
-                "decode_backend": getattr(wrapped, "decode_backend", None),
-                **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),
-            },
+        undeclared = Declaration(distributions=("vllm", "torch") if is_from_vllm(wrapped) else ())
+        adapted: Any = adapter_of(
+            wrapped,
+            cls,
+            supported_dtypes=wrapped.supported_dtypes,
+            declaration=cls.declared(getattr(wrapped, "declaration", None) or undeclared),
+            needed_capability=getattr(wrapped, "needed_capability", ""),
+            variant=getattr(wrapped, "variant", ""),
+            decode_backend=getattr(wrapped, "decode_backend", None),
+            **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),
         )
         adapted.__abstractmethods__ = frozenset(getattr(wrapped, "__abstractmethods__", ()))
         return adapted
@@ -88,7 +95,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """What the driven class says, in its own terms."""
-        translated = cls.dialect.dimensions(dimensions)
+        translated = dimensions_for(cls.wrapped, dimensions)
         if hasattr(cls.wrapped, "supports_mla_dimensions"):
             return bool(cls.wrapped.supports_mla_dimensions(translated))
         return not cls.wrapped.supported_mla_dimensions or translated in cls.wrapped.supported_mla_dimensions
@@ -98,7 +105,8 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
         """What the driven class says, in its own terms."""
-        translated = selector_config._replace(mla_dimensions=cls.dialect.dimensions(selector_config.mla_dimensions))
+        theirs = dimensions_for(cls.wrapped, selector_config.mla_dimensions)
+        translated = selector_config._replace(mla_dimensions=theirs)
         return reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +115,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def _start(self) -> Any:
         """The object that the calls go to."""
-        return self.wrapped(**self._configuration(NOMINAL_DTYPE))
+        return self.wrapped(**self._configuration(_NOMINAL_DTYPE))
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""
@@ -129,7 +137,7 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """What the driven object says, in its own terms."""
-        return bool(self._target.supports_quant_output(self.dialect.quant_key(quant_key)))
+        return bool(self._target.supports_quant_output(quant_key_for(self.wrapped, quant_key)))
 
     def kernel_evidence(self) -> dict[str, str]:
         """What the driven object says, if it does."""

@@ -6,6 +6,7 @@ from the backend. So it is that module which is driven; what has no place in it 
 """
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -15,11 +16,10 @@ from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.foreign import reasons_of
-from mla_conformance.backends.generations.layer_builder import AdaptedLayerBuilder
-from mla_conformance.backends.generations.layer_impl import AdaptedLayerImpl
-from mla_conformance.backends.generations.vllm_engine import LAYER_MODULE, why_no_prefill
-from mla_conformance.backends.layer.batch_form import BatchForm
-from mla_conformance.backends.layer.mla_batch import count_decodes
+from mla_conformance.backends.generations.adapted import adapter_of
+from mla_conformance.backends.generations.layer_impl import AdaptedLayerBuilder, AdaptedLayerImpl
+from mla_conformance.backends.generations.vllm import LAYER_MODULE, why_no_prefill
+from mla_conformance.backends.layer.mla_batch import BatchForm, count_decodes
 from mla_conformance.backends.platform import DeviceCapability
 
 _DEVIATIONS = (
@@ -48,26 +48,19 @@ class AdaptedLayerBackend:
     def adapt(cls, wrapped: Any) -> type[Self]:
         """A class that drives ``wrapped`` and says of itself what that one says."""
         declared = getattr(wrapped, "declaration", None) or _DECLARATION
-        attributes = {
-            "__module__": wrapped.__module__,
-            "__doc__": wrapped.__doc__,
-            "wrapped": wrapped,
-            "get_name": staticmethod(wrapped.get_name),
-            "declaration": replace(declared, deviations=(*declared.deviations, *_DEVIATIONS)),
-            "_impl": _bound(AdaptedLayerImpl, wrapped),
-            "_builder": _bound(AdaptedLayerBuilder, wrapped),
-        }
-        return type(wrapped.__name__, (cls,), attributes)
+        declaration = replace(declared, deviations=(*declared.deviations, *_DEVIATIONS))
+        adapted: type[Self] = adapter_of(wrapped, cls, declaration=declaration)
+        return adapted
 
     @classmethod
     def get_impl_cls(cls) -> Any:
-        """The module around the driven class."""
-        return cls.__dict__["_impl"]
+        """What makes the module around the driven class."""
+        return partial(AdaptedLayerImpl, cls.wrapped)
 
     @classmethod
     def get_builder_cls(cls) -> Any:
-        """The builder that the driven class names."""
-        return cls.__dict__["_builder"]
+        """What drives the builder that the driven class names."""
+        return AdaptedLayerBuilder
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
@@ -126,8 +119,3 @@ class AdaptedLayerBackend:
             threshold = max(threshold, *batch.decodes, 1)
         lengths = torch.tensor([*batch.decodes, *batch.prefills])
         return count_decodes(lengths, threshold, support != "varlen") == len(batch.decodes)
-
-
-def _bound(part: Any, wrapped: Any) -> Any:
-    """A subclass of an implementation or a builder that knows what it drives."""
-    return type(part.__name__, (part,), {"wrapped": wrapped, "__module__": part.__module__})

@@ -1,26 +1,114 @@
-"""Drives the module that vLLM puts around an attention backend: it writes the cache, absorbs, and calls the backend."""
+"""Drives the builder of a vLLM attention backend, and the module that vLLM puts around it.
 
+The builder is handed a batch in vLLM's terms, decodes first; the module writes the cache, absorbs, and calls the
+backend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from mla_conformance.backends.generations.layer_builder import AdaptedLayerMetadata
-from mla_conformance.backends.generations.vllm_engine import (
+from mla_conformance.backends.generations.vllm import (
     LAYER_MODULE,
     LAYER_NAME,
-    LayerSizes,
     current_config,
     engine_config,
     forward_context,
     prefill_class,
+    why_no_prefill,
 )
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_types import AttentionLayer
+from mla_conformance.backends.layer.attention_types import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.layer_config import get_current_config
-from mla_conformance.backends.layer.mla_weights import is_dense, stored_weight
+from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
+from mla_conformance.backends.layer.mla_kernels import is_dense, stored_weight
 from mla_conformance.reference.dimensions import MLADimensions
+
+_COMMON = "vllm.v1.attention.backend"
+_NULL_BLOCK = 0
+
+
+@dataclass
+class AdaptedLayerMetadata(AttentionMetadata):
+    """What a builder of vLLM made of a batch.
+
+    Attributes:
+        translated: its metadata.
+        order: [T] int64, the caller's row of each row of the batch that the builder saw; None if they are the same.
+    """
+
+    translated: Any
+    order: torch.Tensor | None = None
+
+
+class AdaptedLayerBuilder:
+    """The builder of an attention backend, made when the layer is there that it is for."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self._page, self._device = kv_cache_spec.block_size, device
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        spec = impl.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
+        with current_config(impl.config):
+            self._builder = impl.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AdaptedLayerMetadata:
+        """The metadata of a batch whose decodes come first."""
+        return AdaptedLayerMetadata(self._builder.build(common_prefix_len, in_vllms_terms(common_attn_metadata)))
+
+    def build_from_requests(
+        self, requests: Sequence[LayerRequest], cuda_graph_pad_size: int = -1
+    ) -> AdaptedLayerMetadata:
+        """The metadata of a batch whose prefills come first: its decodes are moved before them, as an engine does."""
+        order = sorted(range(len(requests)), key=lambda request: requests[request].is_prompt)
+        if cuda_graph_pad_size > 0 and requests[0].is_prompt:
+            raise UnsupportedConfiguration("rows of padding behind prefills not supported")
+        common = common_metadata(
+            [requests[request] for request in order],
+            padding=max(cuda_graph_pad_size, 0),
+            block_size=self._page,
+            device=self._device,
+            sharding=Sharding(),
+        )
+        built = self.build(0, common)
+        if order != list(range(len(requests))):
+            built.order = _rows(requests, order).to(self._device)
+        return built
+
+
+def in_vllms_terms(common: CommonAttentionMetadata) -> Any:
+    """A batch as vLLM's runner describes it; there, rows of padding have no query and the first block."""
+    seq_lens, starts_cpu = common.host_seq_lens(), common.query_start_loc_cpu
+    padding = starts_cpu.diff() > seq_lens
+    if bool(padding.any()):
+        starts_cpu = starts_cpu.clamp(max=int(starts_cpu[int(padding.int().argmax())]))
+    table = common.block_table_tensor
+    return import_module(_COMMON).CommonAttentionMetadata(
+        query_start_loc=starts_cpu.to(common.query_start_loc.device),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=common.seq_lens,
+        num_reqs=common.num_reqs,
+        num_actual_tokens=common.num_actual_tokens,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=table.masked_fill(padding.to(table.device)[:, None], _NULL_BLOCK),
+        slot_mapping=common.slot_mapping,
+        causal=common.causal,
+        seq_lens_cpu_upper_bound=seq_lens,
+    )
+
+
+def _rows(requests: Sequence[LayerRequest], order: Sequence[int]) -> torch.Tensor:
+    """[T] the rows of the requests in another order."""
+    lengths = [request.query_len for request in requests]
+    rows = torch.arange(sum(lengths)).split(lengths)
+    return torch.cat([rows[request] for request in order])
 
 
 class AdaptedLayerImpl:
@@ -34,36 +122,29 @@ class AdaptedLayerImpl:
         config: the configuration that it was made with.
     """
 
-    wrapped: ClassVar[Any]
-
     def __init__(
         self,
+        wrapped: Any,
+        *,
         num_heads: int,
-        head_size: int,
         scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
         q_lora_rank: int | None,
         kv_lora_rank: int,
         qk_nope_head_dim: int,
         qk_rope_head_dim: int,
-        qk_head_dim: int,
         v_head_dim: int,
         kv_b_proj: Any,
-        indexer: object | None = None,
+        **others: Any,
     ) -> None:
-        config, dims = (
-            get_current_config(),
-            MLADimensions(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim),
+        config, self.wrapped = get_current_config(), wrapped
+        dims = MLADimensions(
+            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
         )
-        self._heads, self._qk_head_dim, self._v_head_dim = num_heads, qk_head_dim, v_head_dim
-        self.config = engine_config(config, LayerSizes(num_heads=num_heads, kv_lora_rank=kv_lora_rank, dimensions=dims))
+        self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, v_head_dim
+        self.config = engine_config(config, num_heads, kv_lora_rank, dims)
+        dtype = config.model_config.dtype
         with current_config(self.config), stored_weight(kv_b_proj).device:
+            prefill = NoPrefill if why_no_prefill(dtype, dims) else prefill_class(dtype, dims)
             self.module = import_module(LAYER_MODULE).MLAAttention(
                 num_heads=num_heads,
                 scale=scale,
@@ -72,11 +153,11 @@ class AdaptedLayerImpl:
                 v_head_dim=v_head_dim,
                 q_lora_rank=q_lora_rank,
                 kv_lora_rank=kv_lora_rank,
-                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, config.model_config.dtype),
+                kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
                 cache_config=self.config.cache_config,
                 prefix=LAYER_NAME,
-                attn_backend=self.wrapped,
-                prefill_backend_cls=_prefill_or_none(config.model_config.dtype, dims),
+                attn_backend=wrapped,
+                prefill_backend_cls=prefill,
             )
         config.compilation_config.static_forward_context[LAYER_NAME] = self
 
@@ -167,10 +248,3 @@ class _Linear:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._linear, name)
-
-
-def _prefill_or_none(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
-    try:
-        return prefill_class(dtype, dimensions)
-    except ValueError:
-        return NoPrefill

@@ -1,15 +1,19 @@
 """Drives a class of the present generation as vLLM's metadata builder and layer do.
 
-That layer hands over the rows that the metadata count and no others, so any further rows of a call stay behind here.
+A chunk of a plan names every request, some with no keys in it. The present generation's chunks are runs: neighbouring
+requests that all have keys, of which only the first may continue what an earlier chunk began. That layer hands over the
+rows that the metadata count and no others, so any further rows of a call stay behind here.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
 from typing import Any
 
 import torch
 
+from mla_conformance.backends.generations import present
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.generations.present import ContextChunk
-from mla_conformance.backends.generations.present_metadata import planned_runs, present_metadata
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
 
@@ -61,16 +65,19 @@ class PresentAdapter(AdaptedPrefillBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the backend for every run of the chunk; a row of no run is 0 with LSE -inf, as the layer fills it."""
         runs = self._plan[chunk_idx]
-        if self._only_chunk and runs[0].chunk.token_slice.stop == q.shape[0]:
-            return self._call(runs[0].chunk, q, k[runs[0].keys], v[runs[0].keys], None)
+        # Requests outside of the runs have no keys, so those of the runs stand end to end.
+        keys = [chunk.num_context_tokens for chunk in runs]
+        k_parts, v_parts = (x[: sum(keys)].split(keys) for x in (k, v))
+        if self._only_chunk and runs[0].token_slice.stop == q.shape[0]:
+            return self._call(runs[0], q, k_parts[0], v_parts[0], None)
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=self._output_dtype)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         # The layer lets a backend write in place unless it merges the result, or takes it as a whole.
         in_place = self._target.supports_out() and not self._only_chunk
-        for chunk, keys in runs:
+        for chunk, k_part, v_part in zip(runs, k_parts, v_parts, strict=True):
             rows = output[chunk.token_slice]
             given = rows if in_place and not chunk.is_continuation else None
-            part, part_lse = self._call(chunk, q[chunk.token_slice], k[keys], v[keys], given)
+            part, part_lse = self._call(chunk, q[chunk.token_slice], k_part, v_part, given)
             if given is None:
                 _place("output", part, rows)
             elif part.data_ptr() != rows.data_ptr():
@@ -111,3 +118,99 @@ def _place(name: str, part: torch.Tensor, rows: torch.Tensor) -> None:
             f"context chunk: expected {name} {list(rows.shape)} {rows.dtype}, got {list(part.shape)} {part.dtype}"
         )
     rows.copy_(part)
+
+
+def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
+    """The requests of each run of one chunk, given the first context position and the keys of every request."""
+    begin = None
+    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+        if begin is not None and (start or not length):
+            yield slice(begin, request)
+            begin = None
+        if begin is None and length:
+            begin = request
+    if begin is not None:
+        yield slice(begin, len(seq_lens))
+
+
+def planned_runs(metadata: MLACommonPrefillMetadata) -> list[list[ContextChunk]]:
+    """The runs of every chunk of the plan, numbered through; empty without cached context."""
+    context = metadata.chunked_context
+    if context is None:
+        return []
+    number, rows = count(), _Rows(metadata)
+    chunks = zip(context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens, strict=True)
+    return [
+        [rows.chunk(next(number), requests, starts, seq_lens, longest) for requests in runs_of(starts, seq_lens)]
+        for starts, seq_lens, longest in chunks
+    ]
+
+
+def present_metadata(
+    metadata: MLACommonPrefillMetadata, plan: Sequence[Sequence[ContextChunk]], backend: Any
+) -> present.MLACommonPrefillMetadata:
+    """The metadata that ``backend`` is prepared with, for a plan of :func:`planned_runs`."""
+    context = metadata.chunked_context
+    lengths = [] if context is None else context.seq_lens.sum(dim=0).tolist()
+    chunks = [chunk for runs in plan for chunk in runs]
+    translated = None
+    # A batch without any context has no plan there, where ours may plan one chunk of nothing.
+    if context is not None and chunks:
+        tokens = metadata.query_start_loc.tolist()
+        translated = present.ChunkedContextMetadata(
+            context_lens=_int32(lengths, metadata.query_start_loc.device),
+            workspace=context.workspace,
+            chunks=chunks,
+            context_lens_list=lengths,
+            empty_token_slices=[
+                slice(tokens[request], tokens[request + 1]) for request, length in enumerate(lengths) if not length
+            ],
+        )
+    return present.MLACommonPrefillMetadata(
+        block_table=metadata.block_table,
+        query_start_loc=metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        chunked_context=translated,
+        q_data_type=metadata.q_data_type,
+        output_dtype=metadata.output_dtype,
+        prefill_backend=backend,
+        query_lens_cpu=metadata.query_lens_cpu,
+    )
+
+
+class _Rows:
+    """The query rows of a batch, and how loose its maxima are."""
+
+    def __init__(self, metadata: MLACommonPrefillMetadata) -> None:
+        self.device = metadata.query_start_loc.device
+        self.starts: list[int] = metadata.query_start_loc.tolist()
+        self.lengths: list[int] = metadata.query_start_loc.diff().tolist()
+        self.looseness = metadata.max_query_len // max(1, *self.lengths)
+
+    def chunk(
+        self, index: int, requests: slice, starts: list[int], seq_lens: list[int], max_seq_len: int
+    ) -> ContextChunk:
+        """One run; maxima that exceed the true ones exceed the run's by the same factor."""
+        queries, keys = self.lengths[requests], seq_lens[requests]
+        first = self.starts[requests.start]
+        return ContextChunk(
+            index=index,
+            request_slice=requests,
+            token_slice=slice(first, first + sum(queries)),
+            continuation_token_end=first + queries[0],
+            is_continuation=starts[requests.start] > 0,
+            num_context_tokens=sum(keys),
+            query_start_loc=_int32(list(accumulate(queries, initial=0)), self.device),
+            max_query_len=max(queries) * self.looseness,
+            cu_seq_lens=_int32(list(accumulate(keys, initial=0)), self.device),
+            starts=_int32(starts[requests], self.device),
+            max_seq_len=max(keys) * (max_seq_len // max(seq_lens)),
+            seq_lens=_int32(keys, torch.device("cpu")),
+            token_to_seq=_int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
+            all_rows_active=min(queries) > 0,
+            num_local_context_tokens=sum(keys),
+        )
+
+
+def _int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,21 +1,29 @@
-"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types and a configuration.
+"""What a class from an installed vLLM, unchanged, expects beside the interface: vLLM's types and its engine.
 
 vLLM's classes compare head dims and quantisation keys with values of vLLM's own classes, and some read a few entries of
-the engine's configuration. Nothing here needs vLLM unless such a class is given.
+the engine's configuration; a layer needs a configuration and the context of a batch. What is not set here is as vLLM's
+configuration has it by default; nothing is compiled and no graph is captured. Nothing here needs vLLM unless such a
+class is given.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
-_DIMENSIONS = "vllm.v1.attention.backends.mla.prefill.base"
+LAYER_NAME = "layer"
+LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
+_PREFILLS = "vllm.v1.attention.backends.mla.prefill"
+_DIMENSIONS = f"{_PREFILLS}.base"
 _QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 
 
@@ -24,43 +32,21 @@ def is_from_vllm(cls: type) -> bool:
     return any(base.__module__.partition(".")[0] == "vllm" for base in cls.__mro__)
 
 
-class Dialect:
-    """How a class's package spells the values that the interface hands it: as this project does.
+def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:
+    """Head dims as a class compares them: vLLM's ``MLADimensions``; versions that have none do not compare them."""
+    theirs = getattr(import_module(_DIMENSIONS), "MLADimensions", None) if is_from_vllm(cls) else None
+    return dimensions if theirs is None else theirs(**asdict(dimensions))
 
-    Attributes:
-        declaration: of a class that declares nothing.
+
+def quant_key_for(cls: type, quant_key: QuantKey) -> Any:
+    """The key of a quantised output as a class compares it: vLLM's static per-tensor key, the only one asked for.
+
+    A vLLM without its optional packages cannot import it; its classes then know no key either.
     """
-
-    declaration: ClassVar[Declaration] = Declaration()
-
-    def dimensions(self, dimensions: MLADimensions) -> Any:
-        """Head dims."""
-        return dimensions
-
-    def quant_key(self, quant_key: QuantKey) -> Any:
-        """The key of a quantised output."""
+    try:
+        return import_module(_QUANT_KEYS).kFp8StaticTensorSym if is_from_vllm(cls) else quant_key
+    except ImportError:
         return quant_key
-
-
-class VllmDialect(Dialect):
-    """vLLM's own classes, from the package that is installed."""
-
-    declaration: ClassVar[Declaration] = Declaration(distributions=("vllm", "torch"))
-
-    def dimensions(self, dimensions: MLADimensions) -> Any:
-        """vLLM's ``MLADimensions``; versions that have none do not compare them."""
-        theirs = getattr(import_module(_DIMENSIONS), "MLADimensions", None)
-        return dimensions if theirs is None else theirs(**asdict(dimensions))
-
-    def quant_key(self, quant_key: QuantKey) -> Any:
-        """vLLM's static per-tensor key, the only one that is asked for.
-
-        A vLLM without its optional packages cannot import it; its classes then know no key either.
-        """
-        try:
-            return import_module(_QUANT_KEYS).kFp8StaticTensorSym
-        except ImportError:
-            return quant_key
 
 
 def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.dtype) -> SimpleNamespace:
@@ -78,4 +64,84 @@ def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+
+
+def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> Any:
+    """A ``VllmConfig`` for one layer; a stand-in takes the place of the model, which vLLM reads from files.
+
+    Args:
+        config: what a driver without vLLM says of batches and cache.
+        num_heads: heads on this rank.
+        kv_lora_rank: L.
+        dimensions: head dims.
+    """
+    vllm = import_module("vllm.config")
+    eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
+    found = vllm.VllmConfig(compilation_config=eager)
+    found.model_config = _model(config, num_heads, kv_lora_rank, dimensions)
+    found.scheduler_config.max_num_seqs = config.scheduler_config.max_num_seqs
+    found.cache_config.block_size = config.cache_config.block_size
+    found.cache_config.cache_dtype = config.cache_config.cache_dtype
+    drafted = None if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    if drafted:
+        found.speculative_config = SimpleNamespace(num_speculative_tokens=drafted, method=None, parallel_drafting=False)
+    return found
+
+
+def prefill_class(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
+    """The prefill backend that vLLM selects on this machine.
+
+    Raises:
+        ValueError: none can be used.
+    """
+    text = SimpleNamespace(**asdict(dimensions))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype, hf_text_config=text),
+        attention_config=SimpleNamespace(mla_prefill_backend=None),
+    )
+    return import_module(_PREFILLS).get_mla_prefill_backend(config)
+
+
+def why_no_prefill(dtype: torch.dtype, dimensions: MLADimensions) -> str:
+    """Why vLLM has no prefill backend for such a model here; empty if it has one."""
+    try:
+        prefill_class(dtype, dimensions)
+    except ValueError as error:
+        return one_line(error)
+    return ""
+
+
+@contextmanager
+def current_config(config: Any) -> Iterator[None]:
+    """What is made inside of it reads ``config``."""
+    with import_module("vllm.config").set_current_vllm_config(config):
+        yield
+
+
+@contextmanager
+def forward_context(config: Any, metadata: Any) -> Iterator[None]:
+    """The layer's calls inside of it compute the batch of ``metadata``."""
+    context = import_module("vllm.forward_context")
+    batch = context.ForwardContext(
+        no_compile_layers=config.compilation_config.static_forward_context,
+        attn_metadata={LAYER_NAME: metadata},
+        slot_mapping={LAYER_NAME: metadata.slot_mapping},
+    )
+    with context.override_forward_context(batch):
+        yield
+
+
+def _model(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> SimpleNamespace:
+    """What stands for a ``ModelConfig``."""
+    text = SimpleNamespace(
+        **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
+    )
+    return SimpleNamespace(
+        dtype=config.model_config.dtype,
+        max_model_len=config.model_config.max_model_len,
+        hf_text_config=text,
+        is_diffusion=False,
+        get_head_size=lambda: kv_lora_rank + dimensions.qk_rope_head_dim,
+        get_num_attention_heads=lambda parallel_config: num_heads,
     )

@@ -1,45 +1,24 @@
 """The attention-layer interface: a backend names its classes and says what it supports (vLLM's ``AttentionBackend``).
 
-Names and keywords are those of ``vllm.v1.attention.backend``; the module's other names are re-exported here.
+Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_types`` and
+``attention_impl``.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_impl import AttentionImpl, MLAAttentionImpl
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_types import (
-    AttentionLayer,
-    AttentionMetadata,
     AttentionType,
-    is_quantized_kv_cache,
 )
 from mla_conformance.backends.platform import DeviceCapability
 
-__all__ = [
-    "BLOCK_SIZES",
-    "AttentionBackend",
-    "AttentionCGSupport",
-    "AttentionImpl",
-    "AttentionLayer",
-    "AttentionMetadata",
-    "AttentionMetadataBuilder",
-    "AttentionType",
-    "CommonAttentionMetadata",
-    "MLAAttentionImpl",
-    "MultipleOf",
-    "is_quantized_kv_cache",
-    "subclass_attention_backend",
-    "subclass_attention_backend_with_overrides",
-]
-
+Subclassed = TypeVar("Subclassed")
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Page sizes, in tokens, that vLLM's configuration admits (``BlockSize`` of its cache configuration)."""
 
@@ -256,9 +235,9 @@ def _refusal(setting: str, got: object, supported: list[Any]) -> str:
 
 def subclass_attention_backend(
     name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
+    attention_backend_cls: type[Subclassed],
     builder_cls: type[AttentionMetadataBuilder[Any]],
-) -> type[AttentionBackend]:
+) -> type[Subclassed]:
     """A subclass, its name prefixed, whose ``get_builder_cls`` returns ``builder_cls``."""
     return subclass_attention_backend_with_overrides(
         name_prefix, attention_backend_cls, {"get_builder_cls": staticmethod(lambda: builder_cls)}
@@ -266,7 +245,7 @@ def subclass_attention_backend(
 
 
 def subclass_attention_backend_with_overrides(
-    name_prefix: str, attention_backend_cls: type[AttentionBackend], overrides: dict[str, Any]
-) -> type[AttentionBackend]:
-    """A subclass, its name prefixed, with the attributes of ``overrides``."""
+    name_prefix: str, attention_backend_cls: type[Subclassed], overrides: dict[str, Any]
+) -> type[Subclassed]:
+    """A subclass, its name prefixed, with the attributes of ``overrides``; also of a class that a backend names."""
     return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), overrides)

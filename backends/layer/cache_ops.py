@@ -1,4 +1,8 @@
-"""What a layer does to the paged latent cache: write, gather, copy and swap blocks, advance a step (vLLM's ops).
+"""The paged latent cache of a layer: how entries lie in it, and what is done to it (vLLM's ops).
+
+``auto`` stores the values themselves, in the model's dtype; ``fp8`` the e4m3 code of value / scale, one scale for the
+tensor; ``fp8_ds_mla`` 512 e4m3 codes of the latent, a float32 scale for each 128 of them, then 64 rotated values of 16
+bits. A kernel of vLLM rounds here in float32; so does this module. The golden side is ``reference.cache_layout``.
 
 A cache is [blocks, page, entry]; its stride between blocks may exceed a packed block. A slot is block · page + offset.
 Indices on a device that is capturing a graph are not looked at: reading them would wait for it.
@@ -8,7 +12,105 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.cache_dtypes import layout_of
+from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.reference.quantization import E4M3_MAX
+
+_LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
+_LATENT, _ROPE, _TILE = 512, 64, 128
+_LEAST_SCALE = 1e-4
+_TILES = _LATENT // _TILE
+_ENTRY_BYTES = _LATENT + 4 * _TILES + 2 * _ROPE
+
+
+def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
+    """The layout of that name.
+
+    Args:
+        kv_cache_dtype: the name.
+        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written, ``float32`` or ``pow2``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if tile_scales not in _TILE_SCALES:
+        raise ValueError(f"expected tile scales of {', '.join(_TILE_SCALES)}, got {tile_scales!r}")
+    layout = layout_of(kv_cache_dtype)
+    if layout not in _LAYOUTS:
+        raise ValueError(f"expected a cache dtype of {', '.join(_LAYOUTS)}, got {kv_cache_dtype!r}")
+    return layout
+
+
+def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
+    """Elements of the cache's dtype that a token takes: L + R, or 656 bytes.
+
+    Raises:
+        ValueError: an unknown layout, or one without room for such latents.
+    """
+    if known_layout(kv_cache_dtype) != "fp8_ds_mla":
+        return kv_lora_rank + qk_rope_head_dim
+    if kv_lora_rank != _LATENT or qk_rope_head_dim not in (0, _ROPE):
+        raise ValueError(
+            f"an fp8_ds_mla entry holds L = {_LATENT} and R = {_ROPE} or 0, got L = {kv_lora_rank} and "
+            f"R = {qk_rope_head_dim}; use the cache dtype auto or fp8"
+        )
+    return _ENTRY_BYTES
+
+
+def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the cache tensor.
+
+    Raises:
+        ValueError: an unknown layout, or one that does not store such a model.
+    """
+    layout = known_layout(kv_cache_dtype)
+    if layout != "fp8_ds_mla":
+        return model_dtype if layout == "auto" else torch.float8_e4m3fn
+    if model_dtype.itemsize != 2:
+        raise ValueError(
+            f"an fp8_ds_mla entry stores the rope of a model of 16 bits, got {model_dtype}; use float16 or bfloat16"
+        )
+    return torch.uint8
+
+
+def encode(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor, tile_scales: str = "float32"
+) -> torch.Tensor:
+    """[T, L] and [T, R] to entries [T, entry width] of the cache's dtype; see :func:`known_layout` for errors."""
+    layout = known_layout(kv_cache_dtype, tile_scales)
+    if layout == "auto":
+        return torch.cat((kv_c, k_pe), dim=-1)
+    if layout == "fp8":
+        return _codes(torch.cat((kv_c, k_pe), dim=-1).float() / scale)
+    tiles = kv_c.float().unflatten(-1, (_TILES, _TILE))
+    scales = _TILE_SCALES[tile_scales](tiles.abs().amax(dim=-1, keepdim=True))
+    rope = torch.nn.functional.pad(k_pe, (0, _ROPE - k_pe.shape[-1]))
+    parts = (_codes(tiles / scales).flatten(-2), scales.squeeze(-1), rope.contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+
+def decode(entries: torch.Tensor, kv_cache_dtype: str, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    """Entries [T, entry width] to latents [T, L + R] of the model's ``dtype``; see :func:`known_layout` for errors."""
+    layout = known_layout(kv_cache_dtype)
+    return (entries if layout == "auto" else dequantise(entries, layout, scale, dtype)).to(dtype)
+
+
+def _float_scales(amax: torch.Tensor) -> torch.Tensor:
+    """Scales of tiles with these largest magnitudes: a 448th of them, as SGLang writes them."""
+    return torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
+
+
+def _power_of_two_scales(amax: torch.Tensor) -> torch.Tensor:
+    """The least power of two at which a tile fits, and at least 2^-13, as vLLM and FlashMLA write since 2026."""
+    return torch.exp2((amax / E4M3_MAX).clamp(min=_LEAST_SCALE).log2().ceil())
+
+
+_TILE_SCALES = {"float32": _float_scales, "pow2": _power_of_two_scales}
+
+
+def _codes(quotient: torch.Tensor) -> torch.Tensor:
+    """Nearest e4m3, saturated: a cast alone makes NaN of what lies beyond 448."""
+    return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def concat_and_cache_mla(
@@ -34,8 +136,8 @@ def concat_and_cache_mla(
     Raises:
         ValueError: an unknown layout, a cache of another layout, or a slot outside of the cache.
     """
-    layout = cache_format(kv_cache_dtype, tile_scales)
-    width, dtype = layout.entry_width(kv_c.shape[-1], k_pe.shape[-1]), layout.cache_dtype(kv_c.dtype)
+    layout = known_layout(kv_cache_dtype, tile_scales)
+    width, dtype = entry_width(layout, kv_c.shape[-1], k_pe.shape[-1]), cache_dtype(layout, kv_c.dtype)
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width or kv_cache.dtype != dtype:
         raise ValueError(
             f"cache dtype {kv_cache_dtype}: expected a cache [blocks, page, {width}] of {dtype}, got "
@@ -49,7 +151,8 @@ def concat_and_cache_mla(
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     _check_range("slot", slot_mapping, -1, num_slots, "or -1 for a token that is not stored")
     if tokens:
-        _scatter(_raw(layout.encode(kv_c[:tokens], k_pe[:tokens], scale)), _raw(kv_cache), slot_mapping.long())
+        entries = encode(kv_c[:tokens], k_pe[:tokens], layout, scale, tile_scales)
+        _scatter(_raw(entries), _raw(kv_cache), slot_mapping.long())
 
 
 def _scatter(entries: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -100,7 +203,7 @@ def gather_cache(
         token = token + seq_starts[:batch_size].long()[request]
     blocks = _blocks_of(block_table, request, token // page, src_cache.shape[0])
     entries = _raw(src_cache)[blocks, token % page].view(src_cache.dtype)
-    dst[:total] = cache_format(kv_cache_dtype).decode(entries, dst.dtype, scale)[:, : dst.shape[1]]
+    dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
 
 
 def _blocks_of(block_table: torch.Tensor, request: torch.Tensor, column: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -155,65 +258,19 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, src_to_dst: torch.Tensor) 
     _raw(dst)[pairs[:, 1].to(dst.device)] = copied
 
 
-def advance_step(
-    num_seqs: int,
-    num_queries: int,
-    block_size: int,
-    input_tokens: torch.Tensor,
-    sampled_token_ids: torch.Tensor | None,
-    input_positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor,
-) -> None:
-    """Turn one decode step's inputs into the next one's, in place; rows of padding stay as they are.
-
-    Args:
-        num_seqs: requests, padding included.
-        num_queries: requests that count, the first ones.
-        block_size: tokens of a page.
-        input_tokens: [num_seqs] int64, receives the sampled tokens.
-        sampled_token_ids: [num_queries] or [num_queries, 1]; None leaves ``input_tokens``.
-        input_positions: [num_seqs] int64, receives the tokens' positions.
-        seq_lens: [num_seqs] int32, grows by 1.
-        slot_mapping: [num_seqs] int64, receives the tokens' slots.
-        block_tables: [num_seqs, max blocks] int32.
-
-    Raises:
-        ValueError: more queries than sequences, or a block table without a page for the next token.
-    """
-    if not 0 <= num_queries <= num_seqs:
-        raise ValueError(f"expected at most {num_seqs} queries, the number of sequences, got {num_queries}")
-    if not num_queries:
-        return
-    position = seq_lens[:num_queries].long()
-    request = torch.arange(num_queries, device=position.device)
-    columns = block_tables.shape[1]
-    if _may_look_at(position) and int(position.max()) // block_size >= columns:
-        raise ValueError(
-            f"the block table is too short: the next token of a sequence of {int(position.max())} needs "
-            f"{int(position.max()) // block_size + 1} blocks of {block_size} tokens, a row holds {columns}"
-        )
-    if sampled_token_ids is not None:
-        input_tokens[:num_queries] = sampled_token_ids.flatten()[:num_queries]
-    input_positions[:num_queries] = position
-    seq_lens[:num_queries] += 1
-    block = block_tables[request, position // block_size].long()
-    slot_mapping[:num_queries] = block * block_size + position % block_size
-
-
 def _raw(x: torch.Tensor) -> torch.Tensor:
     """Codes as bytes: torch indexes these on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _may_look_at(x: torch.Tensor) -> bool:
+def may_look_at(x: torch.Tensor) -> bool:
+    """Whether reading ``x`` disturbs no capture of a graph."""
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _check_range(what: str, index: torch.Tensor, low: int, high: int, remark: str) -> None:
     """ValueError unless low <= index < high."""
-    if not index.numel() or not _may_look_at(index):
+    if not index.numel() or not may_look_at(index):
         return
     smallest, largest = (int(x) for x in index.aminmax())
     if smallest < low or largest >= high:

@@ -1,17 +1,42 @@
-"""The ranks that share the tokens of each sequence, and what passes between them (vLLM's ``get_dcp_group``)."""
+"""The ranks that share the tokens of each sequence: which of them stores what, and what passes between them.
 
+``get_dcp_group`` is vLLM's; :class:`Lockstep` is for whoever has no process for each rank.
+"""
+
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 
 from mla_conformance.reference.attention import merge
+
+
+class Sharding(NamedTuple):
+    """Ranks take turns of ``interleave`` consecutive tokens: token t belongs to rank (t // interleave) % world_size."""
+
+    world_size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+
+def local_seq_lens(seq_lens: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """[B] tokens of each sequence on this rank."""
+    turn = sharding.world_size * sharding.interleave
+    left = seq_lens % turn - sharding.rank * sharding.interleave
+    return seq_lens // turn * sharding.interleave + left.clamp(min=0, max=sharding.interleave)
+
+
+def local_token(token: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rank that stores each token, its number among the tokens of that rank)."""
+    turns, within = token // sharding.interleave, token % sharding.interleave
+    return turns % sharding.world_size, turns // sharding.world_size * sharding.interleave + within
 
 
 class ContextParallelGroup(ABC):
@@ -48,32 +73,28 @@ class OnlyRank(ContextParallelGroup):
         return x
 
 
-@dataclass(frozen=True)
 class DistributedGroup(ContextParallelGroup):
     """Ranks in processes of their own.
 
-    Attributes:
+    Args:
         process_group: of ``torch.distributed``; None means all processes.
     """
 
-    process_group: Any = None
-    world_size: int = field(init=False)
-    rank: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "world_size", torch.distributed.get_world_size(self.process_group))
-        object.__setattr__(self, "rank", torch.distributed.get_rank(self.process_group))
+    def __init__(self, process_group: Any = None) -> None:
+        self._process_group = process_group
+        self.world_size = torch.distributed.get_world_size(process_group)
+        self.rank = torch.distributed.get_rank(process_group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[W, ...], by the group's all-gather."""
         gathered = x.new_empty(self.world_size, *x.shape)
-        torch.distributed.all_gather(list(gathered), x.contiguous(), group=self.process_group)
+        torch.distributed.all_gather(list(gathered), x.contiguous(), group=self._process_group)
         return gathered
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """[W, ...], by the group's all-to-all."""
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.distributed.all_to_all_single(received, x.contiguous(), group=self.process_group)
+        torch.distributed.all_to_all_single(received, x.contiguous(), group=self._process_group)
         return received
 
 
@@ -118,3 +139,84 @@ def merge_over_ranks(group: ContextParallelGroup, output: torch.Tensor, lse: tor
     lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
     merged, _ = reduce(lambda one, other: merge(*one, *other), zip(outputs, lses, strict=True))
     return merged.to(output.dtype)
+
+
+class Lockstep:
+    """Ranks as threads of which one runs at a time; one that waits for what others give lets them run.
+
+    Args:
+        world_size: how many ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.groups = tuple(LockstepGroup(world_size, rank, self) for rank in range(world_size))
+        self._turn = threading.Condition()
+
+    def run(self, steps: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What each rank's step returned.
+
+        Raises:
+            BaseException: what a step raised; of several the first, since others may have waited for that rank.
+        """
+        self._given: list[list[torch.Tensor]] = [[] for _ in steps]
+        self._ended: set[int] = set()
+        self._errors: list[BaseException] = []
+        results: list[Any] = [None for _ in steps]
+        threads = [
+            threading.Thread(target=self._take_part, args=(rank, step, results)) for rank, step in enumerate(steps)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+        return results
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank gave at the same place of its order; ``rank`` gives ``x``.
+
+        Raises:
+            RuntimeError: another rank ended before, or gave something of another form.
+        """
+        number = len(self._given[rank])
+        self._given[rank].append(x.clone())
+        self._turn.notify_all()
+        self._turn.wait_for(
+            lambda: all(len(given) > number for given in self._given) or bool(self._ended_before(number))
+        )
+        if ended := self._ended_before(number):
+            raise RuntimeError(f"rank {rank} waits in exchange {number}, and rank {ended[0]} ended before it")
+        every = [given[number] for given in self._given]
+        if len({(part.shape, part.dtype) for part in every}) > 1:
+            raise RuntimeError(f"expected tensors of one form from all ranks, got {[list(x.shape) for x in every]}")
+        return every
+
+    def _ended_before(self, number: int) -> list[int]:
+        return [rank for rank in self._ended if len(self._given[rank]) <= number]
+
+    def _take_part(self, rank: int, step: Callable[[], Any], results: list[Any]) -> None:
+        with self._turn:
+            try:
+                results[rank] = step()
+            except BaseException as error:
+                self._errors.append(error)
+            self._ended.add(rank)
+            self._turn.notify_all()
+
+
+@dataclass(frozen=True)
+class LockstepGroup(ContextParallelGroup):
+    """The ranks of a :class:`Lockstep` as one of them sees them."""
+
+    world_size: int
+    rank: int
+    _lockstep: Lockstep = field(repr=False)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[W, ...], copies of what was given."""
+        return torch.stack(self._lockstep.exchange(self.rank, x))
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """[W, ...], copies of what was given."""
+        return torch.stack([given[self.rank] for given in self._lockstep.exchange(self.rank, x)])

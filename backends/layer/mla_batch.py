@@ -1,11 +1,38 @@
-"""From a ``CommonAttentionMetadata`` to the fields of an MLA layer's metadata, and what is refused on the way."""
+"""A batch of an MLA layer: its form, its requests, and the fields of the layer's metadata; what is refused on the way.
 
+``common_metadata`` is the first half of the seed's builder: slots, block tables, padding for a captured graph.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
+from mla_conformance.backends.layer.mla_metadata import part
+from mla_conformance.reference.dimensions import MLADimensions
+
+
+class BatchForm(NamedTuple):
+    """A batch by its lengths.
+
+    Attributes:
+        decodes: new tokens of each request that decodes.
+        prefills: new tokens of each request that prefills.
+        padding: rows of padding that count as requests.
+        kv_cache_dtype: layout of the cache.
+        dtype: of the model.
+        dimensions: head dims.
+    """
+
+    decodes: tuple[int, ...]
+    prefills: tuple[int, ...]
+    padding: int
+    kv_cache_dtype: str
+    dtype: torch.dtype
+    dimensions: MLADimensions
 
 
 def check_lengths(query_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -83,80 +110,158 @@ def count_decodes(query_lens: torch.Tensor, threshold: int | None, uniform: bool
     return int(decodes.int().cumprod(dim=0).sum())
 
 
-class Batch(NamedTuple):
-    """A checked batch: ``prefills`` of its requests prefill, before its decodes or after them."""
+def layer_fields(
+    common: CommonAttentionMetadata, prefills: int, prefills_first: bool, sharding: Sharding
+) -> dict[str, Any]:
+    """The fields of ``MLACommonMetadata`` that a batch gives; tensors are views of the batch's where they can be.
 
-    common: CommonAttentionMetadata
-    prefills: int
-    prefills_first: bool
+    Args:
+        common: a checked batch.
+        prefills: requests that prefill.
+        prefills_first: whether they come before the decodes or after them.
+        sharding: which of the tokens this rank stores.
+    """
+    requests, decodes = common.num_reqs, common.num_reqs - prefills
+    prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
+    query_lens = common.query_start_loc_cpu[: requests + 1].diff()
+    seq_lens, seq_lens_cpu = common.seq_lens[:requests], common.host_seq_lens()[:requests]
+    return {
+        "num_prefills": prefills,
+        "num_decodes": decodes,
+        "num_prefill_tokens": int(query_lens[prefilling].sum()),
+        # The rows that pad a graph's batch belong to it, though no request has them.
+        "num_decode_tokens": int(query_lens[decoding].sum()) if prefills else common.num_actual_tokens,
+        "prefills_first": prefills_first,
+        "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
+        "seq_lens": seq_lens_cpu.tolist(),
+        "seq_lens_tensor": seq_lens,
+        "query_start_loc": common.query_start_loc[: requests + 1],
+        "query_lens_cpu": query_lens,
+        "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
+        # A row of padding has more queries than keys.
+        "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
+        "block_tables": common.block_table_tensor[:requests],
+        "max_query_len": _longest(query_lens),
+        "max_decode_query_len": _longest(query_lens[decoding], default=1),
+        "max_prefill_seq_len": _longest(seq_lens_cpu[prefilling]),
+        "max_decode_seq_len": _longest(seq_lens_cpu[decoding]),
+        **_shard_fields(common, sharding),
+    }
 
-    def counts(self) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that are numbers."""
-        prefill_queries, decode_queries = self._split(self._query_lens())
-        prefill_seqs, decode_seqs = self._split(self._seq_lens())
-        return {
-            "num_prefills": self.prefills,
-            "num_decodes": self.common.num_reqs - self.prefills,
-            "num_prefill_tokens": int(prefill_queries.sum()),
-            # The rows that pad a graph's batch belong to it, though no request has them.
-            "num_decode_tokens": int(decode_queries.sum()) if self.prefills else self.common.num_actual_tokens,
-            "prefills_first": self.prefills_first,
-            "seq_lens": self._seq_lens().tolist(),
-            "max_query_len": _longest(self._query_lens()),
-            "max_decode_query_len": _longest(decode_queries, default=1),
-            "max_prefill_seq_len": _longest(prefill_seqs),
-            "max_decode_seq_len": _longest(decode_seqs),
-        }
 
-    def tensors(self) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that are tensors; views of the batch's where they can be."""
-        common, requests = self.common, self.common.num_reqs
-        seq_lens = common.seq_lens[:requests]
-        return {
-            "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
-            "seq_lens_tensor": seq_lens,
-            "query_start_loc": common.query_start_loc[: requests + 1],
-            "query_lens_cpu": self._query_lens(),
-            "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
-            # A row of padding has more queries than keys.
-            "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
-            "block_tables": common.block_table_tensor[:requests],
-        }
-
-    def shard(self, sharding: Sharding) -> dict[str, Any]:
-        """The fields of ``MLACommonMetadata`` that say which tokens this rank stores."""
-        fields = {
-            "dcp_world_size": sharding.world_size,
-            "dcp_rank": sharding.rank,
-            "cp_kv_cache_interleave_size": sharding.interleave,
-        }
-        if sharding.world_size == 1:
-            return fields
-        given, requests = self.common.dcp_local_seq_lens, self.common.num_reqs
-        on_device = local_seq_lens(self.common.seq_lens, sharding) if given is None else given
-        local = {
-            "dcp_local_seq_lens": on_device[:requests],
-            "dcp_local_seq_lens_cpu": local_seq_lens(self._seq_lens(), sharding),
-        }
-        return fields | local
-
-    def prefill_context_lens(self) -> torch.Tensor:
-        """[prefills] tokens computed before, on the host."""
-        return self._split(self._seq_lens() - self._query_lens())[0]
-
-    def _query_lens(self) -> torch.Tensor:
-        return self.common.query_start_loc_cpu[: self.common.num_reqs + 1].diff()
-
-    def _seq_lens(self) -> torch.Tensor:
-        return self.common.host_seq_lens()[: self.common.num_reqs]
-
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(those of the prefills, those of the decodes)."""
-        if self.prefills_first:
-            return rows[: self.prefills], rows[self.prefills :]
-        decodes = len(rows) - self.prefills
-        return rows[decodes:], rows[:decodes]
+def _shard_fields(common: CommonAttentionMetadata, sharding: Sharding) -> dict[str, Any]:
+    """Those that say which tokens this rank stores."""
+    fields: dict[str, Any] = {
+        "dcp_world_size": sharding.world_size,
+        "dcp_rank": sharding.rank,
+        "cp_kv_cache_interleave_size": sharding.interleave,
+    }
+    if sharding.world_size > 1:
+        given, requests = common.dcp_local_seq_lens, common.num_reqs
+        on_device = local_seq_lens(common.seq_lens, sharding) if given is None else given
+        fields["dcp_local_seq_lens"] = on_device[:requests]
+        fields["dcp_local_seq_lens_cpu"] = local_seq_lens(common.host_seq_lens()[:requests], sharding)
+    return fields
 
 
 def _longest(lengths: torch.Tensor, default: int = 0) -> int:
     return int(lengths.max()) if lengths.numel() else default
+
+
+class LayerRequest(NamedTuple):
+    """One request of a batch.
+
+    Attributes:
+        query_len: new tokens.
+        context_len: tokens computed before.
+        block_ids: physical blocks in the order of its tokens, on this rank; may be longer than needed.
+        is_prompt: whether it prefills.
+    """
+
+    query_len: int
+    context_len: int
+    block_ids: Sequence[int] | np.ndarray
+    is_prompt: bool
+
+
+def common_metadata(
+    requests: Sequence[LayerRequest], *, padding: int, block_size: int, device: torch.device, sharding: Sharding
+) -> CommonAttentionMetadata:
+    """The batch as every layer of a model sees it.
+
+    Args:
+        requests: at least one.
+        padding: rows of padding behind them.
+        block_size: tokens of a page.
+        device: where the kernels read the tensors.
+        sharding: which of the tokens this rank stores.
+
+    Raises:
+        ValueError: no request, contradictory lengths, or blocks that do not hold a request's tokens.
+    """
+    if not requests or padding < 0:
+        raise ValueError(f"expected at least one request and no negative padding, got {len(requests)} and {padding}")
+    lengths = np.array([(r.query_len, r.context_len) for r in requests], dtype=np.int64)
+    query = np.concatenate((lengths[:, 0], np.ones(padding, dtype=np.int64)))
+    sequence = np.concatenate((lengths.sum(axis=1), np.zeros(padding, dtype=np.int64)))
+    _check_contexts(lengths[:, 1])
+    check_lengths(torch.from_numpy(query), torch.from_numpy(sequence))
+    local = local_seq_lens(torch.from_numpy(sequence), sharding)
+    table = _block_table([r.block_ids for r in requests], local.numpy(), block_size)
+    starts = torch.from_numpy(np.concatenate(([0], query.cumsum()))).int()
+    seq_lens, sharded = torch.from_numpy(sequence).int(), sharding.world_size > 1
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens.to(device),
+        num_reqs=len(query),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(query.max()),
+        max_seq_len=int(sequence.max()),
+        block_table_tensor=torch.from_numpy(table).to(device),
+        slot_mapping=torch.from_numpy(_slots(lengths, table, block_size, sharding, padding)).to(device),
+        dcp_local_seq_lens=local.int().to(device) if sharded else None,
+        dcp_local_seq_lens_cpu=local.int() if sharded else None,
+        _seq_lens_cpu=seq_lens,
+    )
+
+
+def _check_contexts(context_lens: np.ndarray) -> None:
+    if (context_lens < 0).any():
+        request = int(context_lens.argmin())
+        raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {context_lens[request]}")
+
+
+def _block_table(block_ids: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+    """[B + padding, max blocks] int32: 0 behind a request's blocks, where a kernel may prefetch; -1 in padding."""
+    held = np.fromiter(map(len, block_ids), dtype=np.int64, count=len(block_ids))
+    needed = -(-seq_lens[: len(held)] // block_size)
+    short = needed > held
+    if short.any():
+        request = int(short.argmax())
+        raise ValueError(
+            f"request {request}: the block table is too short: {seq_lens[request]} tokens need {needed[request]} "
+            f"blocks of {block_size}, got {held[request]}; allocate blocks for the new tokens as well"
+        )
+    table = np.zeros((len(seq_lens), max(1, int(held.max()))), dtype=np.int32)
+    table[len(held) :] = -1
+    columns = np.arange(table.shape[1])
+    table[: len(held)][columns < held[:, None]] = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in block_ids])
+    used = columns < needed[:, None]
+    if (table[: len(held)] < 0)[used].any():
+        request = int(((table[: len(held)] < 0) & used).any(axis=1).argmax())
+        raise ValueError(f"request {request}: expected blocks >= 0, got {min(block_ids[request])}")
+    return table
+
+
+def _slots(lengths: np.ndarray, table: np.ndarray, block_size: int, sharding: Sharding, padding: int) -> np.ndarray:
+    """[T] int64: where each new token is stored on this rank; -1 elsewhere and in padding."""
+    query, context = lengths[:, 0], lengths[:, 1]
+    request = np.arange(len(query)).repeat(query)
+    first = (context - (query.cumsum() - query)).repeat(query)
+    owner, token = local_token(torch.from_numpy(first + np.arange(len(request))), sharding)
+    page, offset = np.divmod(token.numpy(), block_size)
+    # A token of another rank may lie behind this rank's last page; its slot is not used.
+    block = table[request, page.clip(max=table.shape[1] - 1)].astype(np.int64)
+    slots = np.where(owner.numpy() == sharding.rank, block * block_size + offset, -1)
+    return np.concatenate((slots, np.full(padding, -1, dtype=np.int64)))

@@ -15,15 +15,18 @@ from mla_conformance.backends.block_size import accepts_block_size
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_builder import AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.layer.context_parallel import get_dcp_group
-from mla_conformance.backends.layer.context_shares import share_context
-from mla_conformance.backends.layer.mla_batch import Batch, check_common, count_decodes
+from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group
+from mla_conformance.backends.layer.mla_batch import (
+    LayerRequest,
+    check_common,
+    common_metadata,
+    count_decodes,
+    layer_fields,
+)
+from mla_conformance.backends.layer.mla_context import ContextPlan, plan_context, share_context, workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
-from mla_conformance.backends.layer.mla_sharding import Sharding
-from mla_conformance.backends.layer.mla_workspace import ContextPlan, plan_context, workspace_tokens
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
@@ -46,8 +49,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.head_dim = kv_cache_spec.head_size
         self.chunked_prefill_enabled = vllm_config.scheduler_config.chunked_prefill_enabled
         self.enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
-        chunks = self.chunked_prefill_enabled or self.enable_prefix_caching
-        self.context_chunk_workspace_size = workspace_tokens(vllm_config) if chunks else 0
+        self.context_chunk_workspace_size = workspace_tokens(vllm_config)
         self.dcp_rank = get_dcp_group().rank
         self.is_profile_run = False
         self._check_sizes()
@@ -178,19 +180,18 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
     ) -> MLACommonMetadata:
         """The metadata of ``common``, its lengths checked."""
-        batch, sharding = Batch(common, prefills, prefills_first), self._sharding()
-        plan = self._plan(batch.prefill_context_lens())
-        return MLACommonMetadata(
-            **batch.counts(),
-            **batch.tensors(),
-            **batch.shard(sharding),
+        sharding = self._sharding()
+        metadata = MLACommonMetadata(
+            **layer_fields(common, prefills, prefills_first, sharding),
             dtype=self.vllm_config.model_config.dtype,
             use_cuda_graph=use_cuda_graph,
             head_dim=self.head_dim,
             is_profile_run=self.is_profile_run,
-            context_plan=plan,
-            context_shares=None if plan is None else share_context(plan, sharding, self.device),
         )
+        context_lens = common.host_seq_lens()[: common.num_reqs] - metadata.query_lens_cpu
+        plan = metadata.context_plan = self._plan(context_lens[metadata.prefill_requests])
+        metadata.context_shares = None if plan is None else share_context(plan, sharding, self.device)
+        return metadata
 
     def _plan(self, context_lens: torch.Tensor) -> ContextPlan | None:
         if not bool((context_lens > 0).any()):

@@ -8,9 +8,10 @@ from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.cache_ops import entry_width
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.layer.mla_weights import split_kv_b_proj
+
+_WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 
 
 class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
@@ -70,19 +71,23 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         self._make_kernels()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj`` into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+        """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+
+        One with quantised weights is asked for the image of the identity, without its bias.
 
         Raises:
-            ValueError: a projection of another shape.
+            ValueError: a projection without a weight, or with one of another shape.
         """
-        self.W_UK_T, self.W_UV = split_kv_b_proj(
-            self.kv_b_proj,
-            num_heads=self.num_heads,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            v_head_dim=self.v_head_dim,
-            dtype=act_dtype,
-        )
+        weight = _dense_weight(self.kv_b_proj, self.kv_lora_rank, act_dtype)
+        expected = (self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
+        if weight.shape != expected:
+            raise ValueError(
+                f"expected a kv_b_proj weight [N·(P + V), L] = {list(expected)} for N = {self.num_heads}, "
+                f"P = {self.qk_nope_head_dim}, V = {self.v_head_dim}, L = {self.kv_lora_rank}, got {list(weight.shape)}"
+            )
+        by_head = weight.to(act_dtype).unflatten(0, (self.num_heads, -1))
+        self.W_UK_T, w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
+        self.W_UV = w_uv.transpose(1, 2)
 
     def prepare(self, attn_metadata: MLACommonMetadata) -> None:
         """Hand the batch to the kernels.
@@ -115,7 +120,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
     def _check_sizes(self) -> None:
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        cache_format(self.kv_cache_dtype).entry_width(self.kv_lora_rank, self.qk_rope_head_dim)
+        entry_width(self.kv_cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
         for name, got, expected in (
             ("head_size", self.head_size, width),
             ("qk_head_dim", self.qk_head_dim, self.qk_nope_head_dim + self.qk_rope_head_dim),
@@ -155,3 +160,37 @@ def _refuse(**settings: object) -> None:
     for name, value in settings.items():
         if value is not None:
             raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
+
+
+def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """[out, in] weight of a linear layer, dequantised if it is stored in codes; ValueError for one that adds a bias."""
+    stored = stored_weight(linear)
+    if is_dense(stored):
+        return stored
+    identity = torch.eye(in_features, dtype=dtype, device=stored.device)
+    if hasattr(linear, "quant_method"):
+        return linear.quant_method.apply(linear, identity, bias=None).mT
+    if getattr(linear, "bias", None) is not None:
+        raise ValueError("expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias")
+    image = linear(identity)
+    return (image[0] if isinstance(image, tuple) else image).mT
+
+
+def stored_weight(linear: Any) -> torch.Tensor:
+    """The weight of a linear layer as it is stored, possibly in codes.
+
+    Raises:
+        ValueError: a layer without a weight.
+    """
+    stored: torch.Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
+    if stored is None:
+        raise ValueError(
+            f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
+            f"{type(linear).__name__}"
+        )
+    return stored
+
+
+def is_dense(weight: torch.Tensor) -> bool:
+    """Whether a stored weight holds values, not codes."""
+    return weight.dtype.is_floating_point and weight.dtype.itemsize > 1

@@ -9,8 +9,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer import cache_ops
-from mla_conformance.backends.layer.attention_layer import AttentionBackend
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
@@ -77,7 +76,7 @@ class MLACommonBackend(AttentionBackend):
         """
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
-        width = cache_format(cache_dtype_str).entry_width(*_latent_dims(head_size))
+        width = cache_ops.entry_width(cache_dtype_str, *_latent_dims(head_size))
         return num_blocks, block_size, width
 
     @staticmethod
@@ -131,9 +130,8 @@ class MLACommonBackend(AttentionBackend):
     ) -> str | None:
         """A layout that holds no such latents, or what must be installed first."""
         try:
-            layout = cache_format(kv_cache_dtype or "auto")
-            layout.entry_width(*_latent_dims(head_size))
-            layout.cache_dtype(dtype)
+            cache_ops.entry_width(kv_cache_dtype or "auto", *_latent_dims(head_size))
+            cache_ops.cache_dtype(kv_cache_dtype or "auto", dtype)
         except ValueError as error:
             return str(error)
         missing = [reason for kernel in cls._kernels() for reason in kernel.missing_dependencies()]
@@ -167,19 +165,19 @@ def mla_backend(
     kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
     if not kernels:
         raise ValueError("expected a prefill or a decode backend, got neither")
+    layouts = ["auto", "fp8", "fp8_ds_mla"] if decode is None else decode.supported_kv_cache_dtypes
     attributes = {
         "__module__": base.__module__,
         "prefill_backend": prefill,
         "decode_backend": decode,
         "supported_dtypes": [d for d in kernels[0].supported_dtypes if kernels[-1].supports_dtype(d)],
-        "supported_kv_cache_dtypes": ["auto", "fp8", "fp8_ds_mla"]
-        if decode is None
-        else decode.supported_kv_cache_dtypes,
+        "supported_kv_cache_dtypes": layouts,
     }
-    return type(base.__name__, (base,), attributes)
+    return subclass_attention_backend_with_overrides("", base, attributes)
 
 
 @cache
 def _bound(part: Any, backend: type[MLACommonBackend]) -> Any:
     """A subclass of an implementation or a builder that knows its backend."""
-    return type(part.__name__, (part,), {"attention_backend": backend, "__module__": part.__module__})
+    known = {"attention_backend": backend, "__module__": part.__module__}
+    return subclass_attention_backend_with_overrides("", part, known)

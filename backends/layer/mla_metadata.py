@@ -7,9 +7,8 @@ import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
-from mla_conformance.backends.layer.cache_ops import advance_step
-from mla_conformance.backends.layer.context_shares import ContextShares
-from mla_conformance.backends.layer.mla_workspace import ContextPlan
+from mla_conformance.backends.layer.cache_ops import may_look_at
+from mla_conformance.backends.layer.mla_context import ContextPlan, ContextShares
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 
 
@@ -87,22 +86,22 @@ class MLACommonMetadata(AttentionMetadata):
     @property
     def prefill_requests(self) -> slice:
         """Which requests prefill."""
-        return _part(self.num_prefills, self.num_decodes, self.prefills_first)
+        return part(self.num_prefills, self.num_decodes, self.prefills_first)
 
     @property
     def decode_requests(self) -> slice:
         """Which requests decode."""
-        return _part(self.num_decodes, self.num_prefills, not self.prefills_first)
+        return part(self.num_decodes, self.num_prefills, not self.prefills_first)
 
     @property
     def prefill_tokens(self) -> slice:
         """Rows of the prefills' new tokens."""
-        return _part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
+        return part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
 
     @property
     def decode_tokens(self) -> slice:
         """Rows of the decodes' new tokens."""
-        return _part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
+        return part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
 
     @property
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
@@ -165,7 +164,7 @@ class MLACommonMetadata(AttentionMetadata):
 
         Args:
             model_input: its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well.
-            sampled_token_ids: [num_queries]; None leaves ``input_tokens``.
+            sampled_token_ids: [num_queries] or [num_queries, 1]; None leaves ``input_tokens``.
             block_size: tokens of a page.
             num_seqs: requests, padding included.
             num_queries: requests that count, the first ones.
@@ -175,23 +174,32 @@ class MLACommonMetadata(AttentionMetadata):
             ValueError: a batch that is no such step, or a block table without a page for a next token.
         """
         self._check_step(num_seqs, num_queries, turn_prefills_into_decodes)
-        advance_step(
-            num_seqs,
-            num_queries,
-            block_size,
-            model_input.input_tokens,
-            sampled_token_ids,
-            model_input.input_positions,
-            self.seq_lens_tensor,
-            self.slot_mapping,
-            self.block_tables,
-        )
+        if num_queries:
+            self._write_step(model_input, sampled_token_ids, block_size, num_queries)
         self._become_decodes()
         self.seq_lens[:num_queries] = [length + 1 for length in self.seq_lens[:num_queries]]
         self.max_decode_seq_len = max(self.seq_lens)
         self.context_lens_tensor[:num_queries] = self.seq_lens_tensor[:num_queries] - 1
         self.seq_start_loc[1:] = self.seq_lens_tensor.cumsum(dim=0)
         self._cached_prefill_metadata = self._cached_decode_metadata = None
+
+    def _write_step(
+        self, model_input: Any, sampled_token_ids: torch.Tensor | None, block_size: int, num_queries: int
+    ) -> None:
+        """Tokens, positions, lengths and slots of the next step; rows of padding stay as they are."""
+        position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
+        if may_look_at(position) and int(position.max()) // block_size >= columns:
+            raise ValueError(
+                f"the block table is too short: the next token of a sequence of {int(position.max())} needs "
+                f"{int(position.max()) // block_size + 1} blocks of {block_size} tokens, a row holds {columns}"
+            )
+        if sampled_token_ids is not None:
+            model_input.input_tokens[:num_queries] = sampled_token_ids.flatten()[:num_queries]
+        model_input.input_positions[:num_queries] = position
+        self.seq_lens_tensor[:num_queries] += 1
+        request = torch.arange(num_queries, device=position.device)
+        block = self.block_tables[request, position // block_size].long()
+        self.slot_mapping[:num_queries] = block * block_size + position % block_size
 
     def _check_step(self, num_seqs: int, num_queries: int, turn_prefills_into_decodes: bool) -> None:
         if self.num_prefills and not turn_prefills_into_decodes:
@@ -240,6 +248,6 @@ class MLACommonMetadata(AttentionMetadata):
         return ChunkedContextMetadata(**self.context_plan._asdict(), workspace=self.context_chunk_workspace)
 
 
-def _part(size: int, other: int, first: bool) -> slice:
+def part(size: int, other: int, first: bool) -> slice:
     """One of two neighbouring parts."""
     return slice(0, size) if first else slice(other, other + size)

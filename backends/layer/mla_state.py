@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import torch
 
+from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
-from mla_conformance.backends.layer.mla_workspace import workspace_tokens
 
 PAD_SLOT_ID = -1
 """The slot of a token that is not stored."""
@@ -26,8 +26,7 @@ class MLACommonState:
         self.model_config = runner.model_config
         self.chunked_prefill_enabled = runner.scheduler_config.chunked_prefill_enabled
         self.enable_prefix_caching = runner.cache_config.enable_prefix_caching
-        self._has_context = self.chunked_prefill_enabled or self.enable_prefix_caching
-        self.context_chunk_workspace_size = workspace_tokens(runner) if self._has_context else 0
+        self.context_chunk_workspace_size = workspace_tokens(runner)
         self.context_chunk_workspace: torch.Tensor | None = None
         self._is_graph_capturing = False
 
@@ -137,7 +136,7 @@ class MLACommonState:
         Args:
             model_input: its ``attn_metadata`` receives the workspace, its ``input_tokens`` say where.
         """
-        if not self._has_context:
+        if not self.context_chunk_workspace_size:
             return
         if self.context_chunk_workspace is None:
             self.context_chunk_workspace = torch.empty(

@@ -5,19 +5,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-    MultipleOf,
-    is_quantized_kv_cache,
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer.context_parallel import dcp_group
+from mla_conformance.backends.layer.attention_types import (
+    AttentionType,
+    CommonAttentionMetadata,
+    is_quantized_kv_cache,
+)
+from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -26,7 +27,6 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mla_conformance.backends.layer.lockstep import Lockstep
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 

@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any
 
-from mla_conformance.backends.nearest import unknown
+from mla_conformance.backends.references import unknown
 from mla_conformance.commands.options import Command
 from mla_conformance.commands.table import COMMANDS, GROUPS
 

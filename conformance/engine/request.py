@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from mla_conformance.backends.nearest import unknown
 from mla_conformance.backends.references import (
     BackendReference,
     BackendReferenceError,
@@ -13,6 +12,7 @@ from mla_conformance.backends.references import (
     known_variants,
     parse_reference,
     require_class,
+    unknown,
 )
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.drawn import DRAWN

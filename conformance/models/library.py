@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.nearest import unknown
+from mla_conformance.backends.references import unknown
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.config import profile_of
 from mla_conformance.models.profile import ModelProfile

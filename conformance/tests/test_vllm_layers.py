@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.generations.layer_builder import in_vllms_terms
-from mla_conformance.backends.layer.mla_requests import LayerRequest, common_metadata
-from mla_conformance.backends.layer.mla_sharding import Sharding
+from mla_conformance.backends.generations.layer_impl import in_vllms_terms
+from mla_conformance.backends.layer.context_parallel import Sharding
+from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import Record

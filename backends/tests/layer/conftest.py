@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
-from mla_conformance.backends.layer.cache_format import cache_format
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.cache_ops import cache_dtype, decode
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -24,8 +24,8 @@ from mla_conformance.backends.layer.layer_config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend, mla_backend
-from mla_conformance.backends.layer.mla_requests import LayerRequest
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.mla import compute_friendly, data_movement_friendly
 from mla_conformance.reference.quantization import dequantize_e4m3, quantize_e4m3
@@ -52,7 +52,7 @@ class ExactDecode(MLADecodeBackend):
         for blocks, length in zip(metadata.block_table, metadata.seq_lens.tolist(), strict=True):
             token = torch.arange(length)
             entries = kv_cache[blocks.long()[token // page], token % page]
-            rows.append(cache_format(self.kv_cache_dtype).decode(entries, ql_nope.dtype, k_scale))
+            rows.append(decode(entries, self.kv_cache_dtype, ql_nope.dtype, k_scale))
         latents = torch.cat(rows).unsqueeze(1)
         state = attention(
             torch.cat((ql_nope, q_pe), dim=-1),
@@ -131,7 +131,7 @@ class World:
     def empty_cache(self, blocks: int) -> Tensor:
         """Every byte is poison: NaN in each of the layouts."""
         shape = self.backend.get_kv_cache_shape(blocks, self.page, 1, self.dims.width, self.layout)
-        cache = torch.empty(shape, dtype=cache_format(self.layout).cache_dtype(self.dtype))
+        cache = torch.empty(shape, dtype=cache_dtype(self.layout, self.dtype))
         cache.view(torch.uint8).fill_(0xFF)
         return cache
 
@@ -215,8 +215,8 @@ class Batch:
 
     def common(self) -> CommonAttentionMetadata:
         """The batch for the second route, made of the first one's pieces."""
-        from mla_conformance.backends.layer.mla_requests import common_metadata
-        from mla_conformance.backends.layer.mla_sharding import Sharding
+        from mla_conformance.backends.layer.context_parallel import Sharding
+        from mla_conformance.backends.layer.mla_batch import common_metadata
 
         return common_metadata(
             self.requests, padding=self.padding, block_size=self.world.page, device=CPU, sharding=Sharding()

@@ -11,11 +11,10 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_metadata import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
-from mla_conformance.backends.layer.mla_batch import count_decodes
-from mla_conformance.backends.layer.mla_requests import LayerRequest
-from mla_conformance.backends.layer.mla_workspace import plan_context, workspace_tokens
+from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
+from mla_conformance.backends.layer.mla_context import plan_context, workspace_tokens
 from mla_conformance.reference.chunking import plan_context_chunks
 
 CPU = torch.device("cpu")
@@ -239,7 +238,7 @@ def test_the_workspace_rule(world: Any) -> None:
         return workspace_tokens(
             SimpleNamespace(
                 model_config=SimpleNamespace(max_model_len=max_model_len),
-                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs),
+                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs, chunked_prefill_enabled=True),
                 cache_config=SimpleNamespace(block_size=page),
             )
         )

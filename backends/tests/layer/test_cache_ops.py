@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.layer.cache_format import CACHE_FORMATS, cache_format
 from mla_conformance.backends.layer.cache_ops import (
-    advance_step,
+    cache_dtype,
     concat_and_cache_mla,
     copy_blocks_mla,
+    decode,
+    encode,
     gather_cache,
     swap_blocks,
 )
@@ -136,28 +137,28 @@ def test_unknown_layouts_and_foreign_caches_are_refused(world: Any) -> None:
     ):
         concat_and_cache_mla(rows[:, :32], rows[:, 32:], w.cache, torch.tensor([0]), "fp8_ds_mla", ONE)
     with pytest.raises(ValueError, match=r"a model of 16 bits, got torch\.float32"):
-        cache_format("fp8_ds_mla").cache_dtype(torch.float32)
+        cache_dtype("fp8_ds_mla", torch.float32)
 
 
 def test_codes_saturate_and_keep_nan() -> None:
     x = torch.tensor([[1e4, -1e4, torch.inf, -torch.inf, 449.0, 0.0, -0.0]])
-    codes = CACHE_FORMATS["fp8"].encode(x, torch.tensor([[torch.nan]]), ONE)
+    codes = encode(x, torch.tensor([[torch.nan]]), "fp8", ONE)
     assert codes.float()[0, :5].tolist() == [448, -448, 448, -448, 448]
     assert codes[0, 7].isnan() and raw(codes)[0, 5:7].tolist() == [0, 0x80]
 
 
 def test_codes_round_to_nearest_even() -> None:
     ties = torch.arange(256, dtype=torch.float32)[None] / 16
-    assert raw(CACHE_FORMATS["fp8"].encode(ties, ties, ONE))[:, :256].equal(raw(quantize_e4m3(ties, 1.0)))
+    assert raw(encode(ties, ties, "fp8", ONE))[:, :256].equal(raw(quantize_e4m3(ties, 1.0)))
 
 
 def test_a_tile_of_zeros_has_scale_1_and_stays_0() -> None:
     kv_c = torch.zeros(1, 512, dtype=torch.bfloat16)
     kv_c[0, 200] = 3.0
-    entry = CACHE_FORMATS["fp8_ds_mla"].encode(kv_c, torch.ones(1, 64, dtype=torch.bfloat16), ONE)
+    entry = encode(kv_c, torch.ones(1, 64, dtype=torch.bfloat16), "fp8_ds_mla", ONE)
     assert entry.shape == (1, 656) and entry.dtype == torch.uint8
     assert entry[0, 512:528].view(torch.float32).tolist() == pytest.approx([1.0, 3 / 448, 1.0, 1.0])
-    back = CACHE_FORMATS["fp8_ds_mla"].decode(entry, torch.bfloat16, ONE)
+    back = decode(entry, "fp8_ds_mla", torch.bfloat16, ONE)
     assert back[0, :512].equal(kv_c[0]) and back[0, 512:].eq(1).all()
 
 
@@ -189,26 +190,3 @@ def test_block_copies_that_make_no_sense_are_refused(world: Any) -> None:
         copy_blocks_mla([cache], torch.tensor([[4, 2], [5, 2]]))
     with pytest.raises(ValueError, match=r"caches of one page and dtype, got \[64, 4, 40\]"):
         swap_blocks(cache, cache[:, :2], torch.tensor([[0, 0]]))
-
-
-def step(seq_lens: list[int], columns: int, num_queries: int) -> tuple[torch.Tensor, ...]:
-    rows = len(seq_lens)
-    tokens, positions, slots = (torch.full((rows,), -5) for _ in range(3))
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    table = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns)
-    advance_step(rows, num_queries, 4, tokens, torch.arange(rows) + 100, positions, lengths, slots, table)
-    return tokens, positions, lengths, slots
-
-
-def test_a_step_moves_every_query_and_no_padding() -> None:
-    tokens, positions, lengths, slots = step([3, 4, 0, 0], 2, num_queries=2)
-    assert tokens.tolist() == [100, 101, -5, -5] and positions.tolist() == [3, 4, -5, -5]
-    assert lengths.tolist() == [4, 5, 0, 0] and slots.tolist() == [3, 12, -5, -5]
-    assert step([3], 2, num_queries=0)[2].tolist() == [3]
-
-
-def test_a_step_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"):
-        step([3, 8], 2, num_queries=2)
-    with pytest.raises(ValueError, match="at most 1 queries, the number of sequences, got 2"):
-        step([3], 2, num_queries=2)

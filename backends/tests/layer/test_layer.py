@@ -9,10 +9,10 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_layer import AttentionType
+from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend, mla_backend
-from mla_conformance.backends.layer.mla_requests import LayerRequest
-from mla_conformance.backends.layer.mla_sharding import Sharding, local_seq_lens, local_token
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.kv_cache import PagedContext

@@ -9,12 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.backends.layer.context_parallel import OnlyRank, dcp_group, gather_heads, merge_over_ranks
-from mla_conformance.backends.layer.context_shares import share_context
-from mla_conformance.backends.layer.lockstep import Lockstep
-from mla_conformance.backends.layer.mla_requests import LayerRequest
-from mla_conformance.backends.layer.mla_sharding import Sharding, local_token
-from mla_conformance.backends.layer.mla_workspace import plan_context
+from mla_conformance.backends.layer.context_parallel import (
+    Lockstep,
+    OnlyRank,
+    Sharding,
+    dcp_group,
+    gather_heads,
+    local_token,
+    merge_over_ranks,
+)
+from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.backends.layer.mla_context import plan_context, share_context
 
 CPU = torch.device("cpu")
 PREFILLS = [(5, 21, True), (3, 0, True), (4, 6, True)]

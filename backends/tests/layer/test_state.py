@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.layer.layer_config import SchedulerConfig
-from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 
 
 def inputs(tokens: int) -> Any:
@@ -66,6 +66,25 @@ def test_sampled_tokens_may_stay_where_they_are(world: Any) -> None:
     given = inputs(1)
     metadata.advance_step(given, None, 4, 1, 1)
     assert given.input_tokens.tolist() == [0] and given.input_positions.tolist() == [5]
+
+
+def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
+    requests = [LayerRequest(1, 2, [0], False), LayerRequest(1, 3, [5, 3], False)]
+    metadata, given = world().builder().build_from_requests(requests, 2), inputs(4)
+    slots = metadata.slot_mapping.tolist()
+    metadata.advance_step(given, torch.tensor([100, 101]), 4, 4, num_queries=0)
+    assert metadata.seq_lens_tensor.tolist() == [3, 4, 0, 0] and metadata.slot_mapping.tolist() == slots
+    metadata.advance_step(given, torch.tensor([[100], [101]]), 4, 4, num_queries=2)
+    assert given.input_tokens.tolist() == [100, 101, 0, 0] and given.input_positions.tolist()[:2] == [3, 4]
+    assert metadata.seq_lens_tensor.tolist() == [4, 5, 0, 0]
+    assert metadata.slot_mapping.tolist() == [3, 12, *slots[2:]]
+
+
+def test_a_step_without_room_is_refused(world: Any) -> None:
+    requests = [LayerRequest(1, 2, [0], False), LayerRequest(1, 7, [5, 3], False)]
+    metadata = world().builder().build_from_requests(requests)
+    with pytest.raises(ValueError, match="next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"):
+        metadata.advance_step(inputs(2), None, 4, 2, 2)
 
 
 def test_what_is_no_decode_step_is_refused(world: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionCall, Question
 from mla_conformance.problems.memory import Guarded

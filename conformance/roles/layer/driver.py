@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, OnlyRank, dcp_group
+from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, Lockstep, OnlyRank, dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
     LayerConfig,
@@ -19,7 +19,6 @@ from mla_conformance.backends.layer.layer_config import (
     SpeculativeConfig,
     set_current_config,
 )
-from mla_conformance.backends.layer.lockstep import Lockstep
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.weights import Linear, PackedLinear
 
@@ -98,8 +97,8 @@ class Layer:
 
     def common(self, call: "LayerCall") -> Any:
         """The batch as all layers of a model see it."""
-        from mla_conformance.backends.layer.mla_requests import common_metadata
-        from mla_conformance.backends.layer.mla_sharding import Sharding
+        from mla_conformance.backends.layer.context_parallel import Sharding
+        from mla_conformance.backends.layer.mla_batch import common_metadata
 
         return common_metadata(
             call.requests,

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.backends.layer.mla_requests import LayerRequest
+from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cache_bytes import ExpectedCache
 from mla_conformance.problems.memory import poison

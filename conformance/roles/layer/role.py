@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.layer.batch_form import BatchForm
+from mla_conformance.backends.layer.mla_batch import BatchForm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.roles.decode.role import decode_config

@@ -1,8 +1,10 @@
-"""The workspace into which a layer gathers cached context, and how contexts are cut to fit it."""
+"""Cached context of prefills: the workspace it is gathered into, the chunks it is cut into, and the ranks' shares."""
 
 from typing import Any, NamedTuple
 
 import torch
+
+from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
 
 MAX_WORKSPACE_TOKENS = 128 * 1024
 """However long the sequences; its up-projection is many times larger than the workspace itself."""
@@ -29,13 +31,16 @@ class ContextPlan(NamedTuple):
 def workspace_tokens(config: Any) -> int:
     """Tokens of the workspace: eight longest sequences or four pages a request, and no more than 128 Ki tokens.
 
+    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached.
+
     Args:
-        config: read are ``model_config.max_model_len``, ``scheduler_config.max_num_seqs`` and
-            ``cache_config.block_size``.
+        config: read are ``model_config``, ``scheduler_config`` and ``cache_config``, as in :class:`LayerConfig`.
 
     Raises:
         ValueError: less than a page for each request that may be in a batch.
     """
+    if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
+        return 0
     pages = config.scheduler_config.max_num_seqs * config.cache_config.block_size
     tokens: int = min(max(8 * config.model_config.max_model_len, 4 * pages), MAX_WORKSPACE_TOKENS)
     if tokens < pages:
@@ -82,3 +87,50 @@ def plan_context(
         max_seq_lens=lengths.amax(dim=1).tolist(),
         seq_lens=lengths.to(torch.int32),
     )
+
+
+class ContextShares(NamedTuple):
+    """The shares of W ranks in the C chunks of the contexts of B prefills.
+
+    A rank's part of a chunk are its own tokens, requests end to end, without gaps between them: it reads nothing
+    through the block table but what it holds. Parts are sent as long as the longest; what the others hold behind their
+    last token is not looked at.
+
+    Attributes:
+        cu_seq_lens: [C, B + 1] int32, on the device; which rows of this rank's part are whose.
+        starts: [C, B] int32, on the device; first of this rank's tokens of each request in the chunk.
+        rows: length of the longest part of each chunk.
+        order: of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all ranks,
+            requests end to end and each in the order of its positions.
+    """
+
+    cu_seq_lens: torch.Tensor
+    starts: torch.Tensor
+    rows: list[int]
+    order: list[torch.Tensor]
+
+
+def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -> ContextShares | None:
+    """The shares in the chunks of ``plan``, which is that of one rank; None where no ranks share.
+
+    Chunks start at pages of whole sequences. A share may start anywhere: vLLM cuts chunks at common multiples of pages
+    and turns instead, so that its parts are padded less, and leaves the tokens of a request in the order of the ranks.
+    """
+    if sharding.world_size == 1:
+        return None
+    lengths = plan.seq_lens.long()
+    first = lengths.cumsum(dim=0) - lengths
+    ranks = [sharding._replace(rank=rank) for rank in range(sharding.world_size)]
+    starts = torch.stack([local_seq_lens(first, one) for one in ranks])
+    held = torch.stack([local_seq_lens(first + lengths, one) for one in ranks]) - starts
+    bounds = torch.nn.functional.pad(held.cumsum(dim=-1), (1, 0))
+    rows = bounds[..., -1].amax(dim=0).tolist()
+    order = []
+    for chunk, room in enumerate(rows):
+        request = torch.arange(len(lengths[chunk])).repeat_interleave(lengths[chunk])
+        skipped = first[chunk] - (lengths[chunk].cumsum(dim=0) - lengths[chunk])
+        owner, local = local_token(torch.arange(len(request)) + skipped[request], sharding)
+        row = owner * room + bounds[owner, chunk, request] + local - starts[owner, chunk, request]
+        order.append(row.to(device))
+    own_bounds, own_starts = (x[sharding.rank].to(device, torch.int32) for x in (bounds, starts))
+    return ContextShares(own_bounds, own_starts, rows, order)
