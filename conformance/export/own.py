@@ -9,8 +9,7 @@ from typing import Any
 
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.driving.subject import Subject
-from mla_conformance.export.literals import NotWritable, folded
-from mla_conformance.export.program import LIBRARY
+from mla_conformance.export.program import LIBRARY, NotWritable, folded
 
 _OURS = "mla_conformance"
 _STANDS_IN = {
