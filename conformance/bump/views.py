@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from mla_conformance.bump.outcome import NOT_INNOCENT, Bump
+from mla_conformance.report.ci_views import inline
 from mla_conformance.report.compare import DRIFT, Change
-from mla_conformance.report.markdown import inline
 from mla_conformance.report.summary import BackendSummary
 from mla_conformance.report.terminal import counted
 

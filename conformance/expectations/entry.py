@@ -14,8 +14,7 @@ import msgspec
 from packaging.version import Version
 
 from mla_conformance.cases.case import Case
-from mla_conformance.expectations.condition import Condition
-from mla_conformance.expectations.query import CaseQuery
+from mla_conformance.expectations.grammar import CaseQuery, Condition
 from mla_conformance.files.inputs import InputError, convert, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status

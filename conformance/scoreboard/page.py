@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from mla_conformance.judging.record import replay_line
-from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import CapabilitySummary, Outcome
-from mla_conformance.report.templates import render
 from mla_conformance.report.terminal import SIGN, counted
 from mla_conformance.scoreboard.board import Board, is_own_build
 from mla_conformance.scoreboard.entry import Entry

@@ -7,7 +7,7 @@ from typing import Any
 from mla_conformance.certificate.certificate import Finding
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
-from mla_conformance.report.symptoms import WRONG
+from mla_conformance.report.causes import WRONG
 from mla_conformance.scoreboard.entry import Entry, Failure
 from mla_conformance.version import __version__
 

@@ -30,8 +30,7 @@ from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import compare
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, to_text
-from mla_conformance.report.loading import load_report
-from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.loading import load_report, merge_shards
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 

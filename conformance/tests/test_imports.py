@@ -10,8 +10,8 @@ import pytest
 
 from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.outcome import backend_lines
 from mla_conformance.report.summary import BackendSummary
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")

@@ -13,7 +13,7 @@ from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.traced import Traced
-from mla_conformance.report.backend_lines import ran
+from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace as tracing
 
 CPU = torch.device("cpu")

@@ -1,12 +1,44 @@
-"""A cell of a matrix of capabilities: its outcome in words and figures. No torch."""
+"""What HTML pages have in common: templates in one look, texts escaped and cut, cells of a matrix of capabilities."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.counts import Counts
+from mla_conformance.report.shown import MESSAGE, shown_lines
 from mla_conformance.report.summary import CapabilitySummary, Outcome
 from mla_conformance.report.terminal import SIGN
+
+
+def render(room: str, template: str, **values: Any) -> str:
+    """A page.
+
+    Args:
+        room: package that holds the template; what it imports may stand in this room as well.
+        template: name of its file.
+        values: what it shows; a name that is missing is an error.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
+    )
+    environment.filters["whole"] = _whole
+    return environment.get_template(template).render(**values)
+
+
+def _shown(value: object) -> object:
+    """What the template puts out, where it is no markup of its own."""
+    return shown_lines(value, MESSAGE) if type(value) is str else value
+
+
+def _whole(text: str) -> object:
+    """A traceback, or a command to copy."""
+    from markupsafe import escape
+
+    return escape(shown_lines(text))
 
 
 @dataclass(frozen=True)
