@@ -14,6 +14,7 @@ from mla_conformance.expectations.entry import FIELDS, Expectation, read_expecta
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.summary import RunSummary
 
 
@@ -122,7 +123,7 @@ class Update:
         Raises:
             InputError: a file cannot be written; the ones before it are.
         """
-        texts = _by_file((*self.kept, *self.added))
+        texts = grouped((*self.kept, *self.added), lambda entry: entry.file)
         changed = {entry.file for entry in (*self.added, *self.removed)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,13 +183,6 @@ def _entry_for(way: tuple[str, Status, str], records: Sequence[Record], folder: 
     file = folder / f"{backend.replace('[', '-').rstrip(']')}.toml"
     cases = _shortest(tuple(record.case for record in records))
     return Expectation(backend=backend, case=cases, status=status.value, check=check, file=str(file))
-
-
-def _by_file(entries: Iterable[Expectation]) -> dict[str, list[Expectation]]:
-    files: dict[str, list[Expectation]] = {}
-    for entry in entries:
-        files.setdefault(entry.file, []).append(entry)
-    return files
 
 
 def _rewrite(path: Path, entries: Iterable[Expectation]) -> None:

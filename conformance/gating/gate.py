@@ -15,6 +15,7 @@ from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import counted
@@ -102,11 +103,8 @@ def incomplete(reports: Sequence[RunSummary], tier: Tier | None) -> Iterator[Row
 
 
 def _by_backend(reports: Sequence[RunSummary]) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
-    found: dict[str, list[tuple[RunSummary, BackendSummary]]] = {}
-    for report in reports:
-        for backend in report.backends:
-            found.setdefault(backend.name, []).append((report, backend))
-    return found
+    pairs = ((report, backend) for report in reports for backend in report.backends)
+    return grouped(pairs, lambda pair: pair[1].name)
 
 
 def _unjudged(parts: Sequence[BackendSummary]) -> str:

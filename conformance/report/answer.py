@@ -10,7 +10,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.counts import Counts, grouped
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import counted
 
@@ -67,10 +67,7 @@ class Answer:
 
     @cached_property
     def _records(self) -> dict[str, list[Record]]:
-        found: dict[str, list[Record]] = {}
-        for record in self.backend.records:
-            found.setdefault(part_of(record.case), []).append(record)
-        return found
+        return grouped(self.backend.records, lambda record: part_of(record.case))
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -154,8 +151,7 @@ def _backends(run: RunSummary) -> Iterator[str]:
 def of_cases(counts: Counts) -> list[str]:
     """What became of cases, in figures that add up to all of them."""
     told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
-    seldom = (counts.waived, "expected to fail"), (counts.unavailable, "unavailable"), (counts.not_run, "NOT RUN")
-    return [*told, *(f"{number} {what}" for number, what in seldom if number)]
+    return [*told, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
 
 
 def worst_error(records: Sequence[Record]) -> str:

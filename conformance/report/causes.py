@@ -5,11 +5,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.shown import MESSAGE
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
@@ -70,13 +72,8 @@ class Cause:
 
 def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
     """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
-    alike: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.failed:
-            alike.setdefault(_key(record), []).append(record)
-    said: dict[str, list[Record]] = {}
-    for group in alike.values():
-        said.setdefault(_sentence(group), []).extend(group)
+    alike = grouped((record for record in records if record.failed), _key).values()
+    said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     likely = _likely(said)
     found = [
         Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely))

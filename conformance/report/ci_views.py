@@ -52,8 +52,7 @@ def _row(backend: BackendSummary) -> list[str]:
     failing = ", ".join(c.name for c in backend.capabilities if c.outcome is Outcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
     counts = backend.counts
-    notes += [f"{counts.waived} expected to fail"] if counts.waived else []
-    notes += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    notes += counts.noted(waived="expected to fail", unavailable="unavailable")
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]

@@ -9,6 +9,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers, closing_line
 from mla_conformance.report.causes import Cause
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.shown import shown
@@ -26,7 +27,7 @@ def html(run: RunSummary) -> str:
         "mla_conformance.report",
         "page.html.j2",
         run=run,
-        outcome=_outcome(run),
+        outcome={0: "pass", 1: "fail"}.get(run.exit_status, "not_run"),
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
@@ -39,17 +40,13 @@ def html(run: RunSummary) -> str:
         matrix=[(name, definition(name), [_placed(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
-        anchor=_anchor,
+        anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
         words=words,
         counted=counted,
         cases_of=cases_of,
     )
-
-
-def _outcome(run: RunSummary) -> str:
-    return {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
 
 
 def _verdict(backend: BackendSummary) -> str:
@@ -62,8 +59,7 @@ def _verdict(backend: BackendSummary) -> str:
     if backend.outcome is not Outcome.PASS:
         return "nothing was judged"
     rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
-    rest += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
-    rest += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    rest += counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
 
 
@@ -78,28 +74,19 @@ def _because(causes: Sequence[Cause]) -> str:
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
     """Why cases are unsupported, the reason for most first: what is said, how many cases, of which capabilities."""
-    found: dict[str, list[Record]] = {}
-    for record in backend.records:
-        if record.status is Status.UNSUPPORTED:
-            found.setdefault(record.message, []).append(record)
+    refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
     rows = [
         (reason, len(records), ", ".join(dict.fromkeys(record.capability for record in records)))
-        for reason, records in found.items()
+        for reason, records in grouped(refused, lambda record: record.message).items()
     ]
     return sorted(rows, key=lambda row: -row[1])
 
 
 def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
     """Expected failures by the backend and the expectation that they rest on."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in run.records:
-        if record.status is Status.EXPECTED_FAILURE:
-            found.setdefault((record.backend, record.expectation), []).append(record)
+    waived = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
+    found = grouped(waived, lambda record: (record.backend, record.expectation))
     return [(reason, records) for (_, reason), records in found.items()]
-
-
-def _anchor(backend: str, capability: str) -> str:
-    return shown(f"{backend}-{capability}")
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
@@ -107,7 +94,7 @@ def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
     capability = next((c for c in backend.capabilities if c.name == name), None)
     if capability is None:
         return None
-    return cell(capability), _anchor(backend.name, name) if capability.failures else ""
+    return cell(capability), shown(f"{backend.name}-{name}") if capability.failures else ""
 
 
 RULES = {"element": "each element", "row": "each row", "lse": "each LSE"}

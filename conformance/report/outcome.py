@@ -96,8 +96,8 @@ def capability_text(capability: CapabilitySummary) -> str:
         text += f"/{counts.judged}"
     elif counts.passed < counts.listed:
         text += f" of {counts.listed}"
-    text += f" ({counts.unavailable} unavailable)" if counts.unavailable else ""
-    return text + (f" ({counts.waived} expected to fail)" if counts.waived else "")
+    notes = counts.noted(unavailable="unavailable", waived="expected to fail")
+    return text + "".join(f" ({note})" for note in notes)
 
 
 def absent_line(backends: Sequence[BackendSummary], width: int) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 from mla_conformance.cases.capabilities import CAPABILITIES
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import MESSAGE, shown_lines
 from mla_conformance.report.summary import CapabilitySummary, Outcome
 from mla_conformance.report.terminal import SIGN
@@ -56,19 +55,11 @@ def cell(capability: CapabilitySummary) -> Cell:
     outcome, counts = capability.outcome, capability.counts
     if outcome is Outcome.UNSUPPORTED:
         return Cell(outcome, SIGN[outcome], "", "unsupported")
-    figures = f"{counts.passed}/{counts.judged}"
-    if outcome is Outcome.PASS and counts.waived:
-        return Cell("waived", "!", figures, _note(counts))
-    return Cell(outcome, SIGN[outcome], figures, _note(counts))
-
-
-def _note(counts: Counts) -> str:
-    """What a cell says beside its counts."""
-    notes = [f"{counts.not_run} not run"] if counts.not_run else []
-    notes += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
-    notes += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
-    notes += [f"{counts.waived} expected to fail"] if counts.waived else []
-    return ", ".join(notes)
+    style, sign = ("waived", "!") if outcome is Outcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
+    notes = counts.noted(
+        not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
+    )
+    return Cell(style, sign, f"{counts.passed}/{counts.judged}", ", ".join(notes))
 
 
 def definition(name: str) -> str:
