@@ -59,7 +59,10 @@ class Expectations:
         record = record.as_judged
         covering = [entry for entry in self._valid if entry.covers(record, known)]
         if record.status is Status.PASS and covering:
-            return _unexpected(record, covering[0])
+            first = covering[0]
+            said = f"passes, but {first.source} expects {first.status}: {first.reason}"
+            unexpected = replace(record, status=Status.UNEXPECTED_PASS, message=said)
+            return replace(unexpected, judged=record.status, expectation=first.sentence)
         foreseen = next((entry for entry in covering if entry.foresees(record)), None)
         if foreseen is None or not record.failed:
             return record
@@ -87,17 +90,6 @@ def _entries(folder: Path) -> Iterator[Expectation]:
         raise InputError(f"{folder}: expected a folder with expectations, *.toml")
     for path in sorted(folder.glob("*.toml")):
         yield from read_expectations(path)
-
-
-def _unexpected(record: Record, entry: Expectation) -> Record:
-    message = f"passes, but {entry.source} expects {entry.status}: {entry.reason}"
-    return replace(
-        record,
-        status=Status.UNEXPECTED_PASS,
-        message=message,
-        judged=record.status,
-        expectation=entry.sentence,
-    )
 
 
 _DEFAULTS = Expectation(backend="*", case="*")

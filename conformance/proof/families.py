@@ -130,7 +130,7 @@ def _plain(
 ) -> Family:
     """One whose pairs turn by powers of a base; ``settings`` of its configuration beside that."""
     rotation = Rotation.plain(ROPE, base=base, interleaved=interleaved)
-    return _layer(module, prefix, model, rotation, _rope(base) | (settings or {}), **parts)
+    return _layer(module, prefix, model, rotation, {**_rope(base), **(settings or {})}, **parts)
 
 
 def _rope(base: float, **options: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from msgspec import Meta, Struct
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import FAILED, Status
 
-_K, _T = TypeVar("_K"), TypeVar("_T")
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
