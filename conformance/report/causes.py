@@ -69,6 +69,11 @@ class Cause:
         used = f", {least} to {most} × its budget" if least != most else f", {most} × its budget" if most else ""
         return used + (f" (SPEC {', '.join(self.clauses)})" if self.clauses else "")
 
+    @property
+    def headline(self) -> str:
+        """What is wrong, with its extent."""
+        return self.sentence + self.extent
+
 
 def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
     """The causes of the failures among the records of one backend: likely ones first, then by their cases."""

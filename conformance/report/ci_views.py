@@ -56,25 +56,18 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    return [inline(backend.name), sign, *numbers, _worst(backend), inline("; ".join(notes))]
-
-
-def _worst(backend: BackendSummary) -> str:
-    return f"{worst_of_passes(backend.records):.2f}" if backend.counts.passed else "–"
+    worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
+    return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(_said(cause))}"
+        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
         yield from ("", "```sh", shown_line(from_here(cause.example).replay), "```", "")
     hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
     if hidden:
         yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
-
-
-def _said(cause: Cause) -> str:
-    return cause.sentence + cause.extent
 
 
 def _example(cause: Cause) -> Iterator[str]:
@@ -105,7 +98,7 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {from_here(cause.example).replay}"))
+    text = "\n".join((*map(cut, (cause.headline, *_example(cause))), f"replay: {from_here(cause.example).replay}"))
     title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
     return f"::error title={_property(title)}::{_data(text)}"
 
@@ -132,17 +125,13 @@ def junit(run: RunSummary) -> str:
 
 
 def _suite(backend: BackendSummary) -> ElementTree.Element:
-    tests = [_test(record) for record in backend.records]
-    if backend.reasons:
-        tests = [_unavailable(backend)]
-    counts = {tag: sum(test.find(tag) is not None for test in tests) for tag in ("failure", "error", "skipped")}
+    tests = [_unavailable(backend)] if backend.reasons else [_test(record) for record in backend.records]
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
     suite = ElementTree.Element(
         "testsuite",
         name=shown(backend.name),
         tests=str(len(tests)),
-        failures=str(counts["failure"]),
-        errors=str(counts["error"]),
-        skipped=str(counts["skipped"]),
+        **{name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()},
         time=f"{sum(record.seconds for record in backend.records):.3f}",
     )
     suite.extend(tests)

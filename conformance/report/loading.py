@@ -110,16 +110,9 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
 
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
-    return BackendFacts(
-        name=name,
-        reference=part.reference,
-        reasons=part.reasons,
-        versions=part.versions,
-        emulated=part.emulated,
-        deviations=tuple((deviation.library, deviation.adapter) for deviation in part.deviations),
-        rounding=part.rounding,
-        fingerprint=part.fingerprint,
-    )
+    deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
+    told = {each.name: getattr(part, each.name) for each in fields(BackendFacts) if each.name != "name"}
+    return BackendFacts(**told | {"name": name, "deviations": deviations})
 
 
 def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:

@@ -25,15 +25,14 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
     """
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     told = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
-    yield from _answer_lines(told, width) if run.deployment else _lines(told, width)
+    if run.deployment:
+        yield from _answer_lines(told, width)
+    else:
+        yield from cause_lines(told, width)
+        for backend in told.backends:
+            yield from backend_lines(backend, width)
     if absent:
         yield absent_line(absent, width)
-
-
-def _lines(run: RunSummary, width: int) -> Iterator[str]:
-    yield from cause_lines(run, width)
-    for backend in run.backends:
-        yield from backend_lines(backend, width)
 
 
 def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
