@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mla_conformance.expectations.entry import FIELDS, Expectation, read_expectations
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import grouped
@@ -57,7 +58,8 @@ class Expectations:
             known: :func:`facts` of where it was run.
         """
         record = record.as_judged
-        covering = [entry for entry in self._valid if entry.covers(record, known)]
+        valid = (entry for entry in self.entries if not entry.is_expired(self._today))
+        covering = [entry for entry in valid if entry.covers(record, known)]
         if record.status is Status.PASS and covering:
             first = covering[0]
             said = f"passes, but {first.source} expects {first.status}: {first.reason}"
@@ -69,15 +71,13 @@ class Expectations:
         return replace(record, status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
 
     @property
-    def _valid(self) -> Iterator[Expectation]:
-        today = self.today or datetime.date.today()
-        return (entry for entry in self.entries if not entry.is_expired(today))
+    def _today(self) -> datetime.date:
+        return self.today or datetime.date.today()
 
     def problems(self) -> Iterator[tuple[Expectation, str]]:
         """Entries that are out of date, each with why."""
-        today = self.today or datetime.date.today()
         for entry in self.entries:
-            if entry.is_expired(today):
+            if entry.is_expired(self._today):
                 yield entry, f"expired: until {entry.until}"
                 continue
             for query in entry.queries:
@@ -120,7 +120,10 @@ class Update:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name in sorted(changed):
-                _rewrite(Path(name), texts.get(name, ()))
+                if name in texts:
+                    write_whole(Path(name), "\n".join(map(to_toml, texts[name])))
+                else:
+                    Path(name).unlink()
         except OSError as error:
             raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
 
@@ -138,13 +141,11 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     ]
     parts = [part for entry in existing for part in _split(entry, run)]
     kept = [part for part, holds in parts if holds]
-    failing = [(record, known) for record, known in run if _can_be_expected(record)]
+    failing = [(each, known) for each, known in run if each.failed and each.status is not Status.HARNESS_ERROR]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
-    return Update(tuple(kept), _entries_for(new, folder), tuple(part for part, holds in parts if not holds))
-
-
-def _can_be_expected(record: Record) -> bool:
-    return record.failed and record.status is not Status.HARNESS_ERROR
+    ways = grouped(new, lambda record: (record.backend, record.status, record.check)).values()
+    added = tuple(_entry_for(way, folder) for way in ways)
+    return Update(tuple(kept), added, tuple(part for part, holds in parts if not holds))
 
 
 def _split(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> list[tuple[Expectation, bool]]:
@@ -164,27 +165,11 @@ def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) 
     return not covered or any(entry.foresees(record) for record in covered)
 
 
-def _entries_for(records: Sequence[Record], folder: Path) -> tuple[Expectation, ...]:
+def _entry_for(records: Sequence[Record], folder: Path) -> Expectation:
     """An entry for what a backend fails in one way: one reason, unless a person splits it."""
-    ways = dict.fromkeys((record.backend, record.status, record.check) for record in records)
-    return tuple(_entry_for(way, [r for r in records if (r.backend, r.status, r.check) == way], folder) for way in ways)
-
-
-def _entry_for(way: tuple[str, Status, str], records: Sequence[Record], folder: Path) -> Expectation:
-    backend, status, check = way
-    file = folder / f"{backend.replace('[', '-').rstrip(']')}.toml"
-    cases = _shortest(tuple(record.case for record in records))
-    return Expectation(backend=backend, case=cases, status=status.value, check=check, file=str(file))
-
-
-def _rewrite(path: Path, entries: Iterable[Expectation]) -> None:
-    text = "\n".join(map(to_toml, entries))
-    if not text:
-        path.unlink()
-        return
-    partial = path.with_suffix(".toml.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    first, cases = records[0], _shortest(tuple(record.case for record in records))
+    file = folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"
+    return Expectation(backend=first.backend, case=cases, status=first.status.value, check=first.check, file=str(file))
 
 
 def to_toml(entry: Expectation) -> str:

@@ -1,7 +1,7 @@
 """The MLA layers that transformers has, each with a small configuration and with what the reference calls it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
@@ -103,15 +103,8 @@ def _extended(
     module: str, prefix: str, model: str, yarn: Yarn, options: Mapping[str, Any] | None = None, **parts: Any
 ) -> Family:
     """One that YaRN extends; ``options`` of its configuration's RoPE."""
-    rope = {
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_positions,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale_all_dim,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-    }
+    rope = {"rope_type": "yarn", **asdict(yarn)}
+    rope["original_max_position_embeddings"] = rope.pop("original_positions")
     longest = {"max_position_embeddings": int(yarn.factor * yarn.original_positions)}
     settings = _rope(1e4, **rope, **(options or {})) | longest
     rotation = Rotation.extended(yarn, ROPE, interleaved=True)

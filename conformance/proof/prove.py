@@ -1,6 +1,6 @@
 """How far the golden layer and a model's own code are apart, and what of that code's float32 shows, as two tables."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -123,30 +123,26 @@ def section(proofs: Sequence[Proof], version: str) -> list[str]:
         f"Largest absolute differences from transformers {version}, whose code computes in float64 throughout; up to",
         f"{BOUND:.0e} is right. A dash is what a model does not have.",
         "",
-        *_table(["models", "class", *columns, "beyond the plain layer"], (_row(proof, columns) for proof in proofs)),
+        *_table(["models", "class", *columns, "beyond the plain layer"], [_row(proof, columns) for proof in proofs]),
         "",
         "The same where one place of that code stays in float32, as it is released, at positions from 0, and for",
         f"angles from {FAR:,} as well.",
         "",
-        *_table(["models", *places], (_effects(proof, places) for proof in proofs)),
+        *_table(["models", *places], [[p.family.spec.model, *_numbers(p.effects, places)] for p in proofs]),
     ]
 
 
 def _row(proof: Proof, columns: Iterable[str]) -> list[str]:
     family = proof.family
-    numbers = [_number(proof.differences.get(name)) for name in columns]
+    numbers = _numbers(proof.differences, columns)
     return [family.spec.model, f"`{family.prefix}{family.attention}`", *numbers, "; ".join(needs(family.spec)) or "–"]
 
 
-def _effects(proof: Proof, places: Iterable[str]) -> list[str]:
-    return [proof.family.spec.model, *(_number(proof.effects.get(place)) for place in places)]
+def _numbers(values: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    return [f"{values[name]:.0e}" if name in values else "–" for name in names]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0e}"
-
-
-def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     lines = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 

@@ -1,6 +1,7 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,10 +117,8 @@ class Distribution:
     @cached_property
     def bins(self) -> list[int]:
         """Cases per twentieth of the budget."""
-        counts = [0] * BINS
-        for share in self.shares:
-            counts[min(int(share * BINS), BINS - 1)] += 1
-        return counts
+        counts = Counter(min(int(share * BINS), BINS - 1) for share in self.shares)
+        return [counts[number] for number in range(BINS)]
 
     @property
     def title(self) -> str:
