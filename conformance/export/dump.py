@@ -1,6 +1,5 @@
 """What a case was judged by, as files: operands, results, golden results, errors and budgets, and where errors are."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -57,21 +56,18 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
     for name, text in ({_README: _told(record, list(pictures))} | pictures).items():
         write_output(folder / name, text)
-    data = {"case": case.id, "operands": called(trial.last).caller_owned, **_tensors(trial.last.observation, parts)}
-    try:
-        torch.save(data, folder / _TENSORS)
-    except OSError as error:
-        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
-
-
-def _tensors(observation: Observation, parts: Mapping[str, Measured]) -> dict[str, dict[str, torch.Tensor]]:
-    """Results, golden results, errors and budgets."""
-    return {
-        "returned": _returned(observation),
+    data = {
+        "case": case.id,
+        "operands": called(trial.last).caller_owned,
+        "returned": _returned(trial.last.observation),
         "golden": {name: part.golden for name, part in parts.items()},
         "error": {name: _error(part) for name, part in parts.items()},
         "budget": {name: part.allowed for name, part in parts.items()},
     }
+    try:
+        torch.save(data, folder / _TENSORS)
+    except OSError as error:
+        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
 
 
 def _error(measured: Measured) -> torch.Tensor:

@@ -36,12 +36,10 @@ class OwnClass:
     """A class that is no adapter of this project.
 
     Attributes:
-        loaded: the class.
         module: its module, or the name of its file.
         path: its file; None for a module that is installed.
     """
 
-    loaded: Any
     module: str
     path: Path | None
 
@@ -81,7 +79,7 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         return None
     location = subject.backend.reference.rpartition(":")[0]
     path = Path(location) if location.endswith(".py") else None
-    return OwnClass(loaded, path.name if path else module, path)
+    return OwnClass(path.name if path else module, path)
 
 
 def _stand_in(path: Path) -> list[str]:

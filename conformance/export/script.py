@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     require_equal(inputs, tensors, program.used, DEVICE=str(device), **starts)
     loads = [*_environment(found), *(own.load_lines(path) if own else [])]
     text = "\n".join([*inputs, *loads, *program.lines])
+    needs = [own.module] if own else found.subject.declaration_of(found.case.role).distributions
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
     return {
         "found": found,
@@ -89,7 +90,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "text": text,
         "told": _told(found),
         "imports": sorted({"sys"} | {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}),
-        "needs": json.dumps(f"(needs {', '.join(['torch', *_needs(found, own)])})", ensure_ascii=False),
+        "needs": json.dumps(f"(needs {', '.join(dict.fromkeys(['torch', *needs]))})", ensure_ascii=False),
         "modules": {} if own and own.path else program.modules,
         "device": device.type,
         "bounds": assigned({name: str(list(values)) for name, values in starts.items()}),
@@ -140,12 +141,6 @@ def _environment(found: Reproduced) -> list[str]:
     """What must be set before a library is imported."""
     interpreted = issubclass(found.subject.class_of(found.case.role), InterpretedKernel)
     return [f"os.environ.update({ENVIRONMENT})".replace("'", '"')] if interpreted else []
-
-
-def _needs(found: Reproduced, own: OwnClass | None) -> Sequence[str]:
-    if own is not None:
-        return [own.path.name if own.path else own.module]
-    return [name for name in found.subject.declaration_of(found.case.role).distributions if name != "torch"]
 
 
 def _operands(call: AttentionCall) -> str:
