@@ -127,13 +127,10 @@ def junit(run: RunSummary) -> str:
 def _suite(backend: BackendSummary) -> ElementTree.Element:
     tests = [_unavailable(backend)] if backend.reasons else [_test(record) for record in backend.records]
     tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-    suite = ElementTree.Element(
-        "testsuite",
-        name=shown(backend.name),
-        tests=str(len(tests)),
-        **{name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()},
-        time=f"{sum(record.seconds for record in backend.records):.3f}",
-    )
+    numbers = {name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()}
+    seconds = f"{sum(record.seconds for record in backend.records):.3f}"
+    named = {"name": shown(backend.name), "tests": str(len(tests))}
+    suite = ElementTree.Element("testsuite", named | numbers | {"time": seconds})
     suite.extend(tests)
     return suite
 
