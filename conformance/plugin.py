@@ -190,7 +190,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The verdict of each backend, by capability."""
     records = terminalreporter.config.stash[_RECORDS]
     if records:
-        from mla_conformance.report.backend_lines import capability_lines
+        from mla_conformance.report.outcome import capability_lines
 
         terminalreporter.section("mla-conformance")
         for line in capability_lines(records):

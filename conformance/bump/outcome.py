@@ -10,8 +10,8 @@ from packaging.utils import canonicalize_name
 from mla_conformance.bump.version import Pin
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.ci_views import inline
 from mla_conformance.report.compare import DRIFT, Change, compare
-from mla_conformance.report.markdown import inline
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted
 

@@ -13,10 +13,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
-from mla_conformance.export.checked import RIGHT, WRONG, Ran, run_alone
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
-from mla_conformance.export.literals import NotWritable, TooLong
-from mla_conformance.export.script import EXPORTED_BY, script_of
+from mla_conformance.export.program import NotWritable, TooLong
+from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.judging.record import UNLIKE
@@ -47,7 +46,7 @@ def export(options: argparse.Namespace) -> int:
         raise InputError(f"export: {error}") from error
     finally:
         draft.unlink(missing_ok=True)
-    said = "fails" if found.verdict.status is Status.FAIL else "passes"
+    said = "fails" if found.record.status is Status.FAIL else "passes"
     say(f"{path}: {len(text.splitlines())} lines, {said} without mla-conformance as it does with it")
     return 0
 
@@ -71,7 +70,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 def _looks_like(found: Reproduced) -> str:
     """What a failure looks like, judged again: by now all is loaded, so that it is soon compared; empty if unlike."""
     trial, record = judged_trial(found.subject, found.case, Context())
-    if record.check != (found.verdict.check or ""):
+    if record.check != found.record.check:
         return ""
     looks_like = replace(record, explanation=explain(trial, record)).looks_like
     return "" if looks_like == UNLIKE else looks_like
@@ -90,11 +89,11 @@ def _further(options: argparse.Namespace) -> str:
 
 def _require_agreement(found: Reproduced, ran: Ran) -> None:
     """Refuse a script that does not find what the judge found."""
-    if ran.verdict == (WRONG if found.verdict.status is Status.FAIL else RIGHT):
+    if ran.verdict == (WRONG if found.record.status is Status.FAIL else RIGHT):
         return
     printed = " · ".join(ran.printed.splitlines()[-5:])
     if not ran.verdict:
         raise NotWritable(f"the script cannot be run alone: it ended with {ran.status}; it printed: {printed}")
-    judge = found.verdict.message or "pass"
+    judge = found.record.message or "pass"
     said = f"the script says {ran.verdict}, the judge: {judge}; it printed: {printed}"
     raise NotWritable(f"one call alone does not show it: {said}")

@@ -2,11 +2,9 @@
 
 import argparse
 
-from mla_conformance.expectations.apply import Expectations, shipped
-from mla_conformance.expectations.update import plan_update
+from mla_conformance.expectations.apply import Expectations, plan_update, shipped
 from mla_conformance.files.inputs import InputError
-from mla_conformance.gating.gate import Gate
-from mla_conformance.gating.gate_table import gate_lines
+from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say

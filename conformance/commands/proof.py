@@ -7,9 +7,8 @@ from pathlib import Path
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.proof.families import FAMILIES
-from mla_conformance.proof.prove import BOUND
+from mla_conformance.proof.prove import BOUND, section
 from mla_conformance.proof.prove import prove as prove_family
-from mla_conformance.proof.text import section
 from mla_conformance.report.terminal import say
 
 _REMEDY = "pip install mla-conformance[models]"

@@ -20,8 +20,8 @@ from mla_conformance.engine.supervisor import LOOKS, Patience, RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answer import of_cases, worst_error
 from mla_conformance.report.causes import causes
-from mla_conformance.report.closing import of_cases, worst_error
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise

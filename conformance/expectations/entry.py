@@ -3,7 +3,7 @@
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -14,8 +14,7 @@ import msgspec
 from packaging.version import Version
 
 from mla_conformance.cases.case import Case
-from mla_conformance.expectations.condition import Condition
-from mla_conformance.expectations.query import CaseQuery
+from mla_conformance.expectations.grammar import CaseQuery, Condition
 from mla_conformance.files.inputs import InputError, convert, read_text
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -84,26 +83,34 @@ class Expectation:
             if getattr(self, name) not in allowed:
                 expected = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name}: expected one of {expected}, got {getattr(self, name)!r}")
-        for name, parse in _GRAMMARS.items():
+        for name, parsed in _PARSED.items():
             try:
-                parse(getattr(self, name))
+                getattr(self, parsed)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The queries as they are written."""
-        return _texts(self.case)
+        return (self.case,) if isinstance(self.case, str) else self.case
 
     @cached_property
     def queries(self) -> tuple[CaseQuery, ...]:
         """The parsed queries."""
+        if not self.case:
+            raise ValueError("expected a case query, or a list of some, got none")
         return tuple(map(CaseQuery.parse, self.texts))
 
     @cached_property
     def condition(self) -> Condition:
         """The parsed condition."""
         return Condition.parse(self.when)
+
+    @cached_property
+    def _end(self) -> Version | datetime.date | None:
+        if _SUITE.fullmatch(self.until):
+            return Version(self.until)
+        return datetime.date.fromisoformat(self.until) if self.until else None
 
     @property
     def source(self) -> str:
@@ -132,34 +139,13 @@ class Expectation:
 
     def is_expired(self, today: datetime.date) -> bool:
         """Whether its time is over."""
-        if not self.until:
-            return False
-        if _SUITE.fullmatch(self.until):
-            return Version(SUITE_VERSION) >= Version(self.until)
-        return today > datetime.date.fromisoformat(self.until)
+        if isinstance(self._end, Version):
+            return Version(SUITE_VERSION) >= self._end
+        return self._end is not None and today > self._end
 
 
-def _texts(case: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (case,) if isinstance(case, str) else case
-
-
-def _require_queries(case: str | tuple[str, ...]) -> None:
-    if not case:
-        raise ValueError("expected a case query, or a list of some, got none")
-    for text in _texts(case):
-        CaseQuery.parse(text)
-
-
-def _require_moment(text: str) -> None:
-    if text and not _SUITE.fullmatch(text):
-        datetime.date.fromisoformat(text)
-
-
-_GRAMMARS: dict[str, Callable[[Any], object]] = {
-    "case": _require_queries,
-    "when": Condition.parse,
-    "until": _require_moment,
-}
+_PARSED = {"case": "queries", "when": "condition", "until": "_end"}
+"""Fields in grammars of their own, and what they are parsed as."""
 FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in ("file", "number"))
 
 

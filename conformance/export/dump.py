@@ -1,6 +1,5 @@
 """What a case was judged by, as files: operands, results, golden results, errors and budgets, and where errors are."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,13 +8,14 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat import compared, heat_maps
 from mla_conformance.driving.driver import Observation
 from mla_conformance.driving.plain import parts_of, why_not_plain
-from mla_conformance.export.failing import watched
-from mla_conformance.export.literals import NotWritable
+from mla_conformance.export.failing import called
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.verdict import Verdict
+from mla_conformance.judging.record import Record
 from mla_conformance.report.heat_picture import picture_file
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 
 _TENSORS, _README = "tensors.pt", "README.md"
@@ -49,31 +49,25 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
     Raises:
         InputError: there is nothing to write, or no room for it.
     """
-    try:
-        trial, verdict = watched(subject, case, salt)
-    except NotWritable as error:
-        raise InputError(f"--dump: {error}") from error
-    if trial.last is None or trial.ran is None:
-        raise InputError(f"--dump: nothing was run, the verdict is {verdict.status}: {verdict.message}")
+    trial, record = judged_trial(subject, case, Context(salt))
+    if trial.last is None:
+        raise InputError(f"--dump: nothing was run, the verdict is {record.status}: {record.message}")
     parts = compared(trial.last, trial.declaration)
     pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
-    for name, text in ({_README: _told(subject, case, verdict, list(pictures))} | pictures).items():
+    for name, text in ({_README: _told(record, list(pictures))} | pictures).items():
         write_output(folder / name, text)
-    data = {"case": case.id, "operands": trial.ran.caller_owned, **_tensors(trial.last.observation, parts)}
-    try:
-        torch.save(data, folder / _TENSORS)
-    except OSError as error:
-        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
-
-
-def _tensors(observation: Observation, parts: Mapping[str, Measured]) -> dict[str, dict[str, torch.Tensor]]:
-    """Results, golden results, errors and budgets."""
-    return {
-        "returned": _returned(observation),
+    data = {
+        "case": case.id,
+        "operands": called(trial.last).caller_owned,
+        "returned": _returned(trial.last.observation),
         "golden": {name: part.golden for name, part in parts.items()},
         "error": {name: _error(part) for name, part in parts.items()},
         "budget": {name: part.allowed for name, part in parts.items()},
     }
+    try:
+        torch.save(data, folder / _TENSORS)
+    except OSError as error:
+        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
 
 
 def _error(measured: Measured) -> torch.Tensor:
@@ -91,7 +85,7 @@ def _returned(observation: Observation) -> dict[str, torch.Tensor]:
     }
 
 
-def _told(subject: Subject, case: Case, verdict: Verdict, pictures: list[str]) -> str:
-    said = f"{verdict.status}: {verdict.message}" if verdict.message else verdict.status
+def _told(record: Record, pictures: list[str]) -> str:
+    verdict = f"{record.status}: {record.message}" if record.message else record.status
     listed = ", ".join(pictures) or "none was compared"
-    return _TOLD.format(case=case.id, backend=subject.name, verdict=said, pictures=listed)
+    return _TOLD.format(case=record.case, backend=record.backend, verdict=verdict, pictures=listed)

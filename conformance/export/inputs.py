@@ -2,7 +2,7 @@
 
 import base64
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.export.failing import cached_entries, changed_rows, equal_elements, same
-from mla_conformance.export.literals import WIDTH, NotWritable, TooLong, assigned, folded, literal
+from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.operands import Draw
+from mla_conformance.problems.operands import Draw, segments
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.prefill.call import PrefillCall
 
@@ -78,7 +77,7 @@ def _prefill_operands(case: Case, call: AttentionCall) -> list[str]:
 
 def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
     latent, page = call.ql_nope.shape[-1], call.kv_cache.shape[1]
-    entries, queries = cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
+    entries, queries = _cached_entries(call).cpu(), torch.cat([call.ql_nope, call.q_pe], dim=-1).cpu()
     lines = [_generator(case), _randn("latents", entries.shape, f".to({queries.dtype})")]
     if call.holds_codes:
         scale = float(call.k_scale)
@@ -87,7 +86,7 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
     drawn = _carried_out(lines)
     lines += _amended("latents", drawn["latents"], entries) + _amended("queries", drawn["queries"], queries)
     lines += _plain("block_table", call.metadata.block_table.cpu())
-    fill = _filling(call, entries)
+    fill = _first(call.kv_cache[0])  # as in all slots that no request owns; block 0 is none's
     lines += folded(f"kv_cache = torch.full({tuple(call.kv_cache.shape)}, {fill}, dtype={entries.dtype})")
     lines += [
         "for request, (start, stop) in enumerate(pairwise(KEYS)):",
@@ -97,11 +96,6 @@ def _decode_operands(case: Case, call: DecodeCall) -> list[str]:
         f"ql_nope, q_pe = queries[..., :{latent}], queries[..., {latent}:]",
     ]
     return lines
-
-
-def _filling(call: DecodeCall, entries: torch.Tensor) -> str:
-    """What stands in the slots that no request owns; block 0 is none's."""
-    return literal(float(call.kv_cache[0].flatten()[0].double()))
 
 
 def _generator(case: Case) -> str:
@@ -122,7 +116,7 @@ def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:
 def _amended(name: str, drawn: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     """Statements that make of a drawn tensor the one that is wanted: rows of padding, spoiled rows, or all of it."""
     wanted, rows = wanted.cpu(), len(drawn)
-    runs = changed_rows(drawn, wanted[:rows])
+    runs = _changed_rows(drawn, wanted[:rows])
     parts = [wanted[rows:], *(wanted[start:stop] for start, stop in runs)]
     if len(runs) > _MOST_CHANGES or not all(map(_is_uniform, parts)):
         return _packed(name, wanted)
@@ -135,7 +129,7 @@ def _amended(name: str, drawn: torch.Tensor, wanted: torch.Tensor) -> list[str]:
 
 
 def _is_uniform(x: torch.Tensor) -> bool:
-    return not x.numel() or bool(equal_elements(x, x.flatten()[:1].expand(x.numel()).view(x.shape)).all())
+    return not x.numel() or bool(_equal_elements(x, x.flatten()[:1].expand(x.numel()).view(x.shape)).all())
 
 
 def _first(x: torch.Tensor) -> str:
@@ -157,14 +151,11 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
     """A tensor of the metadata: as a list, as one value throughout, or its bytes."""
     where = "" if tensor.device.type == "cpu" else ", device=DEVICE"
     if tensor.numel() > 1 and _is_uniform(tensor):
-        return folded(f"{name} = torch.full({tuple(tensor.shape)}, {_value(tensor)}, dtype={tensor.dtype}{where})")
+        value = literal(tensor.flatten()[0].item())
+        return folded(f"{name} = torch.full({tuple(tensor.shape)}, {value}, dtype={tensor.dtype}{where})")
     if (tensor.numel() <= MOST_BYTES // 8 and not tensor.is_floating_point()) or tensor.dim() == 0:
         return folded(f"{name} = torch.tensor({tensor.tolist()}, dtype={tensor.dtype}{where})")
     return [*_packed(name, tensor.cpu()), *([] if tensor.device.type == "cpu" else [f"{name} = {name}.to(DEVICE)"])]
-
-
-def _value(tensor: torch.Tensor) -> str:
-    return literal(tensor.flatten()[0].item())
 
 
 def _placed(operands: Mapping[str, torch.Tensor]) -> list[str]:
@@ -196,3 +187,42 @@ def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], use
 def _strides(x: torch.Tensor) -> list[int]:
     """Those that count: a dimension of one element has any."""
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def by_request(call: AttentionCall) -> list[tuple[torch.Tensor, ...]]:
+    """Queries, and keys and values or cache entries, of each request."""
+    rows, keys = list(segments(call.query_start_loc)), list(segments(call.key_start_loc))
+    if isinstance(call, DecodeCall):
+        entries = _cached_entries(call)
+        return [(call.ql_nope[r], call.q_pe[r], entries[k]) for r, k in zip(rows, keys, strict=True)]
+    return [(call.q[r], call.k[k], call.v[k]) for r, k in zip(rows, keys, strict=True)]
+
+
+def _cached_entries(call: DecodeCall) -> torch.Tensor:
+    """[S, width] entries of all requests, one after the other, from the pages."""
+    page, table = call.kv_cache.shape[1], call.metadata.block_table.long()
+    tokens = [torch.arange(length, device=table.device) for length in call.metadata.seq_lens_cpu.tolist()]
+    parts = [
+        call.kv_cache.view(torch.uint8)[table[request, token // page], token % page]
+        for request, token in enumerate(tokens)
+    ]
+    return torch.cat(parts).view(call.kv_cache.dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers; one NaN is as good as another."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(_equal_elements(a, b).all())
+
+
+def _equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where two tensors hold the same number, of one shape."""
+    a, b = a.cpu().double(), b.cpu().double()
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _changed_rows(drawn: torch.Tensor, wanted: torch.Tensor) -> Sequence[tuple[int, int]]:
+    """First row and end of each run of rows that differ."""
+    differs = (~_equal_elements(drawn, wanted)).flatten(1).any(dim=1).int()
+    steps = torch.nn.functional.pad(differs, (1, 1)).diff()
+    starts, ends = ((steps == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
+    return list(zip(starts, ends, strict=True))

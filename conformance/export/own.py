@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.export.literals import NotWritable, folded
-from mla_conformance.export.program import LIBRARY
+from mla_conformance.export.program import LIBRARY, NotWritable, folded
 from mla_conformance.trials.subject import Subject
 
 _OURS = "mla_conformance"
@@ -37,12 +36,10 @@ class OwnClass:
     """A class that is no adapter of this project.
 
     Attributes:
-        loaded: the class.
         module: its module, or the name of its file.
         path: its file; None for a module that is installed.
     """
 
-    loaded: Any
     module: str
     path: Path | None
 
@@ -82,7 +79,7 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         return None
     location = subject.backend.reference.rpartition(":")[0]
     path = Path(location) if location.endswith(".py") else None
-    return OwnClass(loaded, path.name if path else module, path)
+    return OwnClass(path.name if path else module, path)
 
 
 def _stand_in(path: Path) -> list[str]:

@@ -1,16 +1,18 @@
 """A recording as source text: the steps that a result needs, in order, each written as a person would write it."""
 
+import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 
-from mla_conformance.export.literals import NotWritable, folded, literal
-from mla_conformance.export.needed import METHOD, aliases, is_alias, needed, owner_of, writes
-from mla_conformance.export.recording import Handle, Step, handles_in, tensors_in
+from mla_conformance.export.recording import METHOD, Handle, Step, aliases, bare, leaves, needed, owner_of
 
+WIDTH = 112
+"""Characters of a line at most, unless it cannot be broken."""
 LIBRARY = "library"
 """A script's own name for the module that it calls, with a number behind it for every further one: whatever modules are
 called, they never take the place of something else."""
@@ -21,6 +23,14 @@ _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "__floordiv__": "//", "remainder": "%", "__and__": "&",
     "__or__": "|", "__matmul__": "@", "matmul": "@",
 }  # fmt: skip
+
+
+class NotWritable(ValueError):
+    """What cannot be put into a script, as one sentence."""
+
+
+class TooLong(NotWritable):
+    """What would fit into a script, were the case smaller."""
 
 
 @dataclass(frozen=True)
@@ -51,58 +61,51 @@ def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: 
     Raises:
         NotWritable: it depends on something that was neither given nor made while it was recorded.
     """
-    kept = needed(steps, results)
-    writer = _Writer(kept, {id(tensor): name for name, tensor in inputs.items()}, results)
-    for index, step in enumerate(kept):
+    writer = _Writer(needed(steps, results), {id(tensor): name for name, tensor in inputs.items()}, results)
+    for index, step in enumerate(writer.steps):
         writer.write(index, step)
-    expressions = tuple(writer.text(result) for result in results)
+    expressions = tuple(map(writer.text, results))
     return Program(tuple(writer.lines), writer.modules, expressions, frozenset(writer.used & inputs.keys()))
 
 
-@dataclass
 class _Writer:
     """Writes steps one after the other.
 
-    Attributes:
+    Args:
         steps: the steps that are kept.
         names: expressions for tensors and objects by their ids.
         results: what the adapter returned.
     """
 
-    steps: Sequence[Step]
-    names: dict[int, str]
-    results: Sequence[torch.Tensor]
-    lines: list[str] = field(default_factory=list)
-    modules: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    _named_so_far: int = 0
-
-    def __post_init__(self) -> None:
-        self._same = aliases(self.steps)
-        mentioned = [(index, step) for index, step in enumerate(self.steps) if not is_alias(step)]
-        uses = [(index, self._key(t)) for index, step in mentioned for t in tensors_in([step.arguments, step.keywords])]
-        self._uses = Counter(key for _, key in uses)
-        self._uses.update(map(self._key, self.results))
-        self._returned = dict(zip(map(self._key, self.results), ("output", "lse"), strict=False))
+    def __init__(self, steps: Sequence[Step], names: dict[int, str], results: Sequence[torch.Tensor]) -> None:
+        self.steps, self._names, self._named_so_far = steps, names, 0
+        self.lines: list[str] = []
+        self.modules: dict[str, str] = {}
+        self.used: set[str] = set()
+        self._same = aliases(steps)
+        mentioned = [(index, step) for index, step in enumerate(steps) if not step.is_alias]
+        uses = [(index, self._key(leaf)) for index, s in mentioned for leaf in leaves([s.arguments, s.keywords])]
+        returned = list(map(self._key, results))
+        self._uses = Counter([*(key for _, key in uses), *returned])
+        self._returned = dict(zip(returned, ("output", "lse"), strict=False))
         self._last = {key: index for index, key in uses}
-        self._effects = [index for index, step in mentioned if step.source is not None or writes(step)]
+        self._effects = [index for index, step in mentioned if step.source is not None or step.writes]
 
-    def _key(self, tensor: torch.Tensor) -> int:
-        return self._same.get(id(tensor), id(tensor))
+    def _key(self, leaf: torch.Tensor | Handle) -> int:
+        return self._same.get(owner_of(leaf), owner_of(leaf))
 
     def write(self, index: int, step: Step) -> None:
         """Add a step: as a statement, or by the name of what it made where that is mentioned once."""
-        if is_alias(step):
+        if step.is_alias:
             return
         expression = self._expression(step)
-        made = [*tensors_in(step.result), *handles_in(step.result)]
-        if writes(step) or not made:
-            self._statement(expression)
+        if step.writes or not list(leaves(step.result)):
+            self.lines += folded(expression)
         elif self._is_passing(index, step) and len(expression) <= _INLINED:
-            self.names[self._key(step.result)] = expression
+            self._names[self._key(step.result)] = expression
         else:
             target = self._named(step.result)
-            self._statement(expression if target in ("_", "*_") else f"{target} = {expression}")
+            self.lines += folded(expression if target in ("_", "*_") else f"{target} = {expression}")
 
     def _is_passing(self, index: int, step: Step) -> bool:
         """Whether a result may be written where it is used: there alone, and nothing is written in between."""
@@ -118,25 +121,23 @@ class _Writer:
             while names[-2:] == ["_", "_"]:
                 names.pop()
             return ", ".join([*names[:-1], "*_"] if names[-1] == "_" else names)
-        key = owner_of(result) if isinstance(result, Handle) else self._key(result)
-        if key in self.names or not (isinstance(result, Handle) or self._uses[key]):
+        key = self._key(result)
+        if key in self._names or not (isinstance(result, Handle) or self._uses[key]):
             return "_"
         if key in self._returned:
-            self.names[key] = self._returned[key]
+            self._names[key] = self._returned[key]
         else:
             self._named_so_far += 1
-            self.names[key] = f"x{self._named_so_far}"
-        return self.names[key]
-
-    def _statement(self, text: str) -> None:
-        self.lines += folded(text)
+            self._names[key] = f"x{self._named_so_far}"
+        return self._names[key]
 
     def _expression(self, step: Step) -> str:
         arguments, name = step.arguments, step.name.removeprefix(METHOD)
         if step.source is not None:
             return f"{self._place(step.source, step.name)}({self._arguments(arguments, step.keywords)})"
         if not step.name.startswith(METHOD):
-            return f"{self._function(step.name)}({self._arguments(arguments, step.keywords)})"
+            function = name.replace("torch.functional.", "torch.").replace("torch._C._nn.", "torch.nn.functional.")
+            return f"{function}({self._arguments(arguments, step.keywords)})"
         tensor = self.text(arguments[0])
         if name.endswith(".__get__"):
             return f"{tensor}.{name.removesuffix('.__get__')}"
@@ -156,9 +157,6 @@ class _Writer:
             left, right, name = right, left, "sub"
         return f"({left} {_OPERATORS[name]} {right})" if name in _OPERATORS else ""
 
-    def _function(self, name: str) -> str:
-        return name.replace("torch.functional.", "torch.").replace("torch._C._nn.", "torch.nn.functional.")
-
     def _place(self, source: Any, name: str) -> str:
         if not isinstance(source, str):
             return f"{self._known(id(source), source)}{name}"
@@ -166,11 +164,11 @@ class _Writer:
         return f"{self.modules.setdefault(source, LIBRARY + number)}{name}"
 
     def _known(self, key: int, value: Any) -> str:
-        if key not in self.names:
+        if key not in self._names:
             kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise NotWritable(f"the call depends on a {kind} that was neither given to it nor made by it")
-        self.used |= {self.names[key]}
-        return self.names[key]
+        self.used |= {self._names[key]}
+        return self._names[key]
 
     def _arguments(self, positional: Iterable[Any], keywords: Mapping[str, Any]) -> str:
         return ", ".join([*map(self.text, positional), *(f"{name}={self.text(x)}" for name, x in keywords.items())])
@@ -203,3 +201,57 @@ class _Writer:
         if is_dataclass(value):
             return f"SimpleNamespace({self._arguments((), vars(value))})"
         return literal(value)
+
+
+def literal(value: Any) -> str:
+    """A plain value as source text.
+
+    Raises:
+        NotWritable: it is of another kind.
+    """
+    if isinstance(value, torch.device):
+        return '"cpu"' if value.type == "cpu" else "DEVICE"
+    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value).replace("'", '"') if isinstance(value, str) else repr(value)
+    raise NotWritable(f"the call has an argument of type {type(bare(value)).__name__}, which cannot be written down")
+
+
+def folded(text: str) -> list[str]:
+    """A statement in lines of WIDTH characters: broken between the arguments of its outer call, else in brackets."""
+    if len(text) <= WIDTH:
+        return [text]
+    lines = [""]
+    for part in _arguments_of(text):
+        lines[-1:] = [lines[-1] + part] if len(lines[-1] + part.rstrip()) <= WIDTH else [lines[-1], f"    {part}"]
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return [row for line in lines for row in wrapper.wrap(line)]
+
+
+def assigned(values: Mapping[str, str]) -> list[str]:
+    """Names that get the values of expressions, as many in a line as there is room for."""
+    rows: list[dict[str, str]] = []
+    for name, value in values.items():
+        if not rows or len(_assignment(rows[-1] | {name: value})) > WIDTH:
+            rows.append({})
+        rows[-1][name] = value
+    return [line for row in rows for line in folded(_assignment(row))]
+
+
+def _assignment(values: Mapping[str, str]) -> str:
+    return f"{', '.join(values)} = {', '.join(values.values())}"
+
+
+def _arguments_of(text: str) -> list[str]:
+    """A text, cut behind its first bracket and behind each comma that stands in one bracket alone."""
+    depth, start = 0, 0
+    parts: list[str] = []
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 1 and (character == "," or (character in "([{" and not parts)):
+            parts.append(text[start : at + 1 + (character == ",")])
+            start = at + 1 + (character == ",")
+    return [*parts, text[start:]]

@@ -1,11 +1,11 @@
-"""What an adapter calls between the operands it is given and the result it returns, step by step.
+"""What an adapter calls between the operands it is given and the result it returns, step by step; what a result needs.
 
 Calls of torch are seen by a function mode. Libraries are handed out as handles, through which an adapter calls them;
 what a library calls in turn is its own affair and not recorded.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from types import FunctionType, ModuleType
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from mla_conformance.backends.dependencies import Library
 
+METHOD = "torch.Tensor."
 _LOAD = "load"
 """The method by which an adapter gets its library."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)
@@ -38,6 +39,29 @@ class Step:
     keywords: dict[str, Any]
     result: Any
     source: Any = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether a function of torch writes to an operand."""
+        if self.source is not None:
+            return False
+        name = self.name.removeprefix(METHOD)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in self.keywords
+
+    @property
+    def written(self) -> Any:
+        """What may have been written to: of a library all that it was given."""
+        if self.source is not None:
+            return self.arguments, self.keywords
+        return self.keywords.get("out", self.arguments[:1]) if self.writes else ()
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether what came back is the first argument as it was, such as a copy that was not necessary."""
+        made, given = self.result, self.arguments[0] if self.arguments else None
+        if self.source is not None or self.writes or not isinstance(made, torch.Tensor):
+            return False
+        return isinstance(given, torch.Tensor) and _view_of(made) == _view_of(given)
 
 
 class Handle:
@@ -85,7 +109,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if list(tensors_in(result)) or func is torch.Tensor.__setitem__:
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__:
             self.steps.append(Step(_name_of(func), tuple(args), _said(func, kwargs or {}), result))
         return result
 
@@ -142,26 +166,57 @@ def bare(value: Any) -> Any:
     return type(value)(map(bare, value)) if type(value) in (tuple, list) else value
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument or a result."""
-    if isinstance(value, torch.Tensor):
+def leaves(value: Any) -> Iterator[torch.Tensor | Handle]:
+    """The tensors and the handles of an argument or a result."""
+    if isinstance(value, torch.Tensor | Handle):
         yield value
     elif isinstance(value, dict):
-        yield from (found for part in value.values() for found in tensors_in(part))
+        yield from leaves([*value, *value.values()])
     elif isinstance(value, tuple | list):
-        yield from (found for part in value for found in tensors_in(part))
+        yield from (leaf for part in value for leaf in leaves(part))
     elif is_dataclass(value):
-        yield from tensors_in(vars(value))
+        yield from leaves(vars(value))
 
 
-def handles_in(value: Any) -> Iterator[Handle]:
-    """The handles of an argument or a result."""
-    if isinstance(value, Handle):
-        yield value
-    elif isinstance(value, dict):
-        yield from (found for pair in value.items() for found in handles_in(list(pair)))
-    elif isinstance(value, tuple | list):
-        yield from (found for part in value for found in handles_in(part))
+def owner_of(leaf: torch.Tensor | Handle) -> int:
+    """The id of a tensor, or of the object that a handle's names begin at."""
+    return id(leaf.place[0]) if isinstance(leaf, Handle) else id(leaf)
+
+
+def needed(steps: Sequence[Step], results: Sequence[torch.Tensor]) -> list[Step]:
+    """The steps that the results come from: those that made something needed, or may have written to it.
+
+    A library's call may also have changed the object, or the module, that a needed one is made of.
+    """
+    objects, storages = set(map(owner_of, results)), _storages(list(results))
+    kept = []
+    for step in reversed(steps):
+        mentioned = [step.arguments, step.keywords]
+        touched = {id(step.source), *map(owner_of, leaves(mentioned))}
+        made = {*map(owner_of, leaves(step.result)), *(touched if step.source is not None else ())}
+        if made & objects or _storages(step.written) & storages:
+            kept.append(step)
+            objects |= touched
+            storages |= _storages(mentioned)
+    return kept[::-1]
+
+
+def aliases(steps: Sequence[Step]) -> dict[int, int]:
+    """The ids of tensors that are others, with those of the others."""
+    found: dict[int, int] = {}
+    for step in steps:
+        if step.is_alias:
+            found[id(step.result)] = found.get(id(step.arguments[0]), id(step.arguments[0]))
+    return {mine: others for mine, others in found.items() if mine != others}
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return {pointer for tensor in tensors if (pointer := tensor.untyped_storage().data_ptr())}
+
+
+def _view_of(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
 
 
 def _said(func: Any, keywords: dict[str, Any]) -> dict[str, Any]:

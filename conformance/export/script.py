@@ -1,9 +1,12 @@
-"""The script: inputs, call, reference, budget and comparison of one call, in at most 120 lines."""
+"""The script: inputs, call, reference, budget and comparison of one call, in at most 120 lines; and running it."""
 
 import ast
 import json
+import subprocess
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +14,36 @@ import torch
 
 from mla_conformance.backends.interpreted import ENVIRONMENT, InterpretedKernel
 from mla_conformance.backends.platform import describe_device
-from mla_conformance.export.budget import budget_lines
-from mla_conformance.export.call import written_call
 from mla_conformance.export.failing import Reproduced
-from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, require_equal
-from mla_conformance.export.literals import NotWritable, TooLong, assigned
+from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
 from mla_conformance.export.own import OwnClass, own_class
+from mla_conformance.export.program import NotWritable, Program, TooLong, assigned, written
+from mla_conformance.export.recording import Handle, Recorder
+from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.table import decode_kernel, prefill_kernel
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
 EXPORTED_BY = "Exported by mla-conformance"
 """What tells a script of ours from somebody's file."""
+SECONDS = 600
+"""A library may compile for minutes at its first call."""
+WRONG, RIGHT = "WRONG", "right"
+_STATUS = {WRONG: 1, RIGHT: 0}
 _HELPERS = {"laid_out(": LAID_OUT, "unpacked(": UNPACKED}
 _STANDARD = {"base64.": "base64", "zlib.": "zlib", "os.": "os", "importlib.": "importlib.util"}
-_WIDTH = 118
+_WIDTH, _MARGIN = 118, 107
+_ALONE = """
+import os, runpy, sys
+sys.modules["mla_conformance"] = None  # what imports it raises
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def script_of(found: Reproduced, path: Path) -> str:
@@ -39,7 +55,7 @@ def script_of(found: Reproduced, path: Path) -> str:
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    own = own_class(found.subject, found.subject.class_of(found.problem.case.role))
+    own = own_class(found.subject, found.subject.class_of(found.case.role))
     if own is not None and own.path == path.resolve():
         raise NotWritable(f"{path} is the backend itself; give the script another name")
     loader = PackageLoader("mla_conformance.export", ".")
@@ -54,47 +70,58 @@ def script_of(found: Reproduced, path: Path) -> str:
 
 def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any]:
     """What the template is filled with."""
-    call, locations = found.call, {"QUERIES": found.call.query_start_loc, "KEYS": found.call.key_start_loc}
-    written = written_call(found, own)
-    program = written.program
-    inputs = input_lines(found.problem.case, call, written.tensors, program.used)
-    require_equal(inputs, written.tensors, program.used, DEVICE=str(found.problem.device), **locations)
+    call, device = found.call, found.problem.device
+    starts = {"QUERIES": call.query_start_loc, "KEYS": call.key_start_loc}
+    program, tensors = _written_call(found, own)
+    inputs = input_lines(found.problem.case, call, tensors, program.used)
+    require_equal(inputs, tensors, program.used, DEVICE=str(device), **starts)
     loads = [*_environment(found), *(own.load_lines(path) if own else [])]
     text = "\n".join([*inputs, *loads, *program.lines])
+    needs = [own.module] if own else found.subject.declaration_of(found.case.role).distributions
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
     return {
+        "found": found,
+        "call": call,
+        "program": program,
+        "inputs": inputs,
+        "helpers": helpers,
+        "loads": loads,
+        "text": text,
         "told": _told(found),
         "imports": sorted({"sys"} | {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}),
-        "uses_paths": "Path(" in text,
-        "uses_namespaces": "SimpleNamespace(" in text,
-        "uses_mocks": "MagicMock(" in text,
-        "needs": json.dumps(f"(needs {', '.join(['torch', *_needs(found, own)])})", ensure_ascii=False),
-        "loads": loads,
+        "needs": json.dumps(f"(needs {', '.join(dict.fromkeys(['torch', *needs]))})", ensure_ascii=False),
         "modules": {} if own and own.path else program.modules,
-        "device": found.problem.device.type,
-        "scale": repr(found.problem.case.softmax_scale),
-        "causal": call.question().causal,
-        "bounds": assigned({name: str(list(starts)) for name, starts in locations.items()}),
-        "excused": list(found.excused),
-        "helpers": helpers,
-        "budget": budget_lines(found),
-        "inputs": inputs,
-        "call": program.lines,
+        "device": device.type,
+        "bounds": assigned({name: str(list(values)) for name, values in starts.items()}),
+        "budget": _budget(found),
         "operands": _operands(call),
         "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else "",
-        "judges_lse": call.judges_lse,
-        "output": program.results[0],
-        "lse": program.results[-1],
     }
+
+
+def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dict[str, torch.Tensor]]:
+    """The call as a new instance makes it, and what the backend was handed, by the names that the program gives it."""
+    case, call = found.problem.case, found.call
+    create: Callable[..., Any] = decode_kernel if isinstance(call, DecodeCall) else prefill_kernel
+    out = call.output_buffer()
+    tensors = named_tensors(call) | ({"out": out.view} if out else {})
+    with Recorder() as recorder:
+        loaded: Any = found.subject.class_of(case.role)
+        if own is not None:
+            loaded = Handle(loaded, recorder, own.module, f".{loaded.__name__}")
+        instance = create(loaded, case)
+        call.prepare(instance)
+        value = call.invoke(instance, out)
+    return written(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors
 
 
 def _told(found: Reproduced) -> list[str]:
     """What the first lines say."""
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
-    failed, device = found.verdict.status is Status.FAIL, describe_device(found.problem.device)
+    failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
     head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."
     told = [
-        found.verdict.message if failed else "The suite finds no fault with it.",
+        found.record.message if failed else "The suite finds no fault with it.",
         *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
         *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
         f"{EXPORTED_BY} {__version__} on {device}, torch {torch.__version__}.",
@@ -111,14 +138,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _environment(found: Reproduced) -> list[str]:
     """What must be set before a library is imported."""
-    interpreted = issubclass(found.subject.class_of(found.problem.case.role), InterpretedKernel)
+    interpreted = issubclass(found.subject.class_of(found.case.role), InterpretedKernel)
     return [f"os.environ.update({ENVIRONMENT})".replace("'", '"')] if interpreted else []
-
-
-def _needs(found: Reproduced, own: OwnClass | None) -> Sequence[str]:
-    if own is not None:
-        return [own.path.name if own.path else own.module]
-    return [name for name in found.subject.declaration_of(found.problem.case.role).distributions if name != "torch"]
 
 
 def _operands(call: AttentionCall) -> str:
@@ -126,3 +147,62 @@ def _operands(call: AttentionCall) -> str:
     if not isinstance(call, DecodeCall):
         return "q[a:b], k[c:d], v[c:d]"
     return f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"
+
+
+def _budget(found: Reproduced) -> dict[str, str]:
+    """Element rule and LSE rule of SPEC 4.2 with the numbers of this kernel, over the script's sums of a row."""
+    numbers, question = tolerance(), found.call.question()
+    declared = found.subject.declaration_of(found.case.role).rounding_of(found.problem.dtype)
+    most_keys = max(found.call.key_lens)
+    allowed = roundoffs(found.problem.output_dtype, declared, numbers, None, most_keys, question.dequantised)
+    steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores
+    weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
+    output = {
+        "a": weights + steps + allowed.keys + allowed.values,
+        "e": steps + moved,
+        "output.abs()": allowed.output,
+        "size[..., None] * output.abs()": moved,
+        "peak": allowed.p_floor,
+        "": allowed.output_floor,
+    }
+    lse = {"(size + lse.abs() + 1)": steps, "size": moved, "": allowed.row_sum + allowed.exp}
+    return {"output": _sum(output, numbers.element_limit), "lse": _sum(lse, numbers.lse_limit)}
+
+
+def _sum(factors: Mapping[str, float], limit: float) -> str:
+    """Those that count, each before its sum; in brackets, if they take several lines."""
+    counted = {name: f"{limit * factor:.9g}" for name, factor in factors.items() if factor}
+    terms = " + ".join(f"{factor} * {name}" if name else factor for name, factor in counted.items())
+    if len(terms) <= _MARGIN:
+        return terms
+    return "\n        ".join(["(", *textwrap.wrap(terms, _MARGIN)]) + "\n    )"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a script did.
+
+    Attributes:
+        status: exit status.
+        printed: all that it printed.
+    """
+
+    status: int
+    printed: str
+
+    @property
+    def verdict(self) -> str:
+        """WRONG or RIGHT, if it printed that and ended with the status for it; empty if it did anything else."""
+        said = [line for line in self.printed.splitlines() if line in _STATUS][-1:]
+        return said[0] if said and _STATUS[said[0]] == self.status else ""
+
+
+def run_alone(script: Path) -> Ran:
+    """Run a script as whoever receives it: in another process, to which this project is unknown.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than SECONDS.
+    """
+    command = [sys.executable, "-P", "-c", _ALONE, str(script)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    return Ran(done.returncode, done.stdout)

@@ -2,20 +2,59 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
 
+from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
-from mla_conformance.gating.completeness import incomplete, missing
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.gating.row import Finding, Row
 from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import DRIFT, Change, Kind, compare
-from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.report.counts import grouped
+from mla_conformance.report.shown import cut
+from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+
+
+class Finding(StrEnum):
+    """What a gate finds, in the order in which it is shown."""
+
+    MISSING = "missing"
+    INCOMPLETE = "not run"
+    FAILING = "failing"
+    NEWLY_FAILING = "newly failing"
+    LOST = "no longer judged"
+    UNEXPECTED_PASS = "unexpected pass"
+    MUST_PASS = "must pass"
+    EXPECTATION = "expectation"
+    NEWLY_PASSING = "newly passing"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the gate's table.
+
+    Attributes:
+        finding: its kind.
+        backend: whom it is about, or ``*``.
+        what: a case, or what else it is about.
+        detail: what is to be said of that.
+        cases: how many it adds to those of its kind.
+    """
+
+    finding: Finding
+    backend: str
+    what: str
+    detail: str
+    cases: int = 1
+
 
 _CHANGES = {
     Kind.BACKEND_REMOVED: Finding.LOST,
@@ -27,6 +66,8 @@ _CHANGES = {
 }
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (Finding.NEWLY_PASSING, Finding.DRIFTED)
+_UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -62,8 +103,8 @@ class Gate:
         _require_alike([*self.reports, *self.baseline])
         self._require_installed()
         now, changes = self.now, self._changes()
-        found = [*missing(self.reports, self.absent, self.required), *incomplete(self.reports, self.tier)]
-        found += [*self._failures(now, changes), *self._outdated()]
+        found = [*self._missing(), *self._incomplete(), *self._failures(now, changes)]
+        found += [Row(Finding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
         found += [Row(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
             assert self.must_pass
@@ -103,6 +144,40 @@ class Gate:
                         f"{report.environment['suite']}"
                     )
 
+    def _missing(self) -> Iterator[Row]:
+        """Reports that were named, backends that were required, and shards whose siblings are there."""
+        for name in self.absent:
+            yield Row(Finding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
+        for name in self.required:
+            if reason := _unjudged([backend for _, backend in self._parts.get(name, [])]):
+                yield Row(Finding.MISSING, name, "*", reason)
+        for name, parts in self._parts.items():
+            for shard in _missing_shards([report.shard for report, _ in parts if report.shard]):
+                yield Row(Finding.MISSING, name, f"shard {shard}", "in no report")
+
+    def _incomplete(self) -> Iterator[Row]:
+        """Backends of whose list something has no verdict, each with how much has one; a run that judged nothing."""
+        cases = [case.id for entry in CAPABILITIES.values() for case in entry.select(self.tier)] if self.tier else []
+        for name, parts in self._parts.items():
+            run = [(report, backend) for report, backend in parts if not backend.reasons]
+            listed = dict.fromkeys(key for report, backend in run for key in report.keys_of(backend))
+            judged = {record.key for _, backend in run for record in backend.records}
+            wanted = [*dict.fromkeys([*cases, *listed])] if run else []
+            if left := [key for key in wanted if key not in judged]:
+                of_what = f"of the {self.tier} tier" if self.tier else "of its list"
+                yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
+            for capability, count in count_by_capability(left).items():
+                said = f"{counted(count, 'case')} of the list without a verdict"
+                yield Row(Finding.INCOMPLETE, name, capability, said, count)
+        if not any(report.records for report in self.reports):
+            yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
+
+    @cached_property
+    def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
+        """What the reports tell of each backend."""
+        pairs = ((report, backend) for report in self.reports for backend in report.backends)
+        return grouped(pairs, lambda pair: pair[1].name)
+
     def _changes(self) -> list[Change]:
         if not self.baseline:
             return []
@@ -118,23 +193,42 @@ class Gate:
                 kind = Finding.NEWLY_FAILING if (record.backend, record.key) in newly else Finding.FAILING
                 yield Row(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
 
-    def _outdated(self) -> Iterator[Row]:
-        for entry, problem in self.expectations.problems():
-            yield Row(Finding.EXPECTATION, entry.backend, entry.source, problem)
+
+def _unjudged(parts: Sequence[BackendSummary]) -> str:
+    """Why a backend does not count as judged; empty if it does."""
+    if not parts:
+        return "in no report"
+    if any(record.status not in _UNJUDGED for backend in parts for record in backend.records):
+        return ""
+    reasons = dict.fromkeys(reason for backend in parts for reason in backend.reasons)
+    return f"unavailable: {'; '.join(reasons)}" if reasons else "nothing of it was judged"
+
+
+def _missing_shards(shards: Sequence[Shard]) -> Iterator[str]:
+    for count, parts in grouped(shards, lambda shard: shard.count).items():
+        present = {shard.index for shard in parts}
+        yield from (f"{index}/{count}" for index in range(1, count + 1) if index not in present)
+
+
+def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
+    """How much of a list has a verdict: cases, and capabilities all of whose cases have one."""
+    wanted, left = ([key for key in keys if key != EXPLORED] for keys in (wanted, left))
+    capabilities, lacking = count_by_capability(wanted), count_by_capability(left)
+    whole = len(capabilities) - len(lacking)
+    return f"{len(wanted) - len(left)} of {len(wanted)} cases, {whole} of {len(capabilities)} capabilities"
 
 
 def _require_alike(reports: Sequence[RunSummary]) -> None:
     """Verdicts of different suites, tiers or deployed models say nothing about each other."""
     for report in reports[1:]:
-        models = [str(each.deployment or "no one model") for each in (reports[0], report)]
-        if models[0] != models[1]:
-            raise InputError(
-                f"{report.source}: expected a run of {models[0]} as in {reports[0].source}, got {models[1]}"
-            )
-        for name in ("suite", "tier"):
-            expected, got = (r.environment.get(name) for r in (reports[0], report))
+        for (name, expected), got in zip(_traits(reports[0]).items(), _traits(report).values(), strict=True):
             if got != expected:
                 raise InputError(f"{report.source}: expected {name} {expected} as in {reports[0].source}, got {got}")
+
+
+def _traits(report: RunSummary) -> dict[str, str | None]:
+    environment = {name: report.environment.get(name) for name in ("suite", "tier")}
+    return {"a run of": str(report.deployment or "no one model"), **environment}
 
 
 def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSummary:
@@ -156,3 +250,24 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
     backends = (BackendSummary(known[name], summarise(found.values(), {})) for name, found in joined.items())
     return RunSummary(reports[0].environment if reports else {}, tuple(backends), cases)
+
+
+def gate_lines(gate: Gate, rows: Sequence[Row], blocked: bool) -> Iterator[str]:
+    """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
+    width = max((len(row.backend) for row in rows), default=0)
+    for finding, group in groupby(rows, key=lambda row: row.finding):
+        of_kind = list(group)
+        for row in of_kind[:_SHOWN]:
+            yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
+        if hidden := of_kind[_SHOWN:]:
+            yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
+    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
+
+
+def _counts(gate: Gate, rows: Sequence[Row]) -> Iterator[str]:
+    """Verdicts, and how many of them are expected failures; then cases by finding."""
+    yield counted(sum(len(report.records) for report in gate.reports), "verdict")
+    if waived := gate.now.counts.waived:
+        yield counted(waived, "expected failure")
+    for finding, group in groupby(rows, key=lambda row: row.finding):
+        yield f"{sum(row.cases for row in group)} {finding}"

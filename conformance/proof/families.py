@@ -1,7 +1,7 @@
 """The MLA layers that transformers has, each with a small configuration and with what the reference calls it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_conformance.reference.dimensions import MLADimensions, ModelDimensions
@@ -25,7 +25,7 @@ class IndexerForm:
     epsilon: float = CLASS_EPSILON
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """Models whose attention is one class of transformers.
 
@@ -68,20 +68,26 @@ class Family:
         return sizes | dict(self.settings)
 
 
-def _spec(
+def _layer(
+    module: str,
+    prefix: str,
     model: str,
     rotation: Rotation | None,
+    settings: Mapping[str, Any],
     *,
     factor: float = 1.0,
     q_lora_rank: int | None = Q_RANK,
     rope: int = ROPE,
     epsilon: float = CLASS_EPSILON,
+    attention: str = "Attention",
+    indexer: IndexerForm | None = None,
+    padding_mask: bool = False,
     **parts: Any,
-) -> LayerSpec:
+) -> Family:
     """The common form: both latents normalised, the scale that of the head's width times ``factor``."""
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
-    return LayerSpec(
+    spec = LayerSpec(
         model=model,
         dims=dims,
         scale=factor * head.qk_head_dim**-0.5,
@@ -90,23 +96,39 @@ def _spec(
         kv_norm=epsilon,
         **parts,
     )
+    return Family(module, prefix, spec, settings, attention, indexer, padding_mask)
+
+
+def _extended(
+    module: str, prefix: str, model: str, yarn: Yarn, options: Mapping[str, Any] | None = None, **parts: Any
+) -> Family:
+    """One that YaRN extends; ``options`` of its configuration's RoPE."""
+    rope = {"rope_type": "yarn", **asdict(yarn)}
+    rope["original_max_position_embeddings"] = rope.pop("original_positions")
+    longest = {"max_position_embeddings": int(yarn.factor * yarn.original_positions)}
+    settings = _rope(1e4, **rope, **(options or {})) | longest
+    rotation = Rotation.extended(yarn, ROPE, interleaved=True)
+    return _layer(module, prefix, model, rotation, settings, factor=yarn.softmax_factor, **parts)
+
+
+def _plain(
+    module: str,
+    prefix: str,
+    model: str,
+    base: float,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    interleaved: bool = True,
+    **parts: Any,
+) -> Family:
+    """One whose pairs turn by powers of a base; ``settings`` of its configuration beside that."""
+    rotation = Rotation.plain(ROPE, base=base, interleaved=interleaved)
+    return _layer(module, prefix, model, rotation, {**_rope(base), **(settings or {})}, **parts)
 
 
 def _rope(base: float, **options: Any) -> dict[str, Any]:
     """RoPE as a configuration has it."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base, **options}}
-
-
-def _yarn(yarn: Yarn, base: float, **options: Any) -> dict[str, Any]:
-    extended = {"factor": yarn.factor, "original_max_position_embeddings": yarn.original_positions}
-    scales = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-    turns = {"beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow}
-    longest = {"max_position_embeddings": int(yarn.factor * yarn.original_positions)}
-    return _rope(base, rope_type="yarn", **extended, **scales, **turns, **options) | longest
-
-
-def _plain(base: float, *, interleaved: bool = True) -> Rotation:
-    return Rotation.plain(ROPE, base=base, interleaved=interleaved)
 
 
 _V2 = Yarn(factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707)
@@ -116,129 +138,70 @@ _TOLD_APART = Yarn(factor=32.0, original_positions=4096, mscale=1.0, mscale_all_
 # The published ones reach over 8192 tokens; over 8 a test reaches past them.
 _MISTRAL = Yarn(factor=128.0, original_positions=8, mscale=1.0, mscale_all_dim=1.0)
 _GROWTH = QueryGrowth(beta=0.1, period=_MISTRAL.original_positions)
+_GROWN = {"llama_4_scaling_beta": _GROWTH.beta, "partial_rotary_factor": ROPE / (NOPE + ROPE)}
 _LONG = (1.0, 1.5, 4.0, 11.0)
 """Factors by which LongRoPE slows pairs down."""
-_LONG_ROPE = Rotation(
-    frequencies=tuple(f / s for f, s in zip(plain_frequencies(ROPE, 1e4), _LONG, strict=True)), interleaved=False
-)
-
-
-def _turned(yarn: Yarn) -> Rotation:
-    return Rotation.extended(yarn, ROPE, interleaved=True)
-
+_SLOWED = tuple(f / s for f, s in zip(plain_frequencies(ROPE, 1e4), _LONG, strict=True))
+_LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "factor": 1.0,
+    "short_factor": list(_LONG),
+    "long_factor": list(_LONG),
+    "original_max_position_embeddings": 32768,
+}
+_POOLED = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"], "index_kpool": INDEX_POOL}
+_RESCALED: dict[str, Any] = {"q_factor": (HIDDEN / Q_RANK) ** 0.5, "kv_factor": (HIDDEN / LATENT) ** 0.5}
+_PAIRS, _HALVES = IndexerForm(interleaved=True), IndexerForm(interleaved=False)
+_LAST = IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON)
 
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        module="deepseek_v2",
-        prefix="DeepseekV2",
-        spec=_spec("DeepSeek-V2", _turned(_V2), factor=_V2.softmax_factor),
-        settings=_yarn(_V2, 1e4),
+    _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2", _V2),
+    _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2-Lite", _V2, q_lora_rank=None),
+    _extended("deepseek_v3", "DeepseekV3", "DeepSeek-V3, R1, Kimi-K2", _V3),
+    _plain(
+        "deepseek_v3",
+        "DeepseekV3",
+        "DeepSeek-V3 in a window",
+        1e4,
+        {"rope_interleave": False},
+        interleaved=False,
+        window=WINDOW,
     ),
-    Family(
-        module="deepseek_v2",
-        prefix="DeepseekV2",
-        spec=_spec("DeepSeek-V2-Lite", _turned(_V2), factor=_V2.softmax_factor, q_lora_rank=None),
-        settings=_yarn(_V2, 1e4),
-    ),
-    Family(
-        module="deepseek_v3",
-        prefix="DeepseekV3",
-        spec=_spec("DeepSeek-V3, R1, Kimi-K2", _turned(_V3), factor=_V3.softmax_factor),
-        settings=_yarn(_V3, 1e4),
-    ),
-    Family(
-        module="deepseek_v3",
-        prefix="DeepseekV3",
-        spec=_spec("DeepSeek-V3 in a window", _plain(1e4, interleaved=False), window=WINDOW),
-        settings=_rope(1e4) | {"rope_interleave": False},
-    ),
-    Family(
-        module="deepseek_v32",
-        prefix="DeepseekV32",
-        spec=_spec("DeepSeek-V3.2", _turned(_V3), factor=_V3.softmax_factor, selects=True),
-        settings=_yarn(_V3, 1e4),
-        indexer=IndexerForm(interleaved=False),
-    ),
-    Family(
-        module="glm_moe_dsa",
-        prefix="GlmMoeDsa",
-        spec=_spec("GLM-5", _plain(1e6), selects=True),
-        settings=_rope(1e6),
-        indexer=IndexerForm(interleaved=True),
-    ),
-    Family(
-        module="glm4_moe_lite",
-        prefix="Glm4MoeLite",
-        spec=_spec("GLM-4.7-Flash", _plain(1e6)),
-        settings=_rope(1e6),
-    ),
-    Family(
-        module="glm5_next",
-        prefix="Glm5NextText",
-        spec=_spec("GLM-5.3", None, rope=0, epsilon=CONFIGURED_EPSILON, selects=True),
-        settings={
-            "layer_types": ["deepseek_sparse_attention"],
-            "indexer_types": ["full"],
-            "index_kpool": INDEX_POOL,
-        },
+    _extended("deepseek_v32", "DeepseekV32", "DeepSeek-V3.2", _V3, selects=True, indexer=_HALVES),
+    _plain("glm_moe_dsa", "GlmMoeDsa", "GLM-5", 1e6, selects=True, indexer=_PAIRS),
+    _plain("glm4_moe_lite", "Glm4MoeLite", "GLM-4.7-Flash", 1e6),
+    _layer(
+        "glm5_next",
+        "Glm5NextText",
+        "GLM-5.3",
+        None,
+        _POOLED,
+        rope=0,
+        epsilon=CONFIGURED_EPSILON,
+        selects=True,
         padding_mask=True,
     ),
-    Family(
-        module="kimi_linear",
-        prefix="KimiLinear",
-        spec=_spec("Kimi-Linear", None, q_lora_rank=None),
-        settings={"layer_types": ["full_attention"]},
+    _layer("kimi_linear", "KimiLinear", "Kimi-Linear", None, {"layer_types": ["full_attention"]}, q_lora_rank=None),
+    _plain("longcat_flash", "LongcatFlash", "LongCat-Flash", 1e7, {"head_dim": ROPE}, attention="MLA", **_RESCALED),
+    _layer(
+        "minicpm3",
+        "MiniCPM3",
+        "MiniCPM3",
+        Rotation(frequencies=_SLOWED, interleaved=False),
+        _rope(1e4, **_LONG_ROPE),
     ),
-    Family(
-        module="longcat_flash",
-        prefix="LongcatFlash",
-        spec=_spec("LongCat-Flash", _plain(1e7), q_factor=(HIDDEN / Q_RANK) ** 0.5, kv_factor=(HIDDEN / LATENT) ** 0.5),
-        settings=_rope(1e7) | {"head_dim": ROPE},
-        attention="MLA",
+    _extended("mistral4", "Mistral4", "Mistral 4", _MISTRAL, _GROWN, growth=_GROWTH),
+    _plain("youtu", "Youtu", "Youtu-LLM", 1.6e6),
+    _extended("axk1", "AXK1", "A.X-K1", _TOLD_APART),
+    _plain(
+        "axk2",
+        "AXK2",
+        "A.X-K2",
+        1e4,
+        doubled_query_latent=True,
+        gate="query_latent",
+        selects=True,
+        indexer=_HALVES,
     ),
-    Family(
-        module="minicpm3",
-        prefix="MiniCPM3",
-        spec=_spec("MiniCPM3", _LONG_ROPE),
-        settings=_rope(
-            1e4,
-            rope_type="longrope",
-            factor=1.0,
-            short_factor=list(_LONG),
-            long_factor=list(_LONG),
-            original_max_position_embeddings=32768,
-        ),
-    ),
-    Family(
-        module="mistral4",
-        prefix="Mistral4",
-        spec=_spec("Mistral 4", _turned(_MISTRAL), factor=_MISTRAL.softmax_factor, growth=_GROWTH),
-        settings=_yarn(_MISTRAL, 1e4, llama_4_scaling_beta=_GROWTH.beta, partial_rotary_factor=ROPE / (NOPE + ROPE)),
-    ),
-    Family(
-        module="youtu",
-        prefix="Youtu",
-        spec=_spec("Youtu-LLM", _plain(1.6e6)),
-        settings=_rope(1.6e6),
-    ),
-    Family(
-        module="axk1",
-        prefix="AXK1",
-        spec=_spec("A.X-K1", _turned(_TOLD_APART), factor=_TOLD_APART.softmax_factor),
-        settings=_yarn(_TOLD_APART, 1e4),
-    ),
-    Family(
-        module="axk2",
-        prefix="AXK2",
-        spec=_spec("A.X-K2", _plain(1e4), doubled_query_latent=True, gate="query_latent", selects=True),
-        settings=_rope(1e4),
-        indexer=IndexerForm(interleaved=False),
-    ),
-    Family(
-        module="hy_v4",
-        prefix="HYV4",
-        spec=_spec("HY-V4", _plain(1e4, interleaved=False), gate="hidden", sink=True, selects=True),
-        settings=_rope(1e4),
-        indexer=IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON),
-    ),
+    _plain("hy_v4", "HYV4", "HY-V4", 1e4, interleaved=False, gate="hidden", sink=True, selects=True, indexer=_LAST),
 )

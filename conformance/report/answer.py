@@ -1,4 +1,4 @@
-"""The answer to "which kernels are right for my model": each backend in one of a few groups, in words. No torch."""
+"""What backends are by a run, in words: the groups they fall into for a deployed model, and the last line of a run."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
+from mla_conformance.report.counts import Counts, grouped
+from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
+from mla_conformance.report.terminal import counted
 
 
 class Group(StrEnum):
@@ -66,10 +67,7 @@ class Answer:
 
     @cached_property
     def _records(self) -> dict[str, list[Record]]:
-        found: dict[str, list[Record]] = {}
-        for record in self.backend.records:
-            found.setdefault(part_of(record.case), []).append(record)
-        return found
+        return grouped(self.backend.records, lambda record: part_of(record.case))
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -124,3 +122,40 @@ def uncovered(run: RunSummary, found: Sequence[Answer]) -> tuple[str, ...]:
     """The parts that the deployed model calls and that no real kernel is right for here."""
     right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
     return tuple(part for part in dict.fromkeys(map(part_of, run.cases)) if part not in right)
+
+
+_BACKENDS = {
+    Group.RIGHT: "right",
+    Group.EMULATED: "right, but emulated",
+    Group.WRONG: "wrong",
+    Group.WAIVED: "wrong, as expected",
+    Group.INCOMPLETE: "incomplete",
+    Group.REFUSED: "unsupported",
+    Group.UNTESTED: "cannot run here",
+}
+
+
+def closing_line(run: RunSummary) -> str:
+    """Every backend and every case is counted once."""
+    cases = of_cases(run.counts)
+    worst = worst_error(run.records)
+    return " · ".join([*_backends(run), f"cases: {cases[0]}", *cases[1:], *([worst] if worst else [])])
+
+
+def _backends(run: RunSummary) -> Iterator[str]:
+    found = Counter(answer.group for answer in answers(run))
+    for number, group in enumerate(found):  # as they are told, in the order of the groups
+        yield f"{counted(found[group], 'backend') if number == 0 else found[group]} {_BACKENDS[group]}"
+
+
+def of_cases(counts: Counts) -> list[str]:
+    """What became of cases, in figures that add up to all of them."""
+    told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
+    return [*told, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
+
+
+def worst_error(records: Sequence[Record]) -> str:
+    """How much of its budget the largest error of a passed case used; empty without a pass."""
+    if not any(record.status is Status.PASS for record in records):
+        return ""
+    return f"worst passing error {worst_of_passes(records):.2f} of its budget"

@@ -1,17 +1,18 @@
-"""Failures by their cause: what one bug did to fifty cases is told once. No torch."""
+"""Failures by their cause, or by what is seen of them: what one bug did to fifty cases is told once. No torch."""
 
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.shown import MESSAGE
-from mla_conformance.report.symptoms import symptom
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
@@ -68,16 +69,16 @@ class Cause:
         used = f", {least} to {most} × its budget" if least != most else f", {most} × its budget" if most else ""
         return used + (f" (SPEC {', '.join(self.clauses)})" if self.clauses else "")
 
+    @property
+    def headline(self) -> str:
+        """What is wrong, with its extent."""
+        return self.sentence + self.extent
+
 
 def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
     """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
-    alike: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.failed:
-            alike.setdefault(_key(record), []).append(record)
-    said: dict[str, list[Record]] = {}
-    for group in alike.values():
-        said.setdefault(_sentence(group), []).extend(group)
+    alike = grouped((record for record in records if record.failed), _key).values()
+    said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     likely = _likely(said)
     found = [
         Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely))
@@ -141,3 +142,46 @@ def _simplicity(record: Record) -> tuple[int, int, str]:
     """Fields that its case sets, which are those that differ from the default; then heads × tokens, old and new."""
     case = Case.parse(record.case)
     return record.case.count(";"), case.heads * (sum(case.q) + sum(case.kv)), record.case
+
+
+WRONG: dict[str, str] = {
+    Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
+    Check.DTYPE: "a tensor of a wrong dtype was returned",
+    Check.DEVICE: "a tensor on a wrong device was returned",
+    Check.MASK: "rows without keys, NaN or infinities are not as they have to be",
+    Check.LSE: "the LSE is wrong",
+    Check.OUTPUT: "the output is wrong",
+    Check.SELECTION: "keys are not selected as they have to be",
+    Check.SCORE: "an index score is wrong",
+    Check.OUT_TENSOR: "the given output tensor is not what was returned",
+    Check.CACHE: "the cache does not hold what was to be written",
+    Check.MUTATED_INPUT: "inputs were changed",
+    Check.OUT_OF_BOUNDS_WRITE: "memory beside the output tensor was written",
+    Check.PROCESS_STATE: "the state of the process was changed",
+    Check.STALE_RESULT: "an earlier result was overwritten",
+    Check.NONDETERMINISM: "the same call returns other bits",
+    Check.BATCH_DEPENDENCE: "a result depends on the other requests of its batch",
+    Check.NONLINEARITY: "the output is not linear in V",
+    Check.UNDECLARED_SUPPORT: "what is declared unsupported is accepted, and comes out wrong",
+    Check.UNSAFE_REFUSAL: "a refusal comes too late",
+}
+"""What failing a check means, of failures of which nothing more is known."""
+_MASKED: dict[str, str] = {
+    r"\boutput is nan\b": "the output is NaN where a number is expected",
+    r"\boutput is -?inf\b": "the output is infinite where a number is expected",
+    r"\boutput is not 0 where no key is visible": "the output is not 0 where no key is visible",
+    r"\boutput is not 0 in \d+ rows of padding": "the output is not 0 in rows of padding",
+    r"\bLSE is nan\b.*expected finite": "the LSE is NaN where a number is expected",
+    r"\bLSE is -?inf\b.*expected finite": "the LSE is infinite where a number is expected",
+    r"\bLSE is nan\b.*expected -inf": "the LSE is NaN where -inf is expected",
+    r"\bLSE is inf\b.*expected -inf": "the LSE is +inf where -inf is expected",
+    r"\bLSE is .*expected -inf": "the LSE is a number where -inf is expected",
+}
+"""What was seen of a failure of the check of masks, by what its message says."""
+
+
+def symptom(record: Record) -> str:
+    """What is wrong with a result, as far as that is seen; the message of a failure that names no check."""
+    if record.check == Check.MASK:
+        return next((what for said, what in _MASKED.items() if re.search(said, record.message)), WRONG[Check.MASK])
+    return WRONG.get(record.check, record.check) if record.check else record.message

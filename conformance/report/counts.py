@@ -1,13 +1,15 @@
 """How the cases of a list ended, counted: the only place where statuses become numbers."""
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import FAILED, Status
 
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
@@ -52,6 +54,10 @@ class Counts(Struct, frozen=True):
         """The denominator: cases that were to be judged, without those that are declared unsupported."""
         return self.listed - self.unsupported
 
+    def noted(self, **words: str) -> list[str]:
+        """Those of these counts that are not 0, in this order, each with its words."""
+        return [f"{number} {said}" for name, said in words.items() if (number := getattr(self, name))]
+
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, name) + getattr(other, name) for name in Counts.__struct_fields__))
 
@@ -63,3 +69,11 @@ _NAMES = {
     Status.EXPECTED_FAILURE: "waived",
     **dict.fromkeys(FAILED, "failed"),
 }
+
+
+def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """What has a key in common, in order of appearance."""
+    groups: dict[_K, list[_T]] = {}
+    for each in found:
+        groups.setdefault(key(each), []).append(each)
+    return groups

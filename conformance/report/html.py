@@ -1,18 +1,20 @@
 """The outcome of a run as one HTML page that needs no network, no script and no other file."""
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.answer import answers
-from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.answer import answers, closing_line
 from mla_conformance.report.causes import Cause
-from mla_conformance.report.cells import Cell, cell, definition
-from mla_conformance.report.closing import closing_line
+from mla_conformance.report.counts import grouped
 from mla_conformance.report.heat_picture import picture, words
+from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
-from mla_conformance.report.templates import render
 from mla_conformance.report.terminal import SIGN, cases_of, counted, from_here
 
 _CLOSEST = 8
@@ -26,7 +28,7 @@ def html(run: RunSummary) -> str:
         "mla_conformance.report",
         "page.html.j2",
         run=run,
-        outcome=_outcome(run),
+        outcome={0: "pass", 1: "fail"}.get(run.exit_status, "not_run"),
         closing=closing_line(run),
         judged_backends=run_backends,
         waived=_waived(run),
@@ -39,17 +41,13 @@ def html(run: RunSummary) -> str:
         matrix=[(name, definition(name), [_placed(backend, name) for backend in run_backends]) for name in names],
         budget=[(backend, distributions(backend)) for backend in run_backends],
         closest=closest(run_backends, _CLOSEST),
-        anchor=_anchor,
+        anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
         words=words,
         counted=counted,
         cases_of=cases_of,
     )
-
-
-def _outcome(run: RunSummary) -> str:
-    return {0: "pass", 1: "fail"}.get(run.exit_status, "not_run")
 
 
 def _verdict(backend: BackendSummary) -> str:
@@ -62,8 +60,7 @@ def _verdict(backend: BackendSummary) -> str:
     if backend.outcome is not Outcome.PASS:
         return "nothing was judged"
     rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
-    rest += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
-    rest += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    rest += counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
 
 
@@ -78,28 +75,19 @@ def _because(causes: Sequence[Cause]) -> str:
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
     """Why cases are unsupported, the reason for most first: what is said, how many cases, of which capabilities."""
-    found: dict[str, list[Record]] = {}
-    for record in backend.records:
-        if record.status is Status.UNSUPPORTED:
-            found.setdefault(record.message, []).append(record)
+    refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
     rows = [
         (reason, len(records), ", ".join(dict.fromkeys(record.capability for record in records)))
-        for reason, records in found.items()
+        for reason, records in grouped(refused, lambda record: record.message).items()
     ]
     return sorted(rows, key=lambda row: -row[1])
 
 
 def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
     """Expected failures by the backend and the expectation that they rest on."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in run.records:
-        if record.status is Status.EXPECTED_FAILURE:
-            found.setdefault((record.backend, record.expectation), []).append(record)
+    waived = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
+    found = grouped(waived, lambda record: (record.backend, record.expectation))
     return [(reason, records) for (_, reason), records in found.items()]
-
-
-def _anchor(backend: str, capability: str) -> str:
-    return shown(f"{backend}-{capability}")
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
@@ -107,4 +95,60 @@ def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
     capability = next((c for c in backend.capabilities if c.name == name), None)
     if capability is None:
         return None
-    return cell(capability), _anchor(backend.name, name) if capability.failures else ""
+    return cell(capability), shown(f"{backend.name}-{name}") if capability.failures else ""
+
+
+RULES = {"element": "each element", "row": "each row", "lse": "each LSE"}
+BINS = 20
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Shares of the budget of one rule over the passes of one backend.
+
+    Attributes:
+        rule: a key of :data:`RULES`.
+        shares: one per passed case that the rule applied to; 1 is the limit.
+    """
+
+    rule: str
+    shares: tuple[float, ...]
+
+    @cached_property
+    def bins(self) -> list[int]:
+        """Cases per twentieth of the budget."""
+        counts = Counter(min(int(share * BINS), BINS - 1) for share in self.shares)
+        return [counts[number] for number in range(BINS)]
+
+    @property
+    def title(self) -> str:
+        """What the rule bounds."""
+        return RULES.get(self.rule, self.rule)
+
+    @property
+    def words(self) -> str:
+        """The distribution for a person who does not see it."""
+        return f"{len(self.shares)} cases, median {statistics.median(self.shares):.2f}, largest {max(self.shares):.2f}"
+
+
+def distributions(backend: BackendSummary) -> list[Distribution]:
+    """One per rule that applied to a pass."""
+    used = [record.used for record in backend.records if record.status is Status.PASS]
+    shares = {rule: tuple(share[rule] for share in used if share.get(rule)) for rule in RULES}
+    return [Distribution(rule, found) for rule, found in shares.items() if found]
+
+
+@dataclass(frozen=True)
+class Closest:
+    """A pass near the limit: the rule that it used most of, and the share."""
+
+    record: Record
+    rule: str
+    share: float
+
+
+def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
+    """The passes with the largest share of their budget, the largest first."""
+    passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.used.values()))
+    found = [Closest(record, *max(record.used.items(), key=lambda item: item[1])) for record in passes]
+    return sorted(found, key=lambda case: -case.share)[:count]

@@ -14,7 +14,7 @@ from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.counts import Counts, grouped
 
 
 class Outcome(StrEnum):
@@ -214,15 +214,10 @@ def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
 
 def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
     """Group the records of one backend; ``listed`` gives the cases of each selected capability."""
-    found: dict[str, list[Record]] = {name: [] for name in listed}
-    for record in records:
-        found.setdefault(record.capability, []).append(record)
+    found = dict.fromkeys(listed, ()) | grouped(records, lambda record: record.capability)
     return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in found.items())
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records of each backend, in order of appearance."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.backend, []).append(record)
-    return groups
+    return grouped(records, lambda record: record.backend)

@@ -1,15 +1,16 @@
-"""The outcome of a run as text for a terminal."""
+"""Lines for a terminal: how they are printed and painted, and what is wrong with each backend."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
+from typing import TextIO
 
 from mla_conformance.judging.record import Record
 from mla_conformance.report.causes import Cause
-from mla_conformance.report.paint import painted
 from mla_conformance.report.shown import cut, shown_line
 from mla_conformance.report.summary import Outcome, RunSummary
 
@@ -124,3 +125,33 @@ def counted(number: int, what: str) -> str:
 def columns() -> int:
     """Width of the terminal, or what COLUMNS says; of no use below 60, nor for reading above 140."""
     return min(max(get_terminal_size((_LINE_WIDTH, 24)).columns, 60), 140)
+
+
+_STYLES = {
+    r"✔": "green",
+    r"✘|^wrong:|\b[1-9]\d* failed\b|^mla-conformance:": "bold red",
+    r"\d+ NOT RUN|\bunavailable\b": "yellow",
+    r"^ +– .*|^ +declares .*|^….*": "dim",
+    r"(?<=replay: ).*": "cyan",
+}
+
+
+def painted(line: str, stream: TextIO) -> str:
+    """A line of a report with colours, if the stream is a terminal that has some.
+
+    NO_COLOR leaves them away, FORCE_COLOR has them put into a pipe, and TERM says what a terminal can do.
+    """
+    if os.environ.get("NO_COLOR") or not (stream.isatty() or os.environ.get("FORCE_COLOR")):
+        return line
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    if console.color_system is None:
+        return line
+    text = Text(line)
+    for pattern, style in _STYLES.items():
+        text.highlight_regex(pattern, style)
+    with console.capture() as captured:
+        console.print(text, soft_wrap=True, end="")
+    return captured.get()

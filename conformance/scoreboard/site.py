@@ -17,12 +17,11 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
-from mla_conformance.report.cells import Cell, cell, definition
+from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
+from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import CapabilitySummary, Outcome
-from mla_conformance.report.symptoms import WRONG
-from mla_conformance.report.templates import render
 from mla_conformance.report.terminal import SIGN, counted, say
 from mla_conformance.scoreboard.board import Board, Candidate, Profile, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries

@@ -16,10 +16,10 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.answer import Answer, Group
+from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.markdown import markdown
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 

@@ -7,8 +7,8 @@ from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, causes
+from mla_conformance.report.ci_views import annotations, markdown
 from mla_conformance.report.json_report import report_form
-from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import cause_lines
 

@@ -20,7 +20,7 @@ from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.describe import describe
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.backend_lines import capability_lines
+from mla_conformance.report.outcome import capability_lines
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject

@@ -23,7 +23,7 @@ from mla_conformance.judging.locate import extent
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Check
-from mla_conformance.report.symptoms import symptom
+from mla_conformance.report.causes import symptom
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject

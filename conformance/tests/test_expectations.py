@@ -13,11 +13,9 @@ from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import Expectations, shipped
-from mla_conformance.expectations.condition import Condition, ConditionError
+from mla_conformance.expectations.apply import Expectations, shipped, to_toml
 from mla_conformance.expectations.entry import Expectation, read_expectations
-from mla_conformance.expectations.query import CaseQuery
-from mla_conformance.expectations.update import to_toml
+from mla_conformance.expectations.grammar import CaseQuery, Condition, ConditionError
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

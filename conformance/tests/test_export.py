@@ -18,14 +18,12 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
 from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.export.checked import Ran
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.literals import NotWritable, folded
-from mla_conformance.export.program import written
+from mla_conformance.export.program import NotWritable, folded, written
 from mla_conformance.export.recording import Recorder
-from mla_conformance.export.script import MOST_LINES, script_of
+from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.trials.subject import Subject

@@ -31,8 +31,8 @@ from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.library import find_model
 from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
+from mla_conformance.proof.layers import CALLS
 from mla_conformance.proof.prove import FAR
-from mla_conformance.proof.their_layer import CALLS
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.report.compare import DRIFT
 from mla_conformance.report.shown import MESSAGE

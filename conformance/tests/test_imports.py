@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.backend_lines import backend_lines
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.outcome import backend_lines
 from mla_conformance.report.summary import BackendSummary
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 

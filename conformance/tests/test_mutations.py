@@ -27,8 +27,8 @@ from mla_conformance.engine.journal import Journal
 from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
+from mla_conformance.expectations.apply import to_toml
 from mla_conformance.expectations.entry import Expectation
-from mla_conformance.expectations.update import to_toml
 from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.judging.facts import BackendFacts, Traced

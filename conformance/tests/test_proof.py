@@ -12,8 +12,7 @@ from mla_conformance.commands import proof as command
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.proof.families import FAMILIES
-from mla_conformance.proof.prove import BOUND, COLUMNS, FAR_ANGLES, INDEX_SCORES, prove
-from mla_conformance.proof.text import needs
+from mla_conformance.proof.prove import BOUND, COLUMNS, FAR_ANGLES, INDEX_SCORES, needs, prove
 from mla_conformance.reference.rope import Rotation
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"

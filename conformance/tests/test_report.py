@@ -12,11 +12,10 @@ from mla_conformance.engine.request import Request
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, failed
-from mla_conformance.report.backend_lines import backend_lines
-from mla_conformance.report.closing import closing_line
+from mla_conformance.report.answer import closing_line
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.outcome import backend_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
 from mla_conformance.report.terminal import cause_lines
 

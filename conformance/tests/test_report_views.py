@@ -15,13 +15,11 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Confirmation, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.budget import closest, distributions
+from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.heat_picture import words
-from mla_conformance.report.html import html
-from mla_conformance.report.junit import junit
+from mla_conformance.report.html import closest, distributions, html
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.markdown import annotations, markdown
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 

@@ -18,8 +18,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import write_json
-from mla_conformance.report.loading import load_report
-from mla_conformance.report.merging import merge_shards
+from mla_conformance.report.loading import load_report, merge_shards
 
 Json = dict[str, Any]
 CASES = [f"lse:q=[{i}]" for i in range(1, 8)]

@@ -11,7 +11,7 @@ from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.facts import Traced
-from mla_conformance.report.backend_lines import ran
+from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace
 from mla_conformance.trials import trace as tracing
 from mla_conformance.trials.trace import library_digests, loaded_libraries

@@ -1,10 +1,12 @@
-"""The outcome of a run as Markdown for a CI step summary, and as annotations that GitHub shows at the commit."""
+"""The outcome of a run for CI systems: Markdown for a step summary, annotations for GitHub, JUnit XML."""
 
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
-from mla_conformance.report.answer import answers
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answer import answers, closing_line
 from mla_conformance.report.causes import Cause
-from mla_conformance.report.closing import closing_line
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import cases_of, counted, from_here
@@ -50,30 +52,22 @@ def _row(backend: BackendSummary) -> list[str]:
     failing = ", ".join(c.name for c in backend.capabilities if c.outcome is Outcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
     counts = backend.counts
-    notes += [f"{counts.waived} expected to fail"] if counts.waived else []
-    notes += [f"{counts.unavailable} unavailable"] if counts.unavailable else []
+    notes += counts.noted(waived="expected to fail", unavailable="unavailable")
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
-    return [inline(backend.name), sign, *numbers, _worst(backend), inline("; ".join(notes))]
-
-
-def _worst(backend: BackendSummary) -> str:
-    return f"{worst_of_passes(backend.records):.2f}" if backend.counts.passed else "–"
+    worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
+    return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 
 
 def _causes(backend: BackendSummary) -> Iterator[str]:
     for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(_said(cause))}"
+        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}"
         yield from (f"<br>{inline(text)}" for text in _example(cause))
         yield from ("", "```sh", shown_line(from_here(cause.example).replay), "```", "")
     hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
     if hidden:
         yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
-
-
-def _said(cause: Cause) -> str:
-    return cause.sentence + cause.extent
 
 
 def _example(cause: Cause) -> Iterator[str]:
@@ -104,7 +98,7 @@ def annotations(run: RunSummary) -> str:
 
 
 def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((*map(cut, (_said(cause), *_example(cause))), f"replay: {from_here(cause.example).replay}"))
+    text = "\n".join((*map(cut, (cause.headline, *_example(cause))), f"replay: {from_here(cause.example).replay}"))
     title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
     return f"::error title={_property(title)}::{_data(text)}"
 
@@ -115,3 +109,49 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+_BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
+
+
+def junit(run: RunSummary) -> str:
+    """The XML; a failure carries its replay line, and what was not judged is skipped with its reason."""
+    root = ElementTree.Element("testsuites", name="mla-conformance")
+    for backend in run.backends:
+        root.append(_suite(backend))
+    ElementTree.indent(root)
+    # ASCII, whose declaration is true wherever the text goes: what else there is becomes character references.
+    return ElementTree.tostring(root, encoding="us-ascii", xml_declaration=True).decode("ascii") + "\n"
+
+
+def _suite(backend: BackendSummary) -> ElementTree.Element:
+    tests = [_unavailable(backend)] if backend.reasons else [_test(record) for record in backend.records]
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    numbers = {name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()}
+    seconds = f"{sum(record.seconds for record in backend.records):.3f}"
+    named = {"name": shown(backend.name), "tests": str(len(tests))}
+    suite = ElementTree.Element("testsuite", named | numbers | {"time": seconds})
+    suite.extend(tests)
+    return suite
+
+
+def _test(record: Record) -> ElementTree.Element:
+    place = {"classname": shown(f"{record.backend}.{record.capability}"), "name": shown(record.case, LINE)}
+    test = ElementTree.Element("testcase", place, time=f"{record.seconds:.3f}")
+    message = shown(record.message)
+    if record.failed:
+        kind = "error" if record.status in _BROKEN else "failure"
+        told = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
+        said = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
+        told.text = shown_lines("\n".join(filter(None, said)))
+    elif record.status is not Status.PASS:
+        ElementTree.SubElement(
+            test, "skipped", message=shown(": ".join(filter(None, (record.status, record.expectation, record.message))))
+        )
+    return test
+
+
+def _unavailable(backend: BackendSummary) -> ElementTree.Element:
+    test = ElementTree.Element("testcase", classname=shown(backend.name), name="available", time="0")
+    ElementTree.SubElement(test, "skipped", message=shown("; ".join(backend.reasons)))
+    return test

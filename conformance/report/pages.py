@@ -1,0 +1,69 @@
+"""What HTML pages have in common: templates in one look, texts escaped and cut, cells of a matrix of capabilities."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_conformance.judging.record import EXPLORED
+from mla_conformance.report.shown import MESSAGE, shown_lines
+from mla_conformance.report.summary import CapabilitySummary, Outcome
+from mla_conformance.report.terminal import SIGN
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+
+def render(room: str, template: str, **values: Any) -> str:
+    """A page.
+
+    Args:
+        room: package that holds the template; what it imports may stand in this room as well.
+        template: name of its file.
+        values: what it shows; a name that is missing is an error.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
+    )
+    environment.filters["whole"] = _whole
+    return environment.get_template(template).render(**values)
+
+
+def _shown(value: object) -> object:
+    """What the template puts out, where it is no markup of its own."""
+    return shown_lines(value, MESSAGE) if type(value) is str else value
+
+
+def _whole(text: str) -> object:
+    """A traceback, or a command to copy."""
+    from markupsafe import escape
+
+    return escape(shown_lines(text))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One capability of one backend: its outcome as a class of styles, a sign, figures and words."""
+
+    style: str
+    sign: str
+    counts: str
+    note: str
+
+
+def cell(capability: CapabilitySummary) -> Cell:
+    """The cell of a capability."""
+    outcome, counts = capability.outcome, capability.counts
+    if outcome is Outcome.UNSUPPORTED:
+        return Cell(outcome, SIGN[outcome], "", "unsupported")
+    style, sign = ("waived", "!") if outcome is Outcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
+    notes = counts.noted(
+        not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
+    )
+    return Cell(style, sign, f"{counts.passed}/{counts.judged}", ", ".join(notes))
+
+
+def definition(name: str) -> str:
+    """What a capability says, in one sentence; empty for one that this suite does not have."""
+    if name == EXPLORED:
+        return "Cases drawn beyond the list, until one fails."
+    return CAPABILITIES[name].definition if name in CAPABILITIES else ""
