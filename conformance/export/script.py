@@ -24,7 +24,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.table import decode_kernel, prefill_kernel
+from mla_conformance.roles.decode.role import decode_kernel
+from mla_conformance.roles.prefill.role import prefill_kernel
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
