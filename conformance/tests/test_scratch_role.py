@@ -93,9 +93,9 @@ EDITS: Mapping[str, Mapping[str, str]] = {
         "ROLES: tuple": "from mla_conformance.roles.scratch.role import SCRATCH\n\nROLES: tuple",
         "SPARSE, INDEXER)": "SPARSE, INDEXER, SCRATCH)",
     },
-    "conformance/vocabulary/capabilities.py": {
-        "_VOCABULARY = (\n": "from mla_conformance.roles.scratch import lists as scratch\n\n_VOCABULARY = (\n"
-        '    _entry("scratch", "1.1", "Plain attention is computed right.", scratch.scratch),\n',
+    "conformance/vocabulary/capabilities.toml": {
+        "[new_tokens]\n": '[scratch]\nclause = "1.1"\ndefinition = "It is right."\ncases = ["scratch.scratch"]\n'
+        "\n[new_tokens]\n",
     },
     "pyproject.toml": {PACKAGE: PACKAGE + PACKAGE.replace("sparse", "scratch")},
 }
