@@ -122,7 +122,7 @@ def minimize_case(options: argparse.Namespace) -> int:
 
 def _judged(run: Run, case: Case) -> Record:
     (facts,) = run.facts
-    (outcome,) = run.supervisor.run(Tasks.of([[Judge(facts.reference, case.id)]]))
+    (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, case.id)]]))
     assert outcome.record is not None
     return outcome.record
 

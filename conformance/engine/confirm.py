@@ -8,13 +8,13 @@ What explains one failure is tried on the backend's others, too; it is claimed o
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from mla_conformance.engine.messages import Judge, Question
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.engine.messages import Judge
+from mla_conformance.judging.record import EXPLORED, Question, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 
 ALONE: Final = "alone"
@@ -62,12 +62,12 @@ class Confirmation:
             return None
         if not all(map(self._is_own, attempt.before)):
             return self._of_another()
-        found = replace(again, capability=self.failure.capability)
+        found = again.with_fields(capability=self.failure.capability)
         if self.failure.key == EXPLORED:
-            found = replace(found, message=self.failure.message)  # which tells what the case was made of
+            found = found.with_fields(message=self.failure.message)  # which tells what the case was made of
         if not attempt.before:
-            return replace(found, confirmation=ALONE)
-        return replace(found, confirmation=AFTER, after=tuple(case for _, case in attempt.before))
+            return found.with_fields(confirmation=ALONE)
+        return found.with_fields(confirmation=AFTER, after=tuple(case for _, case in attempt.before))
 
     def _of_another(self) -> Record:
         """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
@@ -77,11 +77,11 @@ class Confirmation:
             "after the same; passed in a process of its own"
         )
         assert self.alone is not None
-        return replace(self.alone, capability=self.failure.capability, message=what, confirmation=UNREPEATED)
+        return self.alone.with_fields(capability=self.failure.capability, message=what, confirmation=UNREPEATED)
 
     def unrepeated(self) -> Record:
         """The record if no attempt failed."""
-        return replace(self.failure, confirmation=UNREPEATED)
+        return self.failure.with_fields(confirmation=UNREPEATED)
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
@@ -98,4 +98,4 @@ def compared(failure: Record, again: Record) -> Record | None:
     """The failure with the explanation that fits it, too; None if it fails otherwise now, or nothing fits."""
     if (again.case, again.check) != (failure.case, failure.check) or not again.is_explained:
         return None
-    return replace(failure, explanation=again.explanation)
+    return failure.with_fields(explanation=again.explanation)

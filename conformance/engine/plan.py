@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.engine.journal import Journal, JournalError
+from mla_conformance.engine.journal import Journal, JournalError, Planned
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.models.deployment import Deployment
@@ -78,16 +78,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             JournalError: there is no journal, or it starts otherwise, or with a plan of another format.
         """
-        first: Any = next(journal.events(), None) if journal.path.exists() else None
-        plan = first.get("plan") if isinstance(first, dict) else None
-        if not isinstance(plan, dict):
+        first = next(journal.events(), None)
+        if not isinstance(first, Planned):
             raise JournalError(
                 f"{journal.path}: expected a journal that starts with the plan of a run; start the run anew"
             )
-        if plan.get("format") != PLAN_FORMAT:
-            raise JournalError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {plan.get('format')!r}")
+        if first.plan.get("format") != PLAN_FORMAT:
+            raise JournalError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
         try:
-            return msgspec.convert(plan, Plan, strict=True)
+            return msgspec.convert(first.plan, Plan, strict=True)
         except msgspec.ValidationError as error:
             raise JournalError(f"{journal.path}: the plan is not right: {error}") from error
 

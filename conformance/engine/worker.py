@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
 
@@ -23,6 +22,7 @@ from mla_conformance.engine.messages import (
     Describe,
     Event,
     Explore,
+    Given,
     Hello,
     Judge,
     Judged,
@@ -30,7 +30,7 @@ from mla_conformance.engine.messages import (
     Started,
     Task,
     Trace,
-    addressed,
+    decode,
     encode,
     read_line,
 )
@@ -58,21 +58,27 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     if setup.memory:
         limit_memory(setup.memory)
 
-    def send(event: Event) -> None:
-        connection.sendall(encode(event))
-
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    send(Hello(process, name, device_facts(device) if device else {}, gpus))
-    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt, others)
+    connection.sendall(encode(Hello(process, name, device_facts(device) if device else {}, gpus)))
+    worker = Worker(
+        device or torch.device("cpu"),
+        setup.memory,
+        lambda event: connection.sendall(encode(event)),
+        setup.salt,
+        others,
+    )
     while line := read_line(connection):
-        task = addressed(line, process)
-        if task is None:
+        try:
+            given = decode(line, Given)
+        except ValueError:
+            continue  # the rest of what an earlier process has read in part
+        if given.process != process:
             continue
-        answer = worker.answer(task)
+        answer = worker.answer(given.task)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
-        send(answer)
+        connection.sendall(encode(answer))
         if answer.leaves:
             break
     leave(0)
@@ -116,12 +122,12 @@ class Worker:
         trial, record = self._judge(subject, task.case)
         heat = None
         if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
-            self._send(Judged(record.to_json()))
+            self._send(Judged(record))
             heat = heat_of(trial, record)
-            record = replace(record, explanation=explain(trial, record, task.told))
+            record = record.with_fields(explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return Answer(record.to_json(), heat=heat, leaves=self._leaves(record, disturbed))
+        return Answer(record, heat=heat, leaves=self._leaves(record, disturbed))
 
     def _described(self, reference: str) -> BackendFacts:
         subject = self._subject(reference)
@@ -139,7 +145,7 @@ class Worker:
             self._starts(subject, case, EXPLORED)
 
         record = explore(subject, task.draws, task.capabilities, self._context, starts)
-        return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
+        return Answer(record, leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> Answer:
         """What is seen to run, by a process that has not imported the backend before."""
@@ -152,7 +158,7 @@ class Worker:
         reference = subject.backend.reference
         capability, salt = capability or case.capability, self._context.salt
         record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
-        self._send(Started(record.to_json()))
+        self._send(Started(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class Expectations:
         foreseen = next((entry for entry in covering if entry.foresees(record)), None)
         if foreseen is None or not record.failed:
             return record
-        return replace(record, status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
+        return record.with_fields(status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
 
     @property
     def _valid(self) -> Iterator[Expectation]:
@@ -85,8 +85,7 @@ def _entries(folder: Path) -> Iterator[Expectation]:
 
 def _unexpected(record: Record, entry: Expectation) -> Record:
     message = f"passes, but {entry.source} expects {entry.status}: {entry.reason}"
-    return replace(
-        record,
+    return record.with_fields(
         status=Status.UNEXPECTED_PASS,
         message=message,
         judged=record.status,

@@ -12,7 +12,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import require_id
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.backend_facts import BackendFacts
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, Record, Said
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
@@ -22,7 +22,6 @@ from mla_conformance.report.form import (
     FailureForm,
     RecordForm,
     ReportForm,
-    Said,
 )
 from mla_conformance.report.heat_map import is_mapped
 from mla_conformance.report.json_report import report_form
@@ -144,8 +143,7 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
 
 
 def _said(entry: FailureForm | RecordForm) -> dict[str, Any]:
-    used = {rule: float(share) for rule, share in entry.used.items()}
-    return {name: getattr(entry, name) for name in Said.__struct_fields__} | {"used": used}
+    return {name: getattr(entry, name) for name in Said.__struct_fields__}
 
 
 def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:

@@ -336,7 +336,7 @@ def test_honest_kernels_pass_the_first_case_of_every_capability(capability: str)
         record = judge_one(subject, case, CONTEXT)
         undeclared = capability == "cuda_graph" and record.status is Status.UNSUPPORTED
         assert undeclared or record.status is Status.PASS, f"{subject.name} {record.message}"
-        assert max(record.used.values(), default=0) <= 1
+        assert max(record.shares.values(), default=0) <= 1
 
 
 @st.composite

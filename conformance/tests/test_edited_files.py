@@ -5,7 +5,6 @@ import copy
 import datetime
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,11 @@ def everything(*drawn: Record) -> RunSummary:
     """A shard with a pass, a failure, an expected one and an unavailable backend."""
     passed = Record("MINE", "MINE", "lse", CASES[0], Status.PASS, used={"lse": 0.3}, evidence={"kernel": "k"})
     failed = Record(
-        "MINE", "MINE", "lse", CASES[1], Status.FAIL, "wrong", "lse", "4.2", {"head": 1}, {"lse": 7.0},
-        sampled={"rows": 1, "of": 2, "drawn": 1}, confirmation="after", after=(CASES[0],),
+        "MINE", "MINE", "lse", CASES[1], Status.FAIL, message="wrong", check="lse", clause="4.2",
+        where={"head": 1}, used={"lse": 7.0}, sampled={"rows": 1, "of": 2, "drawn": 1},
+        confirmation="after", after=(CASES[0],),
     )  # fmt: skip
-    waived = replace(failed, case=CASES[2], status=Status.EXPECTED_FAILURE, judged=Status.FAIL, expectation="known")
+    waived = failed.with_fields(case=CASES[2], status=Status.EXPECTED_FAILURE, judged=Status.FAIL, expectation="known")
     facts = BackendFacts("MINE", "MINE", (), {"t": "1"}, False, (("l", "a"),), {"p": "m"}, "f")
     mine = BackendSummary(facts, summarise([passed, failed, waived, *drawn], {}), "gave up")
     absent = BackendSummary(BackendFacts("GONE", "GONE", ("why",)))
