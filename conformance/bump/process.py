@@ -6,8 +6,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from mla_conformance.engine.signals import heeded
-from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.supervisor import Stopped, heeded
 
 
 def carry_out(

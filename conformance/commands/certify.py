@@ -10,8 +10,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.issuing import Issuing
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal, JournalError
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped

@@ -11,10 +11,10 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.case_files import read_case, write_case
 from mla_conformance.commands.console import BROKEN, run_and_report, status_of
 from mla_conformance.driving.subject import Subject
+from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks

@@ -4,15 +4,18 @@ The first failure of each capability of a backend is judged again alone. If it h
 process that it failed in had judged of the same backend before: the last case, the last few, all. If it holds again, it
 is judged after everything that the process had done: what fails only then is of what another backend left behind.
 
-What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits.
+What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
+is minimised: the simplest case is sought that fails as a given one does.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
 from mla_conformance.judging.record import EXPLORED, Question, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
@@ -99,3 +102,45 @@ def compared(failure: Record, again: Record) -> Record | None:
     if (again.case, again.check) != (failure.case, failure.check) or not again.is_explained:
         return None
     return failure.with_fields(explanation=again.explanation)
+
+
+class NothingToMinimize(ValueError):
+    """The given case does not fail."""
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """What a minimisation found.
+
+    Attributes:
+        case: no step makes it simpler and keeps status and check of its failure, unless the tries ran out.
+        record: of that case.
+        tries: candidates that were judged.
+        complete: every simpler candidate was tried.
+    """
+
+    case: Case
+    record: Record
+    tries: int
+    complete: bool
+
+
+def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum:
+    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged.
+
+    Raises:
+        NothingToMinimize: the case itself does not fail.
+    """
+    record = judge(case)
+    if not record.failed:
+        raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")
+    wanted, tried = (record.status, record.check), {case}
+    found = case
+    while step := next((c for c in simpler(found) if c not in tried), None):
+        if len(tried) > limit:
+            return Minimum(found, record, len(tried), complete=False)
+        tried.add(step)
+        outcome = judge(step)
+        if (outcome.status, outcome.check) == wanted:
+            found, record = step, outcome
+    return Minimum(found, record, len(tried), complete=True)

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
-from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.journal import (
     CaseStarted,
     Completed,
@@ -18,15 +18,14 @@ from mla_conformance.engine.journal import (
     GaveUp,
     HeatShown,
     Judgement,
+    Plan,
     Planned,
     Resumed,
     UnwrittenError,
     WasTraced,
 )
 from mla_conformance.engine.limits import hide_memory, machine_memory
-from mla_conformance.engine.log import LOG_NAME
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
-from mla_conformance.engine.plan import Plan
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
 from mla_conformance.expectations import apply

@@ -6,13 +6,13 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
-from mla_conformance.engine.log import BoundedLog
 from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
-from mla_conformance.engine.signals import heeded
 from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.traced import Traced
@@ -20,6 +20,19 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def heeded(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have a handler told of what ends a command; signals that were ignored from the start, as under nohup, stay so."""
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class RunError(RuntimeError):

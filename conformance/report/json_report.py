@@ -106,7 +106,7 @@ def _said(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in Said.__struct_fields__}
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
+def write_json(path: Path, data: dict[str, Any] | ReportForm) -> None:
     """Write whole or not at all.
 
     Raises:
@@ -115,7 +115,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, to_text(data))
 
 
-def to_text(data: dict[str, Any]) -> str:
+def to_text(data: dict[str, Any] | ReportForm) -> str:
     """The text of a JSON file; what no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark."""
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -28,8 +28,7 @@ from mla_conformance.cli import main
 from mla_conformance.commands.issuing import Issuing
 from mla_conformance.driving.subject import Subject
 from mla_conformance.engine.describe import describe, device_facts
-from mla_conformance.engine.journal import Journal, Judgement, Planned
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed

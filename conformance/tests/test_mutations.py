@@ -24,8 +24,7 @@ from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.commands import certify, gating, replay
-from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Planned, WasTraced
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.entry import Expectation

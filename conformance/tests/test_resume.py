@@ -14,8 +14,7 @@ import pytest
 
 from mla_conformance.cases.capabilities import Tier, find_capability
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal, JournalError, Judgement, Planned
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.backend_facts import BackendFacts
 
