@@ -17,7 +17,7 @@ from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
 from mla_conformance.report.closing import closing_line
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_form, report_json, write_json
+from mla_conformance.report.json_report import report_form, report_json, to_text
 from mla_conformance.report.markdown import markdown
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
@@ -128,7 +128,7 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
     Returns what went wrong, or nothing.
     """
     try:
-        write_json(path, report_form(summary))
+        write_whole(path, to_text(report_form(summary)))
         if views:
             write_whole(path.with_name(PAGE_NAME), html(summary))
             if step_summary := os.environ.get("GITHUB_STEP_SUMMARY"):

@@ -3,6 +3,7 @@
 import datetime
 import os
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -95,6 +96,7 @@ class Run:
     _given_up: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._on_record: Callable[[Record], None] = lambda record: None
         on_cpu = self._surely_cpu
         self.supervisor = Supervisor(
             self.limits.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT), self.limits.ends_at
@@ -204,23 +206,24 @@ class Run:
             Stopped: by a signal or the deadline.
             RunError: no process can be started, or the journal cannot be written.
         """
+        self._on_record = on_record
         try:
-            self._judge(on_record, on_phase)
+            self._judge(on_phase)
         except UnwrittenError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
 
-    def _judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None]) -> None:
+    def _judge(self, on_phase: Callable[[str], None]) -> None:
         self.supervisor.started = lambda record: self._write(CaseStarted(record.case, record.reference))
-        failures = self._first_verdicts(on_record)
+        failures = self._first_verdicts()
         while pending := self._unconfirmed(failures):
             on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
             for record in self._confirmed(pending):
-                self._found(record, on_record)
+                self._write(Judgement(record))
         for record in self._compared(on_phase):
-            self._found(record, on_record)
+            self._write(Judgement(record))
         if self.device == "cuda":
             on_phase("looking which kernels run")
             self._trace()
@@ -241,14 +244,14 @@ class Run:
         if outcome.heat and isinstance(outcome.task, Judge):
             self._write(HeatShown(outcome.task.reference, outcome.task.case, outcome.heat))
 
-    def _first_verdicts(self, on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
+    def _first_verdicts(self) -> dict[Question, Outcome]:
         """Judge what has no verdict; the outcomes of failures."""
         tasks, patience = Tasks(list(self._left())), Patience(self.limits.give_up_after)
         failures: dict[Question, Outcome] = {}
         for outcome in self.supervisor.run(tasks):
             record = outcome.record
             assert record is not None
-            self._found(record, on_record)
+            self._write(Judgement(record))
             if not record.failed:
                 continue
             failures[record.question] = outcome
@@ -320,14 +323,12 @@ class Run:
     def _failures(self) -> list[Record]:
         return [record for record in self.verdicts.values() if record.failed]
 
-    def _found(self, record: Record, on_record: Callable[[Record], None]) -> None:
-        self._write(Judgement(record))
-        on_record(self._expected(record))
-
     def _write(self, event: Event) -> None:
         """Journal an event and keep it: a backend may write into the file."""
         self.folder.journal.append(event)
         self._keep(event)
+        if isinstance(event, Judgement):
+            self._on_record(self._expected(event.record))
 
     def _keep(self, event: Event) -> None:
         if isinstance(event, Judgement):
@@ -346,15 +347,16 @@ class Run:
 
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
-        kept = sorted(self.verdicts.values(), key=self._position)
-        groups = by_backend(list(map(self._expected, kept)))
+        groups: dict[str, list[Record]] = defaultdict(list)
+        for record in sorted(self.verdicts.values(), key=self._position):
+            groups[record.backend].append(self._expected(record))
         backends = tuple(
             BackendSummary(
                 facts,
-                () if facts.reasons else summarise(groups.get(facts.name, []), self.request.expected),
+                () if facts.reasons else summarise(groups[facts.name], self.request.expected),
                 self._given_up.get(facts.reference, ""),
                 self._traced.get(facts.reference, NOTHING_TRACED),
-                self._heat_of(groups.get(facts.name, [])),
+                self._heat_of(groups[facts.name]),
             )
             for facts in self.facts
         )

@@ -63,9 +63,8 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
-from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.trace import trace_all
-from mla_conformance.trials.trial import Trial
 
 Send = Callable[[Event], None]
 _STACK_SECONDS = 0.5
@@ -134,11 +133,12 @@ class Worker:
         if isinstance(task, Trace):
             return self._traced(task)
         subject = self._subject(task.reference)
-        for reference, case in task.before:
+        for reference, before in task.before:
             earlier = self._subject(reference)
-            if case:  # without one it is imported, which is all
-                self._judge(earlier, case)
-        trial, record = self._judge(subject, task.case)
+            if before:  # without a case it is imported, which is all
+                judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
+        case = Case.parse(task.case)
+        trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
         heat = None
         if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
             self._send(Judged(record))
@@ -153,9 +153,6 @@ class Worker:
         done = self._hand.ask(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         return facts
-
-    def _judge(self, subject: Subject, case: str) -> tuple[Trial, Record]:
-        return judged_trial(subject, Case.parse(case), self._context, partial(self._starts, subject))
 
     def _explored(self, task: Explore) -> Answer:
         subject = self._subject(task.reference)

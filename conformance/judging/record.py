@@ -156,20 +156,6 @@ class Record(Said, frozen=True):
         content = {**vars(verdict), "check": verdict.check or "", "clause": verdict.clause, "used": used}
         return replace(self, **content, seconds=seconds)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Record":
-        """The record that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: it did not write this.
-        """
-        return msgspec.convert(data, Record)
-
 
 def describe_failure(record: Record) -> str:
     """For a person: what failed, what it looks like, and how to see it again."""

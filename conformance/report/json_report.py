@@ -106,7 +106,7 @@ def _said(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in Said.__struct_fields__}
 
 
-def write_json(path: Path, data: dict[str, Any] | ReportForm) -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write whole or not at all.
 
     Raises:
