@@ -9,22 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
+from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.journal import (
-    CaseStarted,
-    Completed,
-    Event,
-    GaveUp,
-    HeatShown,
-    Judgement,
-    Plan,
-    Planned,
-    Resumed,
-    UnwrittenError,
-    WasTraced,
-)
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import Request, RequestError
@@ -177,15 +165,15 @@ class Run:
         return [found[reference] for reference in names]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> journal.Plan:
         """The plan of this run."""
-        return Plan.of(self.request, self.device, self.environment, self.facts)
+        return journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def begin(self) -> None:
         """Write what the run is before anything of it is launched."""
         self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write(Planned(self.plan.to_json()))
+        self._write(journal.Planned(self.plan.to_json()))
 
     def resume(self) -> None:
         """Go on with the run that the folder's journal tells of."""
@@ -193,7 +181,7 @@ class Run:
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         for event in self.folder.journal.events():
             self._keep(event)
-        self._write(Resumed())
+        self._write(journal.Resumed())
 
     def judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None] = lambda what: None) -> None:
         """Judge what has no verdict yet, then confirm what failed.
@@ -209,25 +197,25 @@ class Run:
         self._on_record = on_record
         try:
             self._judge(on_phase)
-        except UnwrittenError as error:
+        except journal.UnwrittenError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
 
     def _judge(self, on_phase: Callable[[str], None]) -> None:
-        self.supervisor.started = lambda record: self._write(CaseStarted(record.case, record.reference))
+        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
         failures = self._first_verdicts()
         while pending := self._unconfirmed(failures):
             on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
             for record in self._confirmed(pending):
-                self._write(Judgement(record))
+                self._write(journal.Judgement(record))
         for record in self._compared(on_phase):
-            self._write(Judgement(record))
+            self._write(journal.Judgement(record))
         if self.device == "cuda":
             on_phase("looking which kernels run")
             self._trace()
-        self._write(Completed())
+        self._write(journal.Completed())
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
@@ -237,12 +225,12 @@ class Run:
         for record in sorted(passed, key=lambda record: record.seconds):
             fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
         for outcome in self.supervisor.run(Tasks([[Trace(*each)] for each in fastest.items()])):
-            self._write(WasTraced(outcome.task.reference, outcome.traced or NOTHING_TRACED))
+            self._write(journal.WasTraced(outcome.task.reference, outcome.traced or NOTHING_TRACED))
 
     def _tell_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.heat and isinstance(outcome.task, Judge):
-            self._write(HeatShown(outcome.task.reference, outcome.task.case, outcome.heat))
+            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.heat))
 
     def _first_verdicts(self) -> dict[Question, Outcome]:
         """Judge what has no verdict; the outcomes of failures."""
@@ -251,14 +239,14 @@ class Run:
         for outcome in self.supervisor.run(tasks):
             record = outcome.record
             assert record is not None
-            self._write(Judgement(record))
+            self._write(journal.Judgement(record))
             if not record.failed:
                 continue
             failures[record.question] = outcome
             reason = patience.exhausted(record)
             if reason and record.reference not in tasks.dropped:
                 tasks.dropped.add(record.reference)
-                self._write(GaveUp(record.reference, reason))
+                self._write(journal.GaveUp(record.reference, reason))
         return failures
 
     def _left(self) -> Iterator[list[Judge | Explore]]:
@@ -323,21 +311,21 @@ class Run:
     def _failures(self) -> list[Record]:
         return [record for record in self.verdicts.values() if record.failed]
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: journal.Event) -> None:
         """Journal an event and keep it: a backend may write into the file."""
         self.folder.journal.append(event)
         self._keep(event)
-        if isinstance(event, Judgement):
+        if isinstance(event, journal.Judgement):
             self._on_record(self._expected(event.record))
 
-    def _keep(self, event: Event) -> None:
-        if isinstance(event, Judgement):
+    def _keep(self, event: journal.Event) -> None:
+        if isinstance(event, journal.Judgement):
             self.verdicts[event.record.question] = event.record
-        elif isinstance(event, WasTraced):
+        elif isinstance(event, journal.WasTraced):
             self._traced[event.backend] = event.traced
-        elif isinstance(event, HeatShown):
+        elif isinstance(event, journal.HeatShown):
             self._heat[event.backend, event.case] = event.heat
-        elif isinstance(event, GaveUp):
+        elif isinstance(event, journal.GaveUp):
             self._given_up[event.backend] = event.reason
 
     @property
