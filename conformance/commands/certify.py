@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.cases.case_files import read_cases
@@ -63,7 +64,7 @@ def _new(options: argparse.Namespace) -> Request:
         options.salt or "",
         _is_apart(options),
     )
-    return request.sharded(_shard(options, request))
+    return replace(request, shard=_shard(options, request))
 
 
 def _deployed(options: argparse.Namespace) -> Request:
@@ -77,7 +78,7 @@ def _deployed(options: argparse.Namespace) -> Request:
     request = Request.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
-    return request.about(deployment)
+    return replace(request, deployment=deployment)
 
 
 def _flag(name: str) -> str:
@@ -136,7 +137,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )
-    request = request.sharded(plan.shard).about(plan.deployment)
+    request = replace(request, shard=plan.shard, deployment=plan.deployment)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request
