@@ -45,6 +45,7 @@ _SITE = f"import sys; sys.path.append({str(ROOT / 'ci')!r}); import hops; hops.t
 _ASIDE = ("problems/*", "judging/*", "reference/*", "backends/*", "report/html.py")
 _ASIDE_OF_ROLES = ("roles/*/problem.py", "roles/*/call.py", "roles/*/judge.py")
 _ASKED = "Request"
+"""The class of :mod:`mla_conformance.engine.request`; by name, since no process of the run may import it early."""
 _MOST_MEMBERS = 1000
 _FLAGS = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
 _CODECS = ("json.dumps", "json.loads", "msgspec.to_builtins", "msgspec.convert", "msgspec.json.encode",
@@ -198,6 +199,9 @@ def _watched(codec: Callable[..., Any], tracer: _Tracer) -> Callable[..., Any]:
 
 def _run(folder: Path) -> None:
     """Judge the case, traced, in a folder."""
+    from mla_conformance.engine.request import Request
+
+    assert Request.__name__ == _ASKED, "the class was renamed: name it here as well"
     for name in ("site", "cases", "told"):
         (folder / name).mkdir()
     (folder / "site" / "sitecustomize.py").write_text(_SITE, encoding="utf-8")

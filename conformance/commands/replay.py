@@ -123,8 +123,8 @@ def minimize_case(options: argparse.Namespace) -> int:
 def _judged(run: Run, case: Case) -> Record:
     (facts,) = run.facts
     (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, case.id)]]))
-    assert outcome.record is not None
-    return outcome.record
+    assert outcome.answer.record is not None
+    return outcome.answer.record
 
 
 def _tell(minimum: Minimum, out: Path | None) -> None:

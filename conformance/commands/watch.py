@@ -135,7 +135,7 @@ class _Watch:
         while not self._has_changed():
             supervisor.ends_at = time.monotonic() + _LOOKS
             try:
-                yield from (outcome.record for outcome in supervisor.run(tasks) if outcome.record)
+                yield from (outcome.answer.record for outcome in supervisor.run(tasks) if outcome.answer.record)
                 return
             except Stopped as stop:
                 if stop.signal:

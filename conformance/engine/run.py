@@ -161,7 +161,7 @@ class Run:
             reference = outcome.task.reference
             why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
-            found[reference] = outcome.facts or gone
+            found[reference] = outcome.answer.facts or gone
         return [found[reference] for reference in names]
 
     @property
@@ -225,19 +225,19 @@ class Run:
         for record in sorted(passed, key=lambda record: record.seconds):
             fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
         for outcome in self.supervisor.run(Tasks([[Trace(*each)] for each in fastest.items()])):
-            self._write(journal.WasTraced(outcome.task.reference, outcome.traced or NOTHING_TRACED))
+            self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
 
     def _tell_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
-        if outcome.heat and isinstance(outcome.task, Judge):
-            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.heat))
+        if outcome.answer.heat and isinstance(outcome.task, Judge):
+            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
 
     def _first_verdicts(self) -> dict[Question, Outcome]:
         """Judge what has no verdict; the outcomes of failures."""
         tasks, patience = Tasks(list(self._left())), Patience(self.limits.give_up_after)
         failures: dict[Question, Outcome] = {}
         for outcome in self.supervisor.run(tasks):
-            record = outcome.record
+            record = outcome.answer.record
             assert record is not None
             self._write(journal.Judgement(record))
             if not record.failed:
@@ -283,9 +283,9 @@ class Run:
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
             for outcome in self.supervisor.run(Tasks([[attempt] for attempt, _ in attempts if attempt])):
-                assert outcome.record is not None and isinstance(outcome.task, Judge)
+                assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
-                settled = confirmation.settled(outcome.task, outcome.record)
+                settled = confirmation.settled(outcome.task, outcome.answer.record)
                 if settled:
                     self._tell_heat(outcome)
                     yield settled
@@ -299,11 +299,11 @@ class Run:
         if tasks:
             on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.supervisor.run(Tasks(tasks)):
-            assert outcome.record is not None and isinstance(outcome.task, Judge)
+            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
             failure = self.verdicts[outcome.task.question]
-            if outcome.record.check == failure.check:
+            if outcome.answer.record.check == failure.check:
                 self._tell_heat(outcome)
-            found = compared(failure, outcome.record)
+            found = compared(failure, outcome.answer.record)
             if found:
                 yield found
 

@@ -13,11 +13,8 @@ from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
 from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
-from mla_conformance.judging.backend_facts import BackendFacts
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.traced import Traced
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_map import HeatMap
 
 _MOST_STARTS = 3
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,19 +54,13 @@ class Outcome:
 
     Attributes:
         task: the task.
-        record: of what was judged, or what the end of the process says of it.
-        facts: of what was described; None if the process ended over it, which ``ended`` tells.
-        traced: what was seen to run.
-        heat: where the errors of what was judged are.
+        answer: to it; if the process ended over it, what that says of the case that was judged.
         ended: how the process ended, if it did.
         history: what the same process was given to judge before, the task included.
     """
 
     task: Task
-    record: Record | None = None
-    facts: BackendFacts | None = None
-    traced: Traced | None = None
-    heat: HeatMap | None = None
+    answer: Answer
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 
@@ -208,13 +199,13 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, Answer) and place.task is not None:
             task, place.task = place.task, None
-            yield Outcome(task, event.record, event.facts, event.traced, event.heat, history=tuple(place.history))
+            yield Outcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
             given, place.task = place.task, None
             record = place.outcome(event.status) if given else None
             if given and (record or isinstance(given, Describe | Trace)):
-                yield Outcome(given, record, ended=place.why(event.status), history=tuple(place.history))
+                yield Outcome(given, Answer(record), place.why(event.status), tuple(place.history))
                 return
             self._count_start(event.status)
             if given:  # it had not begun

@@ -46,7 +46,9 @@ def apart() -> dict[str, str]:
     with Supervisor(60.0) as supervisor:
         supervisor.add_place(Setup("cpu", apart=True), {})
         tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
-        return {each.task.reference: sentence(each.record) for each in supervisor.run(tasks) if each.record}
+        return {
+            each.task.reference: sentence(each.answer.record) for each in supervisor.run(tasks) if each.answer.record
+        }
 
 
 @pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
