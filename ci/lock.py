@@ -79,7 +79,7 @@ def _of_case(case: Case, context: Context) -> Row:
 def _of_record(record: Record) -> Row:
     kept = ("case", "status", "check", "message", "where", "sampled", "finding")
     plain = {name: getattr(record, name) for name in kept}
-    used = {rule: repr(share) for rule, share in record.used.items()}
+    used = {rule: repr(share) for rule, share in record.shares.items()}
     return {**plain, "kernel": record.backend, "used": used}
 
 

@@ -106,7 +106,7 @@ def _headline(subject: Subject) -> str:
 
 def _line(record: Record) -> str:
     if record.status is Status.PASS:
-        return f"pass, {max(record.used.values()):.2f} of budget: {record.case}"
+        return f"pass, {max(record.shares.values()):.2f} of budget: {record.case}"
     return f"{record.status}: {record.case}: {record.message}"
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from mla_conformance.judging.record import Record, describe_failure
@@ -154,7 +155,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         del item.stash[_RECORD]
         if record.failed and record.status is not Status.HARNESS_ERROR:
             report.longrepr = describe_failure(record)
-        report.user_properties.append((PROPERTY, json.dumps(record.to_json())))
+        report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
     return report
 
 
@@ -167,7 +168,7 @@ class _Collects:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         told = dict(report.user_properties).get(PROPERTY)
         if report.when == "call" and told:
-            self._records.append(Record.from_json(json.loads(str(told))))
+            self._records.append(msgspec.convert(json.loads(str(told)), Record))
 
 
 @pytest.hookimpl

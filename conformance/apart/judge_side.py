@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from mla_conformance.apart import channel
 from mla_conformance.apart.kernel_side import Request, Wanted
 from mla_conformance.apart.packing import Arena, Kept, handed, pack
 from mla_conformance.apart.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, decode
-from mla_conformance.apart.shared import Shared
+from mla_conformance.apart.shared import FrameError, Shared, receive, send
 from mla_conformance.driving.hand import Attempt, Hand, itself
 from mla_conformance.problems.memory import storage_bytes
 
@@ -79,7 +78,7 @@ class OtherHand(Hand):
         """Tell the kernel's process where backends are judged."""
         self._arena.shared.use(device)
         self._arena.require(device.type, 1)
-        channel.send(self._connection, pickle.dumps(device))
+        send(self._connection, pickle.dumps(device))
 
     def begin(self) -> None:
         """What was handed over earlier may be written over."""
@@ -97,7 +96,7 @@ class OtherHand(Hand):
         if not self._broken:
             try:
                 return self._answered(self._request(step, wanted, memory), memory)
-            except (MalformedReply, channel.FrameError) as error:
+            except (MalformedReply, FrameError) as error:
                 # Nothing that comes later is the answer to what is asked.
                 self._broken = f"{_NO_ANSWER}: {error}"
         return Attempt(error=self._broken), Reply(self._number)
@@ -127,8 +126,8 @@ class OtherHand(Hand):
     def _sent(self, frame: bytes) -> bytes:
         """The answer to a frame; where there is none, the kernel's process has ended."""
         try:
-            channel.send(self._connection, frame)
-            answer = channel.receive(self._connection, LONGEST_REPLY)
+            send(self._connection, frame)
+            answer = receive(self._connection, LONGEST_REPLY)
         except OSError:
             answer = b""
         return answer or self._ended()

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import torch
 
-from mla_conformance.apart import channel
 from mla_conformance.apart.packing import Unpacker
 from mla_conformance.apart.reply import LONGEST_REPLY, Reply, Writer, reply_of
-from mla_conformance.apart.shared import Place, Shared
+from mla_conformance.apart.shared import Place, Shared, receive, send
 from mla_conformance.driving.hand import Attempt, attempt
 from mla_conformance.problems.memory import device_lost
 from mla_conformance.trials.subject import Subject
@@ -57,7 +56,7 @@ class Request(msgspec.Struct, frozen=True):
 
 def serve(connection: socket.socket, shared: Shared) -> None:
     """Hear where backends are judged, then carry out steps until the other end is closed."""
-    if frame := channel.receive(connection):
+    if frame := receive(connection):
         device = pickle.loads(frame)
         shared.use(device)
         KernelSide(shared, device).serve(connection)
@@ -78,8 +77,8 @@ class KernelSide:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer until the other end is closed."""
-        while frame := channel.receive(connection):
-            channel.send(connection, self.answer(pickle.loads(frame)))
+        while frame := receive(connection):
+            send(connection, self.answer(pickle.loads(frame)))
 
     def answer(self, request: Request) -> bytes:
         """Carry out a step; the reply to it."""

@@ -7,9 +7,8 @@ from typing import NoReturn
 
 import torch
 
-from mla_conformance.apart import channel
 from mla_conformance.apart.packing import Arena, Unpacker, pack, whole
-from mla_conformance.apart.shared import Shared
+from mla_conformance.apart.shared import Shared, receive, send
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
@@ -18,11 +17,11 @@ from mla_conformance.roles.table import build_problem
 def serve(connection: socket.socket, shared: Shared) -> None:
     """Build the problem of each case that is asked for, until the other end is closed."""
     arena = Arena(shared)
-    while frame := channel.receive(connection):
+    while frame := receive(connection):
         arena.sweep()
         case, device, salt = pickle.loads(frame)
         shared.use(device)
-        channel.send(connection, _built(case, device, salt, arena))
+        send(connection, _built(case, device, salt, arena))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the judge and the kernel need it next
 
@@ -59,8 +58,8 @@ class Maker:
             Exception: what building it raised.
         """
         try:
-            channel.send(self._connection, pickle.dumps((case, device, salt)))
-            frame = channel.receive(self._connection)
+            send(self._connection, pickle.dumps((case, device, salt)))
+            frame = receive(self._connection)
         except OSError:
             frame = b""
         if not frame:

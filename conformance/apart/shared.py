@@ -1,14 +1,22 @@
-"""Memory that two processes map: one piece of the host's, from before they parted, and pieces of a GPU's."""
+"""What two processes share: frames that they send, and memory that both map.
+
+One piece of memory is the host's, from before they parted, others are a GPU's. Those are allocations of the driver, by
+its own functions, each for the context that torch uses on the current device: torch's allocations hold other tensors as
+well. A frame is eight bytes of length, and so many bytes.
+"""
 
 import ctypes
 import mmap
+import socket
+import struct
 from typing import Any, NamedTuple
 
 import torch
 
-from mla_conformance.apart import cuda_pieces
-
 HOST = "cpu"
+_LENGTH = struct.Struct("<Q")
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
 _NO_RESERVE = 0x4000
 """Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts."""
 _KEPT_BYTES = 2**28
@@ -60,13 +68,13 @@ class Shared:
 
     def add_cuda(self, size: int) -> bytes:
         """One more piece of the GPU; what opens it in the other process."""
-        address = cuda_pieces.allocate(size)
+        address = _allocate(size)
         self.pieces["cuda"].append(Piece(address, size))
-        return cuda_pieces.exported(address) + size.to_bytes(8, "little")
+        return _exported(address) + size.to_bytes(8, "little")
 
     def open_cuda(self, opener: bytes) -> None:
         """One more piece, of the other process's."""
-        address = cuda_pieces.opened(opener[:-8])
+        address = _opened(opener[:-8])
         self.pieces["cuda"].append(Piece(address, int.from_bytes(opener[-8:], "little")))
 
     def give_back(self) -> None:
@@ -95,3 +103,78 @@ class Shared:
         """Wait for what was launched on the GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+def _allocate(size: int) -> int:
+    """The address of so many new bytes.
+
+    Raises:
+        MemoryError: there are not so many.
+    """
+    address = ctypes.c_uint64()
+    status = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+    if status:
+        raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
+    return address.value
+
+
+def _exported(address: int) -> bytes:
+    """What opens an allocation in another process."""
+    handle = _Handle()
+    _check("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)))
+    return bytes(handle)
+
+
+def _opened(handle: bytes) -> int:
+    """The address, here, of an allocation of another process."""
+    address = ctypes.c_uint64()
+    flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
+    status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
+    _check("cuIpcOpenMemHandle", status)
+    return address.value
+
+
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{name} failed with {status}; --apart needs CUDA IPC between processes of this machine")
+
+
+class FrameError(ValueError):
+    """A frame that is longer than any may be."""
+
+
+def send(connection: socket.socket, frame: bytes) -> None:
+    """Write one frame."""
+    connection.sendall(_LENGTH.pack(len(frame)) + frame)
+
+
+def receive(connection: socket.socket, limit: int | None = None) -> bytes:
+    """Read one frame; empty if the other end is closed.
+
+    Raises:
+        FrameError: it has more than ``limit`` bytes.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size) or bytes(_LENGTH.size))
+    if limit is not None and length > limit:
+        raise FrameError(f"expected at most {limit} bytes, got {length}")
+    return _exactly(connection, length)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes; none if the other end is closed before they have come."""
+    data = bytearray(count)
+    view, got = memoryview(data), 0
+    while got < count:
+        more = connection.recv_into(view[got:])
+        if not more:
+            return b""
+        got += more
+    return bytes(data)

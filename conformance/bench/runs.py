@@ -16,10 +16,9 @@ import torch
 
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.messages import Question, question_of
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Question, Record
 from mla_conformance.judging.verdict import Status
 
 
@@ -97,7 +96,7 @@ def _run(selection: Request, workers: int) -> Measured:
     moments: list[float] = []
 
     def note(record: Record) -> None:
-        verdicts[question_of(record)] = record.status
+        verdicts[record.question] = record.status
         moments.append(time.perf_counter())
 
     started = time.perf_counter()

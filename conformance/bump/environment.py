@@ -16,8 +16,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from mla_conformance.bump.version import Found, Pin
-from mla_conformance.engine.signals import heeded
-from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.supervisor import Stopped, heeded
 from mla_conformance.files.inputs import InputError, decode
 from mla_conformance.report.terminal import say
 

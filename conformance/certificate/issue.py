@@ -141,5 +141,5 @@ def _worst(records: Sequence[Record]) -> dict[str, Worst]:
     """By rule of the error budget."""
     passed = [record for record in records if record.status is Status.PASS]
     rules = sorted({rule for record in passed for rule in record.used})
-    found = {rule: max(passed, key=lambda record: record.used.get(rule, 0.0)) for rule in rules}
-    return {rule: Worst(round(record.used[rule], 4), record.case) for rule, record in found.items()}
+    found = {rule: max(passed, key=lambda record: record.shares.get(rule, 0.0)) for rule in rules}
+    return {rule: Worst(round(record.shares[rule], 4), record.case) for rule, record in found.items()}

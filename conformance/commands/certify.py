@@ -3,14 +3,14 @@
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.issuing import Issuing
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal, JournalError
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
@@ -61,7 +61,7 @@ def _new(options: argparse.Namespace) -> Request:
         options.salt or "",
         _is_apart(options),
     )
-    return request.sharded(_shard(options, request))
+    return replace(request, shard=_shard(options, request))
 
 
 def _deployed(options: argparse.Namespace) -> Request:
@@ -75,7 +75,7 @@ def _deployed(options: argparse.Namespace) -> Request:
     request = Request.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
-    return request.about(deployment)
+    return replace(request, deployment=deployment)
 
 
 def _flag(name: str) -> str:
@@ -134,7 +134,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )
-    request = request.sharded(plan.shard).about(plan.deployment)
+    request = replace(request, shard=plan.shard, deployment=plan.deployment)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mla_conformance.commands.progress import Progress, clock, live
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Plan
 from mla_conformance.engine.request import RequestError
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
@@ -18,7 +18,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.report.answer import closing_line
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.json_report import report_form, report_json, to_text
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, header, near, put, say, side_by_side
@@ -128,7 +128,7 @@ def _write(path: Path, summary: RunSummary, views: bool) -> str:
     Returns what went wrong, or nothing.
     """
     try:
-        write_json(path, report_json(summary))
+        write_whole(path, to_text(report_form(summary)))
         if views:
             write_whole(path.with_name(PAGE_NAME), html(summary))
             if step_summary := os.environ.get("GITHUB_STEP_SUMMARY"):

@@ -72,7 +72,7 @@ def _looks_like(found: Reproduced) -> str:
     trial, record = judged_trial(found.subject, found.case, Context())
     if record.check != found.record.check:
         return ""
-    looks_like = replace(record, explanation=explain(trial, record)).looks_like
+    looks_like = record.with_fields(explanation=explain(trial, record)).looks_like
     return "" if looks_like == UNLIKE else looks_like
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.minimize import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
@@ -119,9 +119,9 @@ def minimize_case(options: argparse.Namespace) -> int:
 
 def _judged(run: Run, case: Case) -> Record:
     (facts,) = run.facts
-    (outcome,) = run.supervisor.run(Tasks.of([[Judge(facts.reference, case.id)]]))
-    assert outcome.record is not None
-    return outcome.record
+    (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, case.id)]]))
+    assert outcome.answer.record is not None
+    return outcome.answer.record
 
 
 def _tell(minimum: Minimum, out: Path | None) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import cache_from_source
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import LOOKS, Patience, RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import Patience, RunError, Stopped, Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -26,6 +27,9 @@ from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
 from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, say
+
+_LOOKS = 0.3
+"""Seconds between two looks at the file."""
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -77,11 +81,14 @@ class _Watch:
             while True:
                 self._judge()
                 while not self._has_changed():
-                    run.supervisor.pause(LOOKS)
+                    time.sleep(_LOOKS)
+                    run.supervisor.require_going_on()
                 self._seen = self._state()
                 # Bytecode counts as current for a file of the same size and second, which two quick edits have.
                 Path(cache_from_source(self.file)).unlink(missing_ok=True)
-                run.renew()
+                for place in run.supervisor.places:
+                    place.renew()
+                run.facts = run.describe()
 
     def _has_changed(self) -> bool:
         return self._state() not in (self._seen, ())
@@ -113,15 +120,28 @@ class _Watch:
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         """One of each case, but of those that had no verdict when the file changed or the backend was given up."""
-        tasks = Tasks.of([[Judge(self._backend.reference, case)] for case in cases])
+        tasks = Tasks([[Judge(self._backend.reference, case)] for case in cases])
         patience, records = Patience(self.run.limits.give_up_after), list[Record]()
-        for outcome in self.run.supervisor.run(tasks, self._has_changed):
-            assert outcome.record is not None
-            records.append(outcome.record)
-            progress(outcome.record)
-            if patience.exhausted(outcome.record):
+        for record in self._judged(tasks):
+            records.append(record)
+            progress(record)
+            if patience.exhausted(record):
                 tasks.dropped.add(self._backend.reference)
         return records
+
+    def _judged(self, tasks: Tasks) -> Iterator[Record]:
+        """What comes of tasks until the file changes, which is looked at whenever a short deadline is over."""
+        supervisor = self.run.supervisor
+        while not self._has_changed():
+            supervisor.ends_at = time.monotonic() + _LOOKS
+            try:
+                yield from (outcome.answer.record for outcome in supervisor.run(tasks) if outcome.answer.record)
+                return
+            except Stopped as stop:
+                if stop.signal:
+                    raise
+            finally:
+                supervisor.ends_at = inf
 
     def _explained(self, records: Sequence[Record]) -> list[Record]:
         """The same, where known wrong kernels do what the example of a cause does."""
@@ -133,10 +153,10 @@ class _Watch:
 
     def _compare(self, tasks: Sequence[Judge], found: dict[str, Record]) -> None:
         wanted = [task for task in tasks if found[task.case].status is Status.FAIL]
-        for outcome in self.run.supervisor.run(Tasks.of([[task] for task in wanted]), self._has_changed):
-            if outcome.record is not None and outcome.record.case in found:
-                failure = found[outcome.record.case]
-                found[failure.case] = compared(failure, outcome.record) or failure
+        for again in self._judged(Tasks([[task] for task in wanted])):
+            if again.case in found:
+                failure = found[again.case]
+                found[failure.case] = compared(failure, again) or failure
 
     def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
         """One line, and what is wrong."""

@@ -4,17 +4,20 @@ The first failure of each capability of a backend is judged again alone. If it h
 process that it failed in had judged of the same backend before: the last case, the last few, all. If it holds again, it
 is judged after everything that the process had done: what fails only then is of what another backend left behind.
 
-What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits.
+What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
+is minimised: the simplest case is sought that fails as a given one does.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from mla_conformance.engine.messages import Judge, Question
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.shrink import simpler
+from mla_conformance.engine.messages import Judge
+from mla_conformance.judging.record import EXPLORED, Question, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 
 ALONE: Final = "alone"
@@ -62,12 +65,12 @@ class Confirmation:
             return None
         if not all(map(self._is_own, attempt.before)):
             return self._of_another()
-        found = replace(again, capability=self.failure.capability)
+        found = again.with_fields(capability=self.failure.capability)
         if self.failure.key == EXPLORED:
-            found = replace(found, message=self.failure.message)  # which tells what the case was made of
+            found = found.with_fields(message=self.failure.message)  # which tells what the case was made of
         if not attempt.before:
-            return replace(found, confirmation=ALONE)
-        return replace(found, confirmation=AFTER, after=tuple(case for _, case in attempt.before))
+            return found.with_fields(confirmation=ALONE)
+        return found.with_fields(confirmation=AFTER, after=tuple(case for _, case in attempt.before))
 
     def _of_another(self) -> Record:
         """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
@@ -77,11 +80,11 @@ class Confirmation:
             "after the same; passed in a process of its own"
         )
         assert self.alone is not None
-        return replace(self.alone, capability=self.failure.capability, message=what, confirmation=UNREPEATED)
+        return self.alone.with_fields(capability=self.failure.capability, message=what, confirmation=UNREPEATED)
 
     def unrepeated(self) -> Record:
         """The record if no attempt failed."""
-        return replace(self.failure, confirmation=UNREPEATED)
+        return self.failure.with_fields(confirmation=UNREPEATED)
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
@@ -98,4 +101,46 @@ def compared(failure: Record, again: Record) -> Record | None:
     """The failure with the explanation that fits it, too; None if it fails otherwise now, or nothing fits."""
     if (again.case, again.check) != (failure.case, failure.check) or not again.is_explained:
         return None
-    return replace(failure, explanation=again.explanation)
+    return failure.with_fields(explanation=again.explanation)
+
+
+class NothingToMinimize(ValueError):
+    """The given case does not fail."""
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """What a minimisation found.
+
+    Attributes:
+        case: no step makes it simpler and keeps status and check of its failure, unless the tries ran out.
+        record: of that case.
+        tries: candidates that were judged.
+        complete: every simpler candidate was tried.
+    """
+
+    case: Case
+    record: Record
+    tries: int
+    complete: bool
+
+
+def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum:
+    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged.
+
+    Raises:
+        NothingToMinimize: the case itself does not fail.
+    """
+    record = judge(case)
+    if not record.failed:
+        raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")
+    wanted, tried = (record.status, record.check), {case}
+    found = case
+    while step := next((c for c in simpler(found) if c not in tried), None):
+        if len(tried) > limit:
+            return Minimum(found, record, len(tried), complete=False)
+        tried.add(step)
+        outcome = judge(step)
+        if (outcome.status, outcome.check) == wanted:
+            found, record = step, outcome
+    return Minimum(found, record, len(tried), complete=True)

@@ -1,67 +1,94 @@
-"""The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing."""
+"""The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing.
+
+Its first event is the plan of the run: what a resumed run must agree with to be the same run.
+"""
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.messages import Question, question_of
-from mla_conformance.judging.facts import Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.engine.request import Request
+from mla_conformance.judging.facts import BackendFacts, Traced
+from mla_conformance.judging.record import Question, Record
+from mla_conformance.models.deployment import Deployment
+from mla_conformance.version import __version__
 
 JOURNAL_NAME = "journal.jsonl"
+PLAN_FORMAT = 2
 
 
-class _Event(msgspec.Struct, tag_field="event"):
+class _Event(msgspec.Struct, frozen=True, tag_field="event"):
     pass
 
 
-class _Plan(_Event, tag="plan"):
+class Planned(_Event, frozen=True, tag="plan"):
+    """A run begins; what it is to judge, in the form of its time."""
+
     plan: dict[str, Any]
 
 
-class _Resume(_Event, tag="resume"):
-    pass
+class Resumed(_Event, frozen=True, tag="resume"):
+    """An interrupted run goes on."""
 
 
-class _Started(_Event, tag="started"):
+class CaseStarted(_Event, frozen=True, tag="started"):
+    """A backend's time on a case begins."""
+
     case: str
     backend: str
 
 
-class _Verdict(_Event, tag="verdict"):
-    record: dict[str, Any]
+class Judgement(_Event, frozen=True, tag="verdict"):
+    """A verdict, which replaces earlier ones on the same question."""
+
+    record: Record
 
 
-class _Traced(_Event, tag="traced"):
+class WasTraced(_Event, frozen=True, tag="traced"):
+    """What a backend, by reference, was seen to run."""
+
     backend: str
     traced: Traced
 
 
-class _Heat(_Event, tag="heat"):
+class HeatShown(_Event, frozen=True, tag="heat"):
+    """Where the errors of a failure are."""
+
     backend: str
     case: str
     heat: HeatMap
 
 
-class _GaveUp(_Event, tag="gave_up"):
+class GaveUp(_Event, frozen=True, tag="gave_up"):
+    """The rest of a backend's cases is not run."""
+
     backend: str
     reason: str
 
 
-class _End(_Event, tag="end"):
-    pass
+class Completed(_Event, frozen=True, tag="end"):
+    """The run came to its end."""
+
+
+Event = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | GaveUp | Completed
 
 
 class JournalError(ValueError):
     """A journal that no run wrote as it stands."""
+
+
+class UnwrittenError(OSError):
+    """The system did not take a line."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +102,25 @@ class Journal:
         """The journal of an output folder."""
         return Journal(directory / JOURNAL_NAME)
 
-    def append(self, event: str, **fields: Any) -> None:
+    def append(self, event: Event) -> None:
         """Write one event and hand it to the system.
 
         Raises:
-            OSError: the system did not take the whole line.
+            UnwrittenError: the system did not take the whole line.
         """
         # ASCII: half a line is still text, and nothing but a newline ends one.
-        line = (json.dumps({"event": event, **fields}) + "\n").encode("ascii")
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        line = (json.dumps(msgspec.to_builtins(event)) + "\n").encode("ascii")
         try:
-            if os.write(descriptor, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if os.write(descriptor, line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UnwrittenError(error.errno, error.strerror, error.filename) from error
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Event]:
         """All whole events so far; a last line that was cut off is left out."""
         for line in self._whole().splitlines() if self.path.exists() else ():
             with contextlib.suppress(ValueError):
@@ -98,11 +128,11 @@ class Journal:
 
     def records(self) -> dict[Question, Record]:
         """The last verdict on each question."""
-        return verdicts(self.events())
+        return {event.record.question: event.record for event in self.events() if isinstance(event, Judgement)}
 
     def is_finished(self) -> bool:
         """Whether the run came to its end."""
-        return [event["event"] for event in self.events()][-1:] == ["end"]
+        return [type(event) for event in self.events()][-1:] == [Completed]
 
     def check(self) -> None:
         """Read every line but one at the end that was cut off.
@@ -111,7 +141,12 @@ class Journal:
             JournalError: a line is no event.
         """
         for number, line in enumerate(self._whole().splitlines(), start=1):
-            _require_event(line, f"{self.path}, line {number}")
+            try:
+                _read(line)
+            except ValueError as error:
+                where = f"{self.path}, line {number}"
+                what = f"expected an event of a run as JSON, got {line[:80]!r}: {error}"
+                raise JournalError(f"{where}: {what}") from None
 
     def repair(self) -> None:
         """Remove a last line that was cut off, so that the next event starts a line of its own."""
@@ -122,13 +157,7 @@ class Journal:
         return content[: content.rfind(b"\n") + 1]
 
 
-def verdicts(events: Iterable[dict[str, Any]]) -> dict[Question, Record]:
-    """The last verdict on each question."""
-    found = (Record.from_json(event["record"]) for event in events if event["event"] == "verdict")
-    return {question_of(record): record for record in found}
-
-
-def _read(line: bytes) -> dict[str, Any]:
+def _read(line: bytes) -> Event:
     """The event of a line.
 
     Raises:
@@ -136,21 +165,112 @@ def _read(line: bytes) -> dict[str, Any]:
     """
     try:
         plain = json.loads(line, parse_constant=_refuse)  # unlike msgspec it reads the half of a pair, as of a message
-        event = msgspec.convert(plain, _Plan | _Resume | _Started | _Verdict | _Traced | _Heat | _GaveUp | _End)
+        event: Event = msgspec.convert(plain, Event)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    found: dict[str, Any] = msgspec.to_builtins(event)
-    return found
+    return event
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"expected a number, got {constant}")
 
 
-def _require_event(line: bytes, where: str) -> None:
-    try:
-        event = _read(line)
-        if event["event"] == "verdict":
-            Record.from_json(event["record"])
-    except ValueError as error:
-        raise JournalError(f"{where}: expected an event of a run as JSON, got {line[:80]!r}: {error}") from None
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is to judge, and with what.
+
+    Attributes:
+        format: version of this form.
+        suite: version of the suite.
+        torch: version of torch.
+        device: ``cpu`` or ``cuda``.
+        device_name: name of the device.
+        tier: tier of the cases.
+        backends: what tells that each backend, by reference, is still the same.
+        capabilities: number and digest of each capability's cases.
+        cases: ids of cases that were asked for one by one.
+        explore: further cases that are drawn for each backend.
+        shard: the part of the list that is judged.
+        deployment: the model that the cases are of, if they are.
+        salt: what inputs are drawn with beside their case.
+        apart: whether inputs, kernel and judge are in processes of their own.
+    """
+
+    format: int
+    suite: str
+    torch: str
+    device: str
+    device_name: str
+    tier: str
+    backends: dict[str, str]
+    capabilities: dict[str, str]
+    cases: tuple[str, ...]
+    explore: int
+    shard: Shard | None = None
+    deployment: Deployment | None = None
+    salt: str = ""
+    apart: bool = False
+
+    @staticmethod
+    def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
+        """The plan of a request on a device, for backends as they are now."""
+        return Plan(
+            format=PLAN_FORMAT,
+            suite=__version__,
+            torch=environment["torch"],
+            device=device,
+            device_name=environment["device"],
+            tier=request.tier.value,
+            backends={each.reference: each.fingerprint for each in facts},
+            capabilities={name: _case_list(request, name) for name in request.capabilities},
+            cases=tuple(case.id for case in request.cases),
+            explore=request.explore,
+            shard=request.shard,
+            deployment=request.deployment,
+            salt=request.salt,
+            apart=request.apart,
+        )
+
+    @staticmethod
+    def recorded(journal: Journal) -> "Plan":
+        """The plan that a journal starts with.
+
+        Raises:
+            JournalError: there is no journal, or it starts otherwise, or with a plan of another format.
+        """
+        first = next(journal.events(), None)
+        if not isinstance(first, Planned):
+            raise JournalError(
+                f"{journal.path}: expected a journal that starts with the plan of a run; start the run anew"
+            )
+        if first.plan.get("format") != PLAN_FORMAT:
+            raise JournalError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
+        try:
+            return msgspec.convert(first.plan, Plan, strict=True)
+        except msgspec.ValidationError as error:
+            raise JournalError(f"{journal.path}: the plan is not right: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+    def differences(self, current: "Plan") -> list[str]:
+        """What another plan does not agree in, in words."""
+        found = []
+        for name in Plan.__struct_fields__:
+            old, new = getattr(self, name), getattr(current, name)
+            if isinstance(old, dict):
+                changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                found += [f"{name}: {key} was {old.get(key, 'absent')}, is {new.get(key, 'absent')}" for key in changed]
+            elif old != new:
+                found.append(f"{name}: was {_text(old)}, is {_text(new)}")
+        return found
+
+
+def _text(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _case_list(request: Request, capability: str) -> str:
+    ids = [case.id for case in request.cases_of(capability)]
+    return f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"

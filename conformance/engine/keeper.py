@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory
-from mla_conformance.engine.messages import Ended, decode_setup, encode, read_line
+from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -31,7 +31,7 @@ def main(descriptor: int, supervisor: int) -> None:
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
-    setup = decode_setup(read_line(connection))
+    setup = decode(read_line(connection), Setup)
     hide_memory(setup.apart)
     while not _is_closed(connection):
         worker = os.fork()

@@ -7,10 +7,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record
-
-Question = tuple[str, str]
-"""What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
+from mla_conformance.judging.record import EXPLORED, Question, Record
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -89,6 +86,13 @@ class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
 Task = Describe | Judge | Explore | Trace
 
 
+class Given(msgspec.Struct, frozen=True):
+    """A task for one worker; the next one may find what is left of it where that one died without having read it."""
+
+    process: int
+    task: Task
+
+
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     """A worker is there.
 
@@ -108,13 +112,13 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
 class Started(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
     """The backend's time on a case begins."""
 
-    record: dict[str, Any]
+    record: Record
 
 
 class Judged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
     """A verdict, whose explanation may follow with the answer; the backend is not asked anything more."""
 
-    record: dict[str, Any]
+    record: Record
 
 
 class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
@@ -128,7 +132,7 @@ class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         leaves: this process ends now; the next task is another's.
     """
 
-    record: dict[str, Any] | None = None
+    record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
     heat: dict[str, Any] | None = None
@@ -159,37 +163,15 @@ def read_line(connection: socket.socket) -> bytes:
     return line
 
 
-def encode(message: Setup | Task | Event) -> bytes:
-    """A line; NaN and infinity are written as Python's JSON does."""
+def encode(message: Setup | Given | Event) -> bytes:
+    """A line."""
     return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
 
 
-def address(process: int, task: Task) -> bytes:
-    """A line for one worker; the next one may find it where that one died without having read it."""
-    return b"%d %b" % (process, encode(task))
-
-
-def addressed(line: bytes, process: int) -> Task | None:
-    """The task of a line; None if it, or the half of it that is left, is not this process's."""
-    addressee, _, rest = line.partition(b" ")
-    return msgspec.convert(json.loads(rest), Task) if addressee == b"%d" % process else None
-
-
-def decode_event(line: bytes) -> Event:
-    """An event of a line.
+def decode(line: bytes, form: Any) -> Any:
+    """The message of a line, of one of the types above.
 
     Raises:
         ValueError: no such line; for instance the stacks of a worker that hangs.
     """
-    event: Event = msgspec.convert(json.loads(line), Event)
-    return event
-
-
-def decode_setup(line: bytes) -> Setup:
-    """The setup of a line that a supervisor wrote."""
-    return msgspec.convert(json.loads(line), Setup)
-
-
-def question_of(record: Record) -> Question:
-    """What a record answers."""
-    return record.reference, record.key
+    return msgspec.convert(json.loads(line), form)

@@ -15,14 +15,14 @@ from mla_conformance.engine.messages import (
     Describe,
     Ended,
     Event,
+    Given,
     Hello,
     Judged,
     Setup,
     Started,
     Task,
     Trace,
-    address,
-    decode_event,
+    decode,
     encode,
 )
 from mla_conformance.judging.record import Record
@@ -116,7 +116,7 @@ class Place:
         if isinstance(task, Describe | Trace):
             self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(address(self._process, task))
+            self.connection.sendall(encode(Given(self._process, task)))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""
@@ -136,7 +136,7 @@ class Place:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             try:
-                event = decode_event(line)
+                event = decode(line, Event)
             except ValueError:
                 self._stacks.append(line)  # of a worker that was asked where it is
                 continue
@@ -148,13 +148,13 @@ class Place:
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed = False
         elif isinstance(event, Started):
-            self._started = Record.from_json(event.record)
+            self._started = event.record
             judged = (self._started.reference, self._started.case)
             if self.history[-1:] != [judged]:  # told twice where it waited for memory
                 self.history.append(judged)
             self._wait(self.timeout)
         elif isinstance(event, Judged):
-            self._judged = Record.from_json(event.record)
+            self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
         elif isinstance(event, Answer):
             if event.leaves:

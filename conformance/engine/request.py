@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from mla_conformance.backends.references import (
@@ -96,14 +96,6 @@ class Request:
             )
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
-
-    def sharded(self, shard: Shard | None) -> "Request":
-        """One part of it."""
-        return replace(self, shard=shard)
-
-    def about(self, deployment: Deployment | None) -> "Request":
-        """The same, of a deployed model."""
-        return replace(self, deployment=deployment)
 
     @property
     def names_all(self) -> bool:

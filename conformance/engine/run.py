@@ -4,29 +4,27 @@ import contextlib
 import datetime
 import os
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
 
 import msgspec
 
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
+from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import verdicts
+from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.limits import hide_memory, machine_memory
-from mla_conformance.engine.log import LOG_NAME
-from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Question, Setup, Trace, question_of
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import Request, RequestError
 from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Question, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
@@ -72,6 +70,7 @@ class Run:
         environment: where and with what it takes place, once it is prepared.
         facts: of its backends, once it is prepared.
         before: cases that each process runs before each of its own.
+        verdicts: what it found so far.
     """
 
     request: Request
@@ -81,9 +80,13 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
-    _events: list[dict[str, Any]] = field(default_factory=list)
+    verdicts: dict[Question, Record] = field(default_factory=dict)
+    _traced: dict[str, Traced] = field(default_factory=dict)
+    _heat: dict[Question, HeatMap] = field(default_factory=dict)
+    _given_up: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._on_record: Callable[[Record], None] = lambda record: None
         on_cpu = self._surely_cpu
         self.supervisor = Supervisor(
             self.limits.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT), self.limits.ends_at
@@ -128,7 +131,7 @@ class Run:
         told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
         self.environment = {**told, **{name: value for name, value in asked.items() if value}, **hello.facts}
-        self.facts = self._describe()
+        self.facts = self.describe()
 
     def _add_place(self, workers: int) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
@@ -147,45 +150,40 @@ class Run:
             gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
             self.supervisor.add_place(self._setup(hello.device), place_environment(gpu, cache / str(number)))
 
-    def _describe(self) -> list[BackendFacts]:
-        """The facts of every backend; one whose process ends over it is unavailable."""
-        names = {backend.reference: backend.name for backend in self.request.backends}
-        found: dict[str, BackendFacts] = {}
-        for outcome in self.supervisor.run(Tasks.of([[Describe(reference)] for reference in names])):
-            reference = outcome.task.reference
-            why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
-            gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
-            found[reference] = outcome.facts or gone
-        return [found[reference] for reference in names]
-
-    def renew(self) -> None:
-        """Have the backends imported anew, as they are by now, by processes that have judged nothing.
+    def describe(self) -> list[BackendFacts]:
+        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable.
 
         Raises:
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
-        for place in self.supervisor.places:
-            place.renew()
-        self.facts = self._describe()
+        names = {backend.reference: backend.name for backend in self.request.backends}
+        found: dict[str, BackendFacts] = {}
+        for outcome in self.supervisor.run(Tasks([[Describe(reference)] for reference in names])):
+            reference = outcome.task.reference
+            why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
+            gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
+            found[reference] = outcome.answer.facts or gone
+        return [found[reference] for reference in names]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> journal.Plan:
         """The plan of this run."""
-        return Plan.of(self.request, self.device, self.environment, self.facts)
+        return journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def begin(self) -> None:
         """Write what the run is before anything of it is launched."""
         self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write("plan", plan=self.plan.to_json())
+        self._write(journal.Planned(self.plan.to_json()))
 
     def resume(self) -> None:
         """Go on with the run that the folder's journal tells of."""
         self.folder.journal.repair()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._events = list(self.folder.journal.events())
-        self._write("resume")
+        for event in self.folder.journal.events():
+            self._keep(event)
+        self._write(journal.Resumed())
 
     def judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None] = lambda what: None) -> None:
         """Judge what has no verdict yet, then confirm what failed.
@@ -198,88 +196,81 @@ class Run:
             Stopped: by a signal or the deadline.
             RunError: no process can be started, or the journal cannot be written.
         """
-        self.supervisor.started = lambda record: self._append("started", case=record.case, backend=record.reference)
-        records = self.verdicts
-        failures = self._judge(records, on_record)
-        while pending := self._unconfirmed(records, failures):
+        self._on_record = on_record
+        try:
+            self._judge(on_phase)
+        except journal.UnwrittenError as error:
+            raise RunError(
+                f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
+                f"it: make room, then {self.resume_line}"
+            ) from error
+
+    def _judge(self, on_phase: Callable[[str], None]) -> None:
+        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
+        failures = self._first_verdicts()
+        while pending := self._unconfirmed(failures):
             on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
             for record in self._confirmed(pending):
-                records[question_of(record)] = record
-                self._keep(record, on_record)
-        for record in self._compared(records, on_phase):
-            records[question_of(record)] = record
-            self._keep(record, on_record)
+                self._write(journal.Judgement(record))
+        for record in self._compared(on_phase):
+            self._write(journal.Judgement(record))
         if self.device == "cuda":
             on_phase("looking which kernels run")
-            self._trace(list(records.values()))
-        self._append("end")
+            self._trace()
+        self._write(journal.Completed())
 
-    def _trace(self, records: Sequence[Record]) -> None:
+    def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
-        told = self._traced()
-        passed = [record for record in records if record.status is Status.PASS and record.reference not in told]
+        untold = [record for record in self.verdicts.values() if record.reference not in self._traced]
+        passed = [record for record in untold if record.status is Status.PASS]
         fastest: dict[str, dict[str, str]] = {}
         for record in sorted(passed, key=lambda record: record.seconds):
             fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
-        for outcome in self.supervisor.run(Tasks.of([[Trace(*each)] for each in fastest.items()])):
-            seen = outcome.traced or NOTHING_TRACED
-            self._append("traced", backend=outcome.task.reference, traced=msgspec.to_builtins(seen))
+        for outcome in self.supervisor.run(Tasks([[Trace(*each)] for each in fastest.items()])):
+            self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
 
-    def _traced(self) -> dict[str, Traced]:
-        """What each backend, by reference, was seen to run."""
-        told = (event for event in self._events if event["event"] == "traced")
-        return {event["backend"]: msgspec.convert(event["traced"], Traced) for event in told}
-
-    def _keep_heat(self, outcome: Outcome) -> None:
+    def _tell_heat(self, outcome: Outcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
-        if outcome.heat and isinstance(outcome.task, Judge):
+        if outcome.answer.heat and isinstance(outcome.task, Judge):
             with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
-                told = msgspec.to_builtins(msgspec.convert(outcome.heat, HeatMap))
-                self._append("heat", backend=outcome.task.reference, case=outcome.task.case, heat=told)
+                heat = msgspec.convert(outcome.answer.heat, HeatMap)
+                self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, heat))
 
-    def _heat(self, records: Sequence[Record]) -> dict[str, HeatMap]:
-        """Where the errors of each case are that fails by a wrong number, as far as it was told."""
-        told = {(event["backend"], event["case"]): event["heat"] for event in self._events if event["event"] == "heat"}
-        wrong = {record.case: told.get((record.reference, record.case)) for record in records if is_mapped(record)}
-        return {case: msgspec.convert(heat, HeatMap) for case, heat in wrong.items() if heat}
-
-    def _judge(self, records: dict[Question, Record], on_record: Callable[[Record], None]) -> dict[Question, Outcome]:
-        """Fill ``records``; the outcomes of failures."""
-        tasks, patience = Tasks.of(list(self._left(records))), Patience(self.limits.give_up_after)
+    def _first_verdicts(self) -> dict[Question, Outcome]:
+        """Judge what has no verdict; the outcomes of failures."""
+        tasks, patience = Tasks(list(self._left())), Patience(self.limits.give_up_after)
         failures: dict[Question, Outcome] = {}
         for outcome in self.supervisor.run(tasks):
-            record = outcome.record
+            record = outcome.answer.record
             assert record is not None
-            records[question_of(record)] = record
-            if record.failed:
-                failures[question_of(record)] = outcome
-            self._keep(record, on_record)
+            self._write(journal.Judgement(record))
+            if not record.failed:
+                continue
+            failures[record.question] = outcome
             reason = patience.exhausted(record)
             if reason and record.reference not in tasks.dropped:
                 tasks.dropped.add(record.reference)
-                self._append("gave_up", backend=record.reference, reason=reason)
+                self._write(journal.GaveUp(record.reference, reason))
         return failures
 
-    def _left(self, records: Mapping[Question, Record]) -> Iterator[list[Judge | Explore]]:
+    def _left(self) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
         for group in self.request.tasks([each.reference for each in self.available], tuple(self.before)):
-            left = [task for task in group if task.question not in records]
+            left = [task for task in group if task.question not in self.verdicts]
             if left:
                 yield left
 
-    def _unconfirmed(
-        self, records: Mapping[Question, Record], failures: Mapping[Question, Outcome]
-    ) -> list[Confirmation]:
+    def _unconfirmed(self, failures: Mapping[Question, Outcome]) -> list[Confirmation]:
         """The first failure of each backend and capability that none is confirmed of; all, if one was another's."""
-        tried = [record for record in records.values() if record.confirmation]
+        tried = [record for record in self.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
         found: list[Confirmation] = []
-        for record in sorted(records.values(), key=self._position):
+        for record in sorted(self._failures, key=self._position):
             key = (record.reference, record.capability)
-            if record.failed and key not in done:
+            if key not in done:
                 earlier = len({capability for reference, capability in done if reference == record.reference})
-                found.append(self._confirmation(record, failures.get(question_of(record)), earlier < MOST_EXPLAINED))
+                found.append(self._confirmation(record, failures.get(record.question), earlier < MOST_EXPLAINED))
                 done |= {key} - misled
         return found
 
@@ -295,77 +286,79 @@ class Run:
             yield from (confirmation.unrepeated() for attempt, confirmation in attempts if not attempt)
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
-            for outcome in self.supervisor.run(Tasks.of([[attempt] for attempt, _ in attempts if attempt])):
-                assert outcome.record is not None and isinstance(outcome.task, Judge)
+            for outcome in self.supervisor.run(Tasks([[attempt] for attempt, _ in attempts if attempt])):
+                assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
-                settled = confirmation.settled(outcome.task, outcome.record)
+                settled = confirmation.settled(outcome.task, outcome.answer.record)
                 if settled:
-                    self._keep_heat(outcome)
+                    self._tell_heat(outcome)
                     yield settled
                 else:
                     pending.append(confirmation)
 
-    def _compared(self, records: Mapping[Question, Record], on_phase: Callable[[str], None]) -> Iterator[Record]:
+    def _compared(self, on_phase: Callable[[str], None]) -> Iterator[Record]:
         """Failures that look like another one of their backend that is explained."""
-        groups = by_backend(list(records.values())).values()
+        groups = by_backend(self._failures).values()
         tasks = [[task] for group in groups for task in comparisons(group)]
         if tasks:
             on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-        for outcome in self.supervisor.run(Tasks.of(tasks)):
-            assert outcome.record is not None and isinstance(outcome.task, Judge)
-            failure = records[outcome.task.question]
-            if outcome.record.check == failure.check:
-                self._keep_heat(outcome)
-            found = compared(failure, outcome.record)
+        for outcome in self.supervisor.run(Tasks(tasks)):
+            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
+            failure = self.verdicts[outcome.task.question]
+            if outcome.answer.record.check == failure.check:
+                self._tell_heat(outcome)
+            found = compared(failure, outcome.answer.record)
             if found:
                 yield found
 
-    def _keep(self, record: Record, on_record: Callable[[Record], None]) -> None:
-        self._append("verdict", record=record.to_json())
-        on_record(self._expected(record))
+    @property
+    def _failures(self) -> list[Record]:
+        return [record for record in self.verdicts.values() if record.failed]
 
-    def _append(self, event: str, **fields: object) -> None:
-        try:
-            self._write(event, **fields)
-        except OSError as error:
-            raise RunError(
-                f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
-                f"it: make room, then {self.resume_line}"
-            ) from error
-
-    def _write(self, event: str, **fields: Any) -> None:
+    def _write(self, event: journal.Event) -> None:
         """Journal an event and keep it: a backend may write into the file."""
-        self.folder.journal.append(event, **fields)
-        self._events.append({"event": event, **fields})
+        self.folder.journal.append(event)
+        self._keep(event)
+        if isinstance(event, journal.Judgement):
+            self._on_record(self._expected(event.record))
+
+    def _keep(self, event: journal.Event) -> None:
+        if isinstance(event, journal.Judgement):
+            self.verdicts[event.record.question] = event.record
+        elif isinstance(event, journal.WasTraced):
+            self._traced[event.backend] = event.traced
+        elif isinstance(event, journal.HeatShown):
+            self._heat[event.backend, event.case] = event.heat
+        elif isinstance(event, journal.GaveUp):
+            self._given_up[event.backend] = event.reason
 
     @property
     def resume_line(self) -> str:
         """The command that goes on with this run."""
         return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
 
-    @property
-    def verdicts(self) -> dict[Question, Record]:
-        """What it found so far."""
-        return verdicts(self._events)
-
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
-        kept = sorted(self.verdicts.values(), key=self._position)
-        groups = by_backend(list(map(self._expected, kept)))
-        traced = self._traced()
-        given_up = {e["backend"]: e["reason"] for e in self._events if e["event"] == "gave_up"}
+        groups: dict[str, list[Record]] = defaultdict(list)
+        for record in sorted(self.verdicts.values(), key=self._position):
+            groups[record.backend].append(self._expected(record))
         backends = tuple(
             BackendSummary(
                 facts,
-                () if facts.reasons else summarise(groups.get(facts.name, []), self.request.expected),
-                given_up.get(facts.reference, ""),
-                traced.get(facts.reference, NOTHING_TRACED),
-                self._heat(groups.get(facts.name, [])),
+                () if facts.reasons else summarise(groups[facts.name], self.request.expected),
+                self._given_up.get(facts.reference, ""),
+                self._traced.get(facts.reference, NOTHING_TRACED),
+                self._heat_of(groups[facts.name]),
             )
             for facts in self.facts
         )
         request, ended = self.request, datetime.date.today().isoformat()
         return RunSummary(self.environment, backends, request.case_ids, request.shard, request.deployment, date=ended)
+
+    def _heat_of(self, records: Sequence[Record]) -> dict[str, HeatMap]:
+        """Where the errors of each case are that fails by a wrong number, as far as it was told."""
+        told = [record for record in records if (record.reference, record.case) in self._heat]
+        return {record.case: self._heat[record.reference, record.case] for record in told if is_mapped(record)}
 
     @cached_property
     def _positions(self) -> dict[str, int]:

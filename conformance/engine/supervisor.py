@@ -5,22 +5,31 @@ import select
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
+from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
-from mla_conformance.engine.log import BoundedLog
 from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
 from mla_conformance.engine.place import Place, how
-from mla_conformance.engine.signals import heeded
-from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
 _MOST_STARTS = 3
-LOOKS = 0.3
-"""Seconds between two looks at what may end a wait."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def heeded(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Have a handler told of what ends a command; signals that were ignored from the start, as under nohup, stay so."""
+    numbers = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class RunError(RuntimeError):
@@ -45,24 +54,17 @@ class Outcome:
 
     Attributes:
         task: the task.
-        record: of what was judged, or what the end of the process says of it.
-        facts: of what was described; None if the process ended over it, which ``ended`` tells.
-        traced: what was seen to run.
-        heat: where the errors of what was judged are, as the worker told it.
+        answer: to it; if the process ended over it, what that says of the case that was judged.
         ended: how the process ended, if it did.
         history: what the same process was given to judge before, the task included.
     """
 
     task: Task
-    record: Record | None = None
-    facts: BackendFacts | None = None
-    traced: Traced | None = None
-    heat: dict[str, Any] | None = None
+    answer: Answer
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 
 
-@dataclass
 class Tasks:
     """Groups of tasks: one place takes a group, since a case's backends share what was made for it.
 
@@ -71,14 +73,10 @@ class Tasks:
         dropped: backends that are given up.
     """
 
-    groups: deque[list[Task]]
-    dropped: set[str] = field(default_factory=set)
-    _own: dict[int, list[Task]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(groups: Sequence[Sequence[Task]]) -> "Tasks":
-        """These groups in their order."""
-        return Tasks(deque(list(group) for group in groups))
+    def __init__(self, groups: Iterable[Sequence[Task]]) -> None:
+        self.dropped: set[str] = set()
+        self.groups = deque(map(list, groups))
+        self._own: dict[int, list[Task]] = {}
 
     def take(self, place: int) -> Task | None:
         """The next task of a place."""
@@ -107,17 +105,18 @@ class Supervisor:
     Attributes:
         places: one for each worker.
         timeout: seconds that a case may take.
+        ends_at: the deadline of what is done, on the monotonic clock.
         started: told of every case before it is launched.
     """
 
     def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
         self.places: list[Place] = []
-        self.timeout, self._ends_at = timeout, ends_at
+        self.timeout, self.ends_at = timeout, ends_at
         self.log = BoundedLog()
         self.started: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
-        self._tasks = Tasks.of(())
+        self._tasks = Tasks(())
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
@@ -154,29 +153,16 @@ class Supervisor:
                 pass
         return self.places[0].hello
 
-    def pause(self, seconds: float) -> None:
-        """Wait, with nothing under way.
-
-        Raises:
-            Stopped: by a signal or the deadline.
-        """
-        select.select([self._told[0]], [], [], seconds)
-        self._require_going_on()
-
-    def run(self, tasks: Tasks, is_enough: Callable[[], bool] | None = None) -> Iterator[Outcome]:
-        """Have all tasks carried out; an outcome for each.
-
-        Args:
-            tasks: what is to be done.
-            is_enough: is asked every :data:`LOOKS` whether to leave off; the places are to be renewed after that.
+    def run(self, tasks: Tasks) -> Iterator[Outcome]:
+        """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
         self._tasks = tasks
-        while not (is_enough and is_enough()) and self._deal():
-            yield from self._events(LOOKS if is_enough else float("inf"))
+        while self._deal():
+            yield from self._events()
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
@@ -190,13 +176,13 @@ class Supervisor:
                     place.give(task)
         return any(place.task for place in self.places) or tasks.is_left()
 
-    def _events(self, most: float = float("inf")) -> Iterator[Outcome]:
-        """Wait for what comes next, or for a deadline, or for so many seconds at most; outcomes of tasks."""
-        until = min((self._ends_at, time.monotonic() + most, *(place.deadline for place in self.places)))
+    def _events(self) -> Iterator[Outcome]:
+        """Wait for what comes next, or for a deadline; outcomes of tasks."""
+        until = min((self.ends_at, *(place.deadline for place in self.places)))
         seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
         descriptors = [descriptor for place in self.places for descriptor in place.descriptors]
         ready, _, _ = select.select([*descriptors, self._told[0]], [], [], seconds)
-        self._require_going_on()
+        self.require_going_on()
         speaking = [place for place in self.places if not set(ready).isdisjoint(place.descriptors)]
         # What was said in time counts, however late it is read.
         late = [place for place in self.places if place not in speaking and place.deadline <= time.monotonic()]
@@ -210,17 +196,16 @@ class Supervisor:
         if isinstance(event, Hello):
             self._starts = 0
         elif isinstance(event, Started):
-            self.started(Record.from_json(event.record))
+            self.started(event.record)
         elif isinstance(event, Answer) and place.task is not None:
             task, place.task = place.task, None
-            record = Record.from_json(event.record) if event.record else None
-            yield Outcome(task, record, event.facts, event.traced, event.heat, history=tuple(place.history))
+            yield Outcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
             given, place.task = place.task, None
             record = place.outcome(event.status) if given else None
             if given and (record or isinstance(given, Describe | Trace)):
-                yield Outcome(given, record, ended=place.why(event.status), history=tuple(place.history))
+                yield Outcome(given, Answer(record), place.why(event.status), tuple(place.history))
                 return
             self._count_start(event.status)
             if given:  # it had not begun
@@ -232,10 +217,11 @@ class Supervisor:
         if self._starts > _MOST_STARTS * len(self.places):
             raise RunError(f"no process can be started here ({how(status)}):\n{self.log.tail}")
 
-    def _require_going_on(self) -> None:
+    def require_going_on(self) -> None:
+        """Raise :class:`Stopped` if a signal came, or if the deadline is over."""
         if self._signal:
             raise Stopped(self._signal)
-        if time.monotonic() >= self._ends_at:
+        if time.monotonic() >= self.ends_at:
             raise Stopped
 
 

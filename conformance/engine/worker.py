@@ -1,53 +1,74 @@
-"""A worker: judges what it is told, in a process that may die of it."""
+"""A worker: judges what it is told, in a process that may die of it.
+
+Judged apart, two processes stand beside it: one draws inputs, the other has the backends. Neither is forked from a used
+GPU.
+"""
 
 import faulthandler
 import os
+import select
 import signal
 import socket
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache, partial
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
 import torch
 
+from mla_conformance.apart import kernel_side, maker
+from mla_conformance.apart.judge_side import OtherHand
+from mla_conformance.apart.shared import Shared
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.hand import HERE
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
-from mla_conformance.engine.limits import allocated_memory, leave, limit_memory
+from mla_conformance.engine.limits import (
+    allocated_memory,
+    close_descriptors,
+    end_as,
+    end_with_parent,
+    hide_memory,
+    leave,
+    limit_memory,
+    machine_memory,
+    renounce_signals,
+    renounce_tracing,
+)
 from mla_conformance.engine.messages import (
     Answer,
     Describe,
     Event,
     Explore,
+    Given,
     Hello,
-    Judge,
     Judged,
     Setup,
     Started,
     Task,
     Trace,
-    addressed,
+    decode,
     encode,
     read_line,
 )
-from mla_conformance.engine.others import Others
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
-from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
-from mla_conformance.trials.trial import Trial
 
 Send = Callable[[Event], None]
+_STACK_SECONDS = 0.5
+_MOST_STACKS = 2**16
 
 
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
@@ -58,21 +79,27 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     if setup.memory:
         limit_memory(setup.memory)
 
-    def send(event: Event) -> None:
-        connection.sendall(encode(event))
-
     device = find_device(setup.device)
     name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    send(Hello(process, name, device_facts(device) if device else {}, gpus))
-    worker = Worker(device or torch.device("cpu"), setup.memory, send, setup.salt, others)
+    connection.sendall(encode(Hello(process, name, device_facts(device) if device else {}, gpus)))
+    worker = Worker(
+        device or torch.device("cpu"),
+        setup.memory,
+        lambda event: connection.sendall(encode(event)),
+        setup.salt,
+        others,
+    )
     while line := read_line(connection):
-        task = addressed(line, process)
-        if task is None:
+        try:
+            given = decode(line, Given)
+        except ValueError:
+            continue  # the rest of what an earlier process has read in part
+        if given.process != process:
             continue
-        answer = worker.answer(task)
+        answer = worker.answer(given.task)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
-        send(answer)
+        connection.sendall(encode(answer))
         if answer.leaves:
             break
     leave(0)
@@ -82,7 +109,7 @@ class Worker:
     """What one process judges with."""
 
     def __init__(
-        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: Others | None = None
+        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: "Others | None" = None
     ) -> None:
         self._device, self._memory, self._send = device, memory, send
         self._others, self._hand, self._context = others, HERE, Context(salt)
@@ -105,32 +132,27 @@ class Worker:
             return self._explored(task)
         if isinstance(task, Trace):
             return self._traced(task)
-        return self._judged(task)
-
-    def _judged(self, task: Judge) -> Answer:
         subject = self._subject(task.reference)
-        for reference, case in task.before:
+        for reference, before in task.before:
             earlier = self._subject(reference)
-            if case:  # without one it is imported, which is all
-                self._judge(earlier, case)
-        trial, record = self._judge(subject, task.case)
+            if before:  # without a case it is imported, which is all
+                judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
+        case = Case.parse(task.case)
+        trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
         heat = None
         if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
-            self._send(Judged(record.to_json()))
+            self._send(Judged(record))
             heat = msgspec.to_builtins(heat_of(trial, record))
-            record = replace(record, explanation=explain(trial, record, task.told))
+            record = record.with_fields(explanation=explain(trial, record, task.told))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return Answer(record.to_json(), heat=heat, leaves=self._leaves(record, disturbed))
+        return Answer(record, heat=heat, leaves=self._leaves(record, disturbed))
 
     def _described(self, reference: str) -> BackendFacts:
         subject = self._subject(reference)
         done = self._hand.ask(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         return facts
-
-    def _judge(self, subject: Subject, case: str) -> tuple[Trial, Record]:
-        return judged_trial(subject, Case.parse(case), self._context, partial(self._starts, subject))
 
     def _explored(self, task: Explore) -> Answer:
         subject = self._subject(task.reference)
@@ -139,7 +161,7 @@ class Worker:
             self._starts(subject, case, EXPLORED)
 
         record = explore(subject, task.draws, task.capabilities, self._context, starts)
-        return Answer(record.to_json(), leaves=self._leaves(record, disturbed=record.failed))
+        return Answer(record, leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> Answer:
         """What is seen to run, by a process that has not imported the backend before."""
@@ -152,7 +174,7 @@ class Worker:
         reference = subject.backend.reference
         capability, salt = capability or case.capability, self._context.salt
         record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
-        self._send(Started(record.to_json()))
+        self._send(Started(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.
@@ -174,3 +196,89 @@ class Worker:
             return True
         taken = [allocated_memory(), self._hand.ask(allocated_memory, int).value or 0]
         return self._memory is not None and 2 * max(taken) > self._memory
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a judge has of them.
+
+    Attributes:
+        hand: has steps carried out by the one that has the backends.
+        maker: has problems built by the other.
+    """
+
+    hand: OtherHand
+    maker: maker.Maker
+
+    def use(self, device: torch.device) -> None:
+        """Where backends are judged."""
+        self.hand.use(device)
+        self.maker.use(device)
+
+    @staticmethod
+    def fork(memory: int | None, supervisor: socket.socket) -> "Others":
+        """Start both.
+
+        Args:
+            memory: bytes that each may allocate; None without a limit.
+            supervisor: is told the stacks of the kernel's process when this one is asked for its own.
+        """
+        # The memory between two processes must be there before they part, and no third one may have it.
+        shared, (stacks, told) = Shared(machine_memory()), os.pipe()
+        kernel, to_kernel = _fork(partial(_serve_kernel, shared, told), memory, told)
+        os.close(told)
+        signal.signal(signal.SIGUSR1, partial(_tell_stacks, kernel, stacks, supervisor))
+        inputs = Shared(machine_memory())
+        drawing, to_maker = _fork(partial(_serve_maker, inputs), memory)
+        hide_memory()
+        hand = OtherHand(to_kernel, shared, partial(end_as, kernel))
+        return Others(hand, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
+
+
+def _fork(serve: Callable[[socket.socket], None], memory: int | None, *spared: int) -> tuple[int, socket.socket]:
+    """A new process that serves one end of a connection; its id, and the other end."""
+    mine, theirs = socket.socketpair()
+    judge = os.getpid()
+    process = os.fork()
+    if not process:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(judge, signal.SIGKILL)
+        close_descriptors({theirs.fileno(), *spared})
+        if memory:
+            limit_memory(memory)
+        _serve(serve, theirs)
+    theirs.close()
+    return process, mine
+
+
+def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) -> NoReturn:
+    """Nothing that is raised may lead back into what the process that forked was doing."""
+    try:
+        serve(connection)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def _serve_kernel(shared: Shared, stacks: int, connection: socket.socket) -> None:
+    hide_memory(False)
+    renounce_tracing()
+    renounce_signals()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    kernel_side.serve(connection, shared)
+
+
+def _serve_maker(shared: Shared, connection: socket.socket) -> None:
+    hide_memory()
+    maker.serve(connection, shared)
+
+
+def _tell_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
+    """Where the kernel's process is, in lines that are no message."""
+    os.kill(kernel, number)
+    os.kill(kernel, signal.SIGCONT)
+    if select.select([stacks], [], [], _STACK_SECONDS)[0]:
+        lines = os.read(stacks, _MOST_STACKS).splitlines()
+        supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in lines))

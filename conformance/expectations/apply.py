@@ -63,12 +63,12 @@ class Expectations:
         if record.status is Status.PASS and covering:
             first = covering[0]
             said = f"passes, but {first.source} expects {first.status}: {first.reason}"
-            unexpected = replace(record, status=Status.UNEXPECTED_PASS, message=said)
-            return replace(unexpected, judged=record.status, expectation=first.sentence)
+            unexpected = record.with_fields(status=Status.UNEXPECTED_PASS, message=said)
+            return unexpected.with_fields(judged=record.status, expectation=first.sentence)
         foreseen = next((entry for entry in covering if entry.foresees(record)), None)
         if foreseen is None or not record.failed:
             return record
-        return replace(record, status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
+        return record.with_fields(status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
 
     @property
     def _today(self) -> datetime.date:

@@ -3,19 +3,22 @@
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta, field
+from msgspec.structs import replace
 
 from mla_conformance.judging.verdict import FAILED, Status, Verdict
 
 EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
 
-Share = Annotated[float, msgspec.Meta(ge=0)] | Literal["nan", "inf"]
+Question = tuple[str, str]
+"""What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
+Share = Annotated[float, Meta(ge=0)] | Literal["nan", "inf"]
 """A share of the error budget as files hold it: JSON has no NaN and no infinity, so both are text."""
-Used = Annotated[dict[str, Share], msgspec.Meta(description="Share of the error budget by rule; 1 is the limit.")]
+Used = Annotated[dict[str, Share], Meta(description="Share of the error budget by rule; 1 is the limit.")]
 Confirmation = Literal["", "alone", "after", "unrepeated"]
 
 UNLIKE: Final = "unlike every known defect"
@@ -40,9 +43,25 @@ def detection(drawn: int, fraction: float) -> float:
     return float(1.0 - (1.0 - fraction) ** drawn)
 
 
-@dataclass(frozen=True)
-class Record:
-    """A verdict with what it is about.
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of a case beyond its status, in journals and reports alike."""
+
+    check: Annotated[str, Meta(description="What failed.")] = ""
+    clause: Annotated[str, Meta(description="Clause of SPEC.md.")] = ""
+    message: str = ""
+    finding: Annotated[str, Meta(description="What the numbers of a failure give away.")] = ""
+    where: Annotated[dict[str, int], Meta(description="Position of the worst element.")] = field(default_factory=dict)
+    used: Used = field(default_factory=dict)
+    explanation: Annotated[str, Meta(description="What it looks like beside known wrong kernels.")] = ""
+    detail: Annotated[str, Meta(description="Traceback, if any.")] = ""
+    judged: Annotated[Status | None, Meta(description="Status before an expectation was applied.")] = None
+    expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
+    confirmation: Annotated[Confirmation, Meta(description="Whether a failure repeats in a fresh process.")] = ""
+    after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
+
+
+class Record(Said, frozen=True):
+    """A verdict with what it is about, and what :class:`Said` says of it.
 
     Attributes:
         backend: name in reports.
@@ -50,24 +69,11 @@ class Record:
         capability: capability that the case decides.
         case: id of the case.
         status: outcome.
-        message: one sentence; empty for a pass.
-        check: what failed, or empty.
-        clause: clause of SPEC.md, or empty.
-        where: position of the worst element.
-        used: share of the error budget by rule.
-        explanation: what the failure looks like beside wrong kernels that are known; empty if it was not compared.
         seconds: wall time of the trial.
-        detail: traceback of a harness error, a crash or a hang.
         phases: seconds of it by phase: the golden result, the backend's calls, the judge.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
-        judged: status before an expectation was applied; None if none was.
-        expectation: the expectation that was applied, or empty.
         cases: how many cases it stands for; more than one for drawn cases of which none fails.
         sampled: `rows` judged `of` all, of which `drawn` at random; empty where every row was judged.
-        confirmation: whether a failure repeats in a fresh process: "alone", only "after" other cases, or "unrepeated"
-            either way; empty if it is no failure, or was not tried again.
-        after: ids of the cases that ran before it in the same process, if it fails only after these.
-        finding: what the numbers of a failure give away, or empty.
         salt: what the inputs were drawn with beside the case; empty for none.
     """
 
@@ -76,23 +82,11 @@ class Record:
     capability: str
     case: str
     status: Status
-    message: str = ""
-    check: str = ""
-    clause: str = ""
-    where: dict[str, int] = field(default_factory=dict)
-    used: dict[str, float] = field(default_factory=dict)
-    explanation: str = ""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    detail: str = ""
     evidence: dict[str, str] = field(default_factory=dict)
-    judged: Status | None = None
-    expectation: str = ""
     cases: int = 1
     sampled: dict[str, int] = field(default_factory=dict)
-    confirmation: Confirmation = ""
-    after: tuple[str, ...] = ()
-    finding: str = ""
     salt: str = ""
 
     @property
@@ -101,14 +95,23 @@ class Record:
         return self.capability if self.capability == EXPLORED else self.case
 
     @property
-    def question(self) -> tuple[str, str, str]:
-        """What it answers: reference, capability, case; a drawn case may be one of the listed cases, too."""
-        return self.reference, self.capability, self.case
+    def question(self) -> Question:
+        """What it answers; a drawn case may be one of the listed cases, too."""
+        return self.reference, self.key
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the error budget by rule, as numbers; any of them may be NaN or infinite."""
+        return {rule: float(share) for rule, share in self.used.items()}
 
     @property
     def failed(self) -> bool:
         """Whether this record fails its capability."""
         return self.status in FAILED
+
+    def with_fields(self, **changes: Any) -> "Record":
+        """This record with other values of some fields."""
+        return replace(self, **changes)
 
     @property
     def as_judged(self) -> "Record":
@@ -149,24 +152,9 @@ class Record:
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""
-        content = {**vars(verdict), "check": verdict.check or "", "used": asdict(verdict.used)}
-        return replace(self, **content, clause=verdict.clause, seconds=seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        used = {rule: written(share) for rule, share in self.used.items()}
-        return {**msgspec.to_builtins(self), "used": used}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> "Record":
-        """The record that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: it did not write this.
-        """
-        plain = msgspec.convert(data, dict[str, Any])
-        used = msgspec.convert(plain.get("used", {}), dict[str, Share])
-        return msgspec.convert({**plain, "used": {rule: float(share) for rule, share in used.items()}}, Record)
+        used = {rule: written(share) for rule, share in vars(verdict.used).items()}
+        content = {**vars(verdict), "check": verdict.check or "", "clause": verdict.clause, "used": used}
+        return replace(self, **content, seconds=seconds)
 
 
 def describe_failure(record: Record) -> str:

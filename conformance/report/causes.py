@@ -53,7 +53,7 @@ class Cause:
     @property
     def used(self) -> tuple[float, float] | None:
         """Least and largest error by its budget, of the failures whose error exceeds it; None if there is none."""
-        shares = [max(record.used.values(), default=0.0) for record in self.failures]
+        shares = [max(record.shares.values(), default=0.0) for record in self.failures]
         exceeding = [share for share in shares if 1 < share < math.inf]
         return (min(exceeding), max(exceeding)) if exceeding else None
 

@@ -133,7 +133,7 @@ def _drift(old: Record, new: Record, drift: float) -> tuple[Kind | None, str]:
     """How the use of the budget changed by the rule by which it changed most; only that of passes is compared."""
     if not old.status is new.status is Status.PASS:
         return None, ""
-    shares = {rule: (old.used.get(rule, 0.0), new.used.get(rule, 0.0)) for rule in {**old.used, **new.used}}
+    shares = {rule: (old.shares.get(rule, 0.0), new.shares.get(rule, 0.0)) for rule in {**old.used, **new.used}}
     by_growth = sorted(shares.items(), key=lambda item: item[1][1] - item[1][0])
     for kind, (rule, (was, now)) in zip((Kind.GREW, Kind.SHRANK), (by_growth[-1:] + by_growth[:1]), strict=False):
         if (now - was if kind is Kind.GREW else was - now) > drift:

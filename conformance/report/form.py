@@ -3,12 +3,12 @@
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import Traced
-from mla_conformance.judging.record import Confirmation, Share, Used
+from mla_conformance.judging.record import Said, Share
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Kind
@@ -29,24 +29,7 @@ class _Form(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class Said(_Form, frozen=True, kw_only=True):
-    """What is said of a case beyond its status."""
-
-    check: Annotated[str, Meta(description="What failed.")] = ""
-    clause: Annotated[str, Meta(description="Clause of SPEC.md.")] = ""
-    message: str = ""
-    finding: Annotated[str, Meta(description="What the numbers of a failure give away.")] = ""
-    where: Annotated[dict[str, int], Meta(description="Position of the worst element.")] = field(default_factory=dict)
-    used: Used = field(default_factory=dict)
-    explanation: Annotated[str, Meta(description="What it looks like beside known wrong kernels.")] = ""
-    detail: Annotated[str, Meta(description="Traceback, if any.")] = ""
-    judged: Annotated[Status | None, Meta(description="Status before an expectation was applied.")] = None
-    expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
-    confirmation: Annotated[Confirmation, Meta(description="Whether a failure repeats in a fresh process.")] = ""
-    after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
-
-
-class FailureForm(Said, frozen=True, kw_only=True):
+class FailureForm(Said, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A failure, with all that is said of it."""
 
     case: str
@@ -62,7 +45,7 @@ class SampledForm(_Form, frozen=True, kw_only=True):
     drawn: Number
 
 
-class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True):
+class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A case that was run, without what is empty; what is said of a failure stands with its capability."""
 
     case: str

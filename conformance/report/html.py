@@ -133,7 +133,7 @@ class Distribution:
 
 def distributions(backend: BackendSummary) -> list[Distribution]:
     """One per rule that applied to a pass."""
-    used = [record.used for record in backend.records if record.status is Status.PASS]
+    used = [record.shares for record in backend.records if record.status is Status.PASS]
     shares = {rule: tuple(share[rule] for share in used if share.get(rule)) for rule in RULES}
     return [Distribution(rule, found) for rule, found in shares.items() if found]
 
@@ -149,6 +149,6 @@ class Closest:
 
 def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
     """The passes with the largest share of their budget, the largest first."""
-    passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.used.values()))
-    found = [Closest(record, *max(record.used.items(), key=lambda item: item[1])) for record in passes]
+    passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.shares.values()))
+    found = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
     return sorted(found, key=lambda case: -case.share)[:count]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.files.outputs import write_whole
-from mla_conformance.judging.record import EXPLORED, Record, written
+from mla_conformance.judging.record import EXPLORED, Record, Said, written
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.form import (
     BackendForm,
@@ -17,7 +17,6 @@ from mla_conformance.report.form import (
     FailureForm,
     RecordForm,
     ReportForm,
-    Said,
     SampledForm,
 )
 from mla_conformance.report.summary import BackendSummary, CapabilitySummary, RunSummary
@@ -104,8 +103,7 @@ def _record(record: Record, evidence: int | None) -> RecordForm:
 
 
 def _said(record: Record) -> dict[str, Any]:
-    used = {rule: written(share) for rule, share in record.used.items()}
-    return {name: getattr(record, name) for name in Said.__struct_fields__} | {"used": used}
+    return {name: getattr(record, name) for name in Said.__struct_fields__}
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -117,7 +115,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, to_text(data))
 
 
-def to_text(data: dict[str, Any]) -> str:
+def to_text(data: dict[str, Any] | ReportForm) -> str:
     """The text of a JSON file; what no UTF-8 can hold, such as half of a surrogate pair, becomes a question mark."""
-    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(msgspec.to_builtins(data), indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -16,7 +16,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, Record, Said
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
@@ -26,7 +26,6 @@ from mla_conformance.report.form import (
     FailureForm,
     RecordForm,
     ReportForm,
-    Said,
 )
 from mla_conformance.report.json_report import report_form
 from mla_conformance.report.shown import shown
@@ -140,8 +139,7 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
 
 
 def _said(entry: FailureForm | RecordForm) -> dict[str, Any]:
-    used = {rule: float(share) for rule, share in entry.used.items()}
-    return {name: getattr(entry, name) for name in Said.__struct_fields__} | {"used": used}
+    return {name: getattr(entry, name) for name in Said.__struct_fields__}
 
 
 def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:

@@ -54,7 +54,7 @@ class CapabilitySummary:
     @property
     def error_budget_used(self) -> float:
         """Worst share of the error budget over all rules; NaN is worse than any number."""
-        return worst(share for record in self.records for share in record.used.values())
+        return worst(share for record in self.records for share in record.shares.values())
 
     @property
     def outcome(self) -> Outcome:
@@ -204,7 +204,7 @@ def worst(shares: Iterable[float]) -> float:
 
 def worst_of_passes(records: Iterable[Record]) -> float:
     """The largest share of its error budget that a passed case used."""
-    return worst(share for record in records if record.status is Status.PASS for share in record.used.values())
+    return worst(share for record in records if record.status is Status.PASS for share in record.shares.values())
 
 
 def count_by_capability(cases: Iterable[str]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -86,7 +85,7 @@ def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
 def from_here(record: Record) -> Record:
     """A record whose backend is named as one would name it in the current folder."""
     location, _, name = record.reference.rpartition(":")
-    return replace(record, reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
+    return record.with_fields(reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
 
 
 def near(path: Path) -> Path:

@@ -34,7 +34,10 @@ Said = dict[str, tuple[Status, str]]
 
 def backend(said: Said, name: str = "A", **facts: Any) -> BackendSummary:
     """One backend with a record of each of these cases."""
-    records = [Record(name, name, case.partition(":")[0], case, *told) for case, told in said.items()]
+    records = [
+        Record(name, name, case.partition(":")[0], case, status, message=message)
+        for case, (status, message) in said.items()
+    ]
     return BackendSummary(BackendFacts(name, name, **facts), summarise(records, count_by_capability(CASES)))
 
 

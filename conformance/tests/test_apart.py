@@ -18,8 +18,7 @@ from mla_conformance.commands.certify import _is_apart
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.plain import Instead
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, Plan
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.verdict import Check, Status

@@ -27,8 +27,7 @@ from mla_conformance.cli import main
 from mla_conformance.commands.issuing import Issuing
 from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
-from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import Request
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
@@ -57,7 +56,9 @@ def outcome(case: Any) -> Record:
     if case.capability != "refusals" and (case.own_merge or "quant_output" in case.asks):
         return record(case.id, Status.UNSUPPORTED)
     if case.id == WAIVED:
-        return replace(record(case.id, Status.EXPECTED_FAILURE), judged=Status.FAIL, check="lse", expectation="known")
+        return record(case.id, Status.EXPECTED_FAILURE).with_fields(
+            judged=Status.FAIL, check="lse", expectation="known"
+        )
     return record(case.id)
 
 
@@ -132,7 +133,7 @@ LARGE = [case.id for case in CASES if case.capability == "large_offsets"]
 
 
 def test_a_case_that_does_not_fit_the_device_is_told_with_its_reason() -> None:
-    large = replace(record(LARGE[0], Status.UNAVAILABLE), message="may need 294912 MiB")
+    large = record(LARGE[0], Status.UNAVAILABLE).with_fields(message="may need 294912 MiB")
     issued = issue(run([large if entry.case == LARGE[0] else entry for entry in RECORDS]), TODAY, PINS)
     assert [(entry.case, entry.reason) for entry in issued.unjudged] == [(LARGE[0], "may need 294912 MiB")]
     assert problems(issued, TODAY) == []
@@ -147,7 +148,7 @@ def test_no_certificate_where_no_case_of_a_capability_fits_the_device() -> None:
 
 
 def test_a_certificate_tells_what_the_adapter_does_and_what_was_seen_to_run() -> None:
-    summary = run([replace(RECORDS[0], used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
+    summary = run([RECORDS[0].with_fields(used={"element": 0.4}, seconds=0.25), *RECORDS[1:]])
     facts = replace(summary.backends[0].facts, deviations=(("LSE in base 2", "times ln 2"),))
     backend = replace(summary.backends[0], facts=facts, traced=Traced({"lse": ("flash::fwd",)}, {"x.so": "ab"}))
     issued = issue(replace(summary, backends=(backend,)), TODAY, PINS)
@@ -383,10 +384,10 @@ def all_but_two(folder: Path) -> None:
     request = Request.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
     facts = [describe(Subject.of("TORCH_SDPA", device))]
     journal = Journal.inside(folder)
-    journal.append("plan", plan=Plan.of(request, "cpu", device_facts(device), facts).to_json())
+    journal.append(Planned(Plan.of(request, "cpu", device_facts(device), facts).to_json()))
     for entry in RECORDS[2:]:
         verdict = record(entry.case) if entry.case == WAIVED else entry
-        journal.append("verdict", record=verdict.to_json())
+        journal.append(Judgement(verdict))
 
 
 def test_a_run_is_certified_verified_and_run_again(

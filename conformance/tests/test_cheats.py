@@ -58,8 +58,10 @@ def apart() -> dict[str, str]:
     """By reference, what is said of each cheat apart, in processes that have judged nothing else."""
     with Supervisor(60.0) as supervisor:
         supervisor.add_place(Setup("cpu", apart=True), {})
-        tasks = Tasks.of([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
-        return {each.task.reference: sentence(each.record) for each in supervisor.run(tasks) if each.record}
+        tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
+        return {
+            each.task.reference: sentence(each.answer.record) for each in supervisor.run(tasks) if each.answer.record
+        }
 
 
 @pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)

@@ -1,7 +1,6 @@
 """Whose a failure is: it is judged again in a process that has judged nothing, or only what its backend had before."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import Confirmation, compared, comparisons
-from mla_conformance.engine.messages import Question
-from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.record import UNLIKE, Question, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import write_case
@@ -67,7 +65,7 @@ once = pathlib.Path(__file__).with_name("once")
 
 
 def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wrong") -> Record:
-    return Record("Mine", "mine.py:Mine", "lse", case, status, message)
+    return Record("Mine", "mine.py:Mine", "lse", case, status, message=message)
 
 
 def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tuple[Question, ...]], Record]:
@@ -171,15 +169,15 @@ def test_only_what_fails_again_by_itself_has_a_map_of_its_errors(
 
 
 def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:
-    record = Record("B", "b.py:B", "lse", case, Status.FAIL, "LSE is 5", check, seconds=seconds)
-    return replace(record, explanation=explanation)
+    record = Record("B", "b.py:B", "lse", case, Status.FAIL, seconds, message="LSE is 5", check=check)
+    return record.with_fields(explanation=explanation)
 
 
 def test_what_explains_a_failure_is_tried_on_the_others_that_it_may_explain() -> None:
     explained = failed(FIRST, explanation="It is wrong")
     others = [failed(SECOND, seconds=9.0), failed(THIRD, seconds=2.0)]
     beside = [failed("a", check="call"), failed("b", explanation=UNLIKE), failed("c", seconds=5.0)]
-    passed = replace(failed("d"), status=Status.PASS)
+    passed = failed("d").with_fields(status=Status.PASS)
     tasks = comparisons([explained, *others, *beside, passed])
     assert [task.case for task in tasks] == [THIRD, "c"], "quick ones first, and not for ever"
     assert {(task.told, task.explain, task.fresh) for task in tasks} == {(("It is wrong",), True, False)}
@@ -188,8 +186,8 @@ def test_what_explains_a_failure_is_tried_on_the_others_that_it_may_explain() ->
 
 def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
     first = failed(FIRST)
-    again = replace(first, message="LSE is 6", seconds=7.0, explanation="It is wrong")
-    assert compared(first, again) == replace(first, explanation="It is wrong")
-    crash = replace(again, status=Status.CRASH, check="")
-    for other in (replace(again, explanation=""), replace(again, check="output"), replace(again, case=SECOND), crash):
+    again = first.with_fields(message="LSE is 6", seconds=7.0, explanation="It is wrong")
+    assert compared(first, again) == first.with_fields(explanation="It is wrong")
+    for changed in ({"explanation": ""}, {"check": "output"}, {"case": SECOND}, {"status": Status.CRASH, "check": ""}):
+        other = again.with_fields(**changed)
         assert compared(first, other) is None

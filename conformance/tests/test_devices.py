@@ -14,7 +14,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.devices import VISIBLE, jit_caches, place_environment, visible_gpus
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.messages import Hello, Setup
+from mla_conformance.engine.messages import Answer, Hello, Setup
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import Outcome, Tasks
@@ -46,7 +46,7 @@ class Places:
 
     def run(self, tasks: Tasks) -> Iterator[Outcome]:
         for (task,) in tasks.groups:
-            yield Outcome(task, facts=BackendFacts(task.reference, task.reference))
+            yield Outcome(task, Answer(facts=BackendFacts(task.reference, task.reference)))
 
 
 @pytest.mark.parametrize(

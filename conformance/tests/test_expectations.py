@@ -11,6 +11,7 @@ import pytest
 from mla_conformance.cases.case import CaseError
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import Judgement
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectations, shipped, to_toml
@@ -22,7 +23,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = CAPABILITIES["lse"].cases
-FAILURE = Record("MINE", "MINE", "lse", CASES[0].id, Status.FAIL, "wrong", check="lse")
+FAILURE = Record("MINE", "MINE", "lse", CASES[0].id, Status.FAIL, message="wrong", check="lse")
 KNOWN = Expectation(backend="MINE", case="lse", reason="base 2")
 FACTS = {"torch": "2.13.0+cpu", "compute_capability": "9.0", "device": "NVIDIA H200", "flash-attn": "2.8.0b1"}
 
@@ -83,7 +84,7 @@ def test_a_failure_that_was_foreseen_is_waived_with_its_reason() -> None:
 
 
 def test_a_pass_against_an_expectation_is_a_failure() -> None:
-    unexpected = applied(replace(FAILURE, status=Status.PASS, check=""))
+    unexpected = applied(FAILURE.with_fields(status=Status.PASS, check=""))
     assert unexpected.status is Status.UNEXPECTED_PASS and unexpected.failed and "base 2" in unexpected.message
 
 
@@ -104,7 +105,7 @@ def test_an_expectation_of_something_else_changes_nothing(changes: dict[str, str
 
 
 def test_a_fault_of_the_harness_is_never_expected() -> None:
-    broken = replace(FAILURE, status=Status.HARNESS_ERROR)
+    broken = FAILURE.with_fields(status=Status.HARNESS_ERROR)
     assert applied(broken) == broken
 
 
@@ -166,8 +167,8 @@ def test_an_update_follows_the_report_and_keeps_reasons(
     holds = replace(KNOWN, case=CASES[0].id, reason='kept "as is"', check="lse", link="https://example.org/1")
     passes_now, elsewhere = replace(KNOWN, case=CASES[1].id), replace(KNOWN, when="torch < 2")
     file.write_text("\n".join(map(to_toml, (holds, passes_now, elsewhere))))
-    passed = replace(FAILURE, case=CASES[1].id, status=Status.PASS, check="")
-    died = replace(FAILURE, case=CASES[2].id, status=Status.CRASH, check="")
+    passed = FAILURE.with_fields(case=CASES[1].id, status=Status.PASS, check="")
+    died = FAILURE.with_fields(case=CASES[2].id, status=Status.CRASH, check="")
     report = write_report("report.json", [FAILURE, passed, died])
     assert main(["expectations", "update", str(report), "--dir", str(folder)]) == 0
     assert "1 added, 1 removed, 2 kept" in (printed := capsys.readouterr().out) and "without a reason: 1;" in printed
@@ -188,12 +189,12 @@ def test_an_entry_of_several_cases_loses_those_that_pass(
     first, second, third, fourth = (case.id for case in CASES[:4])
     file = tmp_path / "MINE.toml"
     file.write_text(to_toml(replace(KNOWN, case=(first, second), check="lse")))
-    passed = replace(FAILURE, case=second, status=Status.PASS, check="")
+    passed = FAILURE.with_fields(case=second, status=Status.PASS, check="")
     records = [
         FAILURE,
         passed,
-        replace(FAILURE, case=third, check="output"),
-        replace(FAILURE, case=fourth, check="output"),
+        FAILURE.with_fields(case=third, check="output"),
+        FAILURE.with_fields(case=fourth, check="output"),
     ]
     report = write_report("report.json", records)
     assert main(["expectations", "update", str(report), "--dir", str(tmp_path)]) == 0
@@ -212,7 +213,7 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
     known = Expectations((replace(KNOWN, when="flash-attn < 2.8"),))
     request = Request.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
-        run.folder.journal.append("verdict", record=FAILURE.to_json())
+        run.folder.journal.append(Judgement(FAILURE))
         run.resume()
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE

@@ -16,7 +16,7 @@ from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.journal import CaseStarted, Journal
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
@@ -138,8 +138,8 @@ def test_an_honest_backend_survives(report: tuple[Path, str]) -> None:
     assert explored["status"] == "pass" and explored["listed"] == explored["passed"] and 12 <= explored["passed"] <= 15
     assert 0.3 < explored["error_budget_used"] <= 1
     assert "3 cases and 15 drawn ones" in printed and f"✔ new_tokens 3, explored {explored['passed']}\n" in printed
-    events = [event for event in Journal.inside(folder).events() if event.get("backend") == "EAGER"]
-    assert [event["event"] for event in events].count("started") == explored["passed"] + 3
+    started = [event for event in Journal.inside(folder).events() if isinstance(event, CaseStarted)]
+    assert [event.backend for event in started].count("EAGER") == explored["passed"] + 3
 
 
 def test_a_wrong_backend_is_found_and_its_case_made_small(

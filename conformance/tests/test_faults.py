@@ -8,9 +8,8 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.folder import KEPT_BYTES, LOG_NAME, RunFolder
 from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.log import KEPT_BYTES, LOG_NAME
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record

@@ -20,7 +20,7 @@ from mla_conformance.cli import _parser
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
-from mla_conformance.engine.log import KEPT_BYTES
+from mla_conformance.engine.folder import KEPT_BYTES
 from mla_conformance.engine.run import GIVE_UP_AFTER
 from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.script import MOST_LINES

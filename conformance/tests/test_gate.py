@@ -20,7 +20,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 Write = Callable[..., Path]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
 PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in CASES[:4]]
-FAILED = replace(PASSED[1], status=Status.FAIL, check="lse")
+FAILED = PASSED[1].with_fields(status=Status.FAIL, check="lse")
 
 
 def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
@@ -63,8 +63,8 @@ def test_expectations_that_are_wrong_close_the_gate(
 
 def test_the_baseline_tells_what_is_new(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
     before = write_report("before.json", [FAILED, PASSED[0], PASSED[2], PASSED[3]])
-    drifted = replace(PASSED[2], used={"lse": 0.55})
-    now = write_report("now.json", [PASSED[1], replace(PASSED[0], status=Status.FAIL), drifted, PASSED[3]])
+    drifted = PASSED[2].with_fields(used={"lse": 0.55})
+    now = write_report("now.json", [PASSED[1], PASSED[0].with_fields(status=Status.FAIL), drifted, PASSED[3]])
     status, out, _ = gate(capsys, now, "--baseline", before)
     found = [line.partition("  ")[0] for line in out.splitlines()]
     assert status == 1 and found[:3] == ["newly failing", "newly passing", "drifted"]
@@ -76,11 +76,11 @@ def test_drift_closes_the_gate_if_it_is_limited(
     write_report: Write, capsys: pytest.CaptureFixture[str], limit: tuple[str, ...], expected: int
 ) -> None:
     before = write_report("before.json", PASSED)
-    now = write_report("now.json", [replace(record, used={"lse": 0.6}) for record in PASSED])
+    now = write_report("now.json", [record.with_fields(used={"lse": 0.6}) for record in PASSED])
     assert gate(capsys, now, "--baseline", before, *limit)[0] == expected
 
 
-@pytest.mark.parametrize("now", [PASSED[:3], [*PASSED[:3], replace(PASSED[3], status=Status.UNSUPPORTED)]])
+@pytest.mark.parametrize("now", [PASSED[:3], [*PASSED[:3], PASSED[3].with_fields(status=Status.UNSUPPORTED)]])
 def test_what_is_no_longer_judged_closes_the_gate(
     write_report: Write, capsys: pytest.CaptureFixture[str], now: list[Record]
 ) -> None:
@@ -110,9 +110,9 @@ def test_must_pass_cases_have_to_be_passed(
 ) -> None:
     listed = tmp_path / "must.txt"
     listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
-    unsupported = replace(PASSED[0], case=CASES[5], status=Status.UNSUPPORTED)
+    unsupported = PASSED[0].with_fields(case=CASES[5], status=Status.UNSUPPORTED)
     assert gate(capsys, write_report("a.json", [*PASSED, unsupported]), "--must-pass", listed)[0] == 0
-    lacking = [*PASSED[:2], replace(PASSED[2], status=Status.UNSUPPORTED)]
+    lacking = [*PASSED[:2], PASSED[2].with_fields(status=Status.UNSUPPORTED)]
     status, out, _ = gate(capsys, write_report("b.json", lacking), "--must-pass", listed)
     assert status == 1
     for case, why in ((CASES[2], "core: unsupported"), (CASES[3], "core: not in the report"), (CASES[5], "extra: not")):
@@ -156,7 +156,7 @@ def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:
     def missing(*unsupported: int) -> list[str]:
         statuses = [Status.UNSUPPORTED if index in unsupported else Status.FAIL for index in range(3)]
         found = zip(names, statuses, strict=True)
-        records = {case: replace(PASSED[0], case=case, status=status) for case, status in found}
+        records = {case: PASSED[0].with_fields(case=case, status=status) for case, status in found}
         return [why.partition(":")[0] for _, why in listed.missing(records)]
 
     assert missing() == [CORE, "decode", "decode+dcp"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,14 +99,14 @@ def test_each_backend_needs_the_whole(report: Callable[..., Path], gate: Gate) -
 def test_a_backend_that_has_to_be_judged(
     report: Callable[..., Path], gate: Gate, required: list[str], said: str
 ) -> None:
-    refuses = [replace(record, status=Status.UNSUPPORTED) for record in passed(TWO[:2], "REFUSES")]
+    refuses = [record.with_fields(status=Status.UNSUPPORTED) for record in passed(TWO[:2], "REFUSES")]
     file = report("a.json", *passed(TWO[:2]), *refuses, gone="GONE")
     status, out, _ = gate(file, "--require-tier", "none", "--require", *required)
     assert (status, [line for line in out.splitlines() if "missing  " in line]) == (bool(said), [said] if said else [])
 
 
 def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(report: Callable[..., Path], gate: Gate) -> None:
-    file = report("a.json", replace(passed(TWO)[0], status=Status.FAIL, check="lse"))
+    file = report("a.json", passed(TWO)[0].with_fields(status=Status.FAIL, check="lse"))
     status, out, _ = gate(file, file.with_name("b.json"), "--require-tier", "none")
     assert status == 1 and f"missing          *    {file.with_name('b.json')} · no such report" in out
     assert f"failing          MINE {TWO[0]}" in out

@@ -38,7 +38,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], R
     run = Run(request, RunFolder.claim(folder / "out"), Limits(workers=1, timeout=300))
     assert run_and_report(run, as_json=True) == 1
     found = run.summary().records
-    assert len({record.question for record in found}) == len(found)
+    assert len({(record.reference, record.capability, record.case) for record in found}) == len(found)
     return {(record.backend, record.case): record for record in found}
 
 

@@ -1,7 +1,6 @@
 """Heat maps: what may be one, which part of a failure is shown, and what the picture of it says."""
 
 import re
-from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,7 +14,7 @@ from mla_conformance.diagnosis import heat
 from mla_conformance.diagnosis.heat import heat_map, heat_maps, heat_of
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.journal import HeatShown, Journal, Judgement, Planned
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
@@ -112,7 +111,7 @@ def test_without_wrong_numbers_or_without_memory_there_is_none(
     failed: tuple[Trial, Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial, record = failed
-    assert heat_of(trial, replace(record, check="call")) is None
+    assert heat_of(trial, record.with_fields(check="call")) is None
     empty = Measured(*(torch.zeros(2, 0, dtype=torch.double),) * 3)
     assert heat_maps({"LSE of rank 1": empty}) == []
     for error, raised in ((MemoryError(), False), (RuntimeError("a programming error"), True)):
@@ -126,11 +125,11 @@ def test_without_wrong_numbers_or_without_memory_there_is_none(
 
 def test_what_the_journal_tells_of_failures_is_kept_when_a_run_is_resumed(tmp_path: Any) -> None:
     journal, passes = Journal.inside(tmp_path), "lse:q=[4]"
-    journal.append("plan", plan={})
+    journal.append(Planned({}))
     for case in (CASE, passes):
-        journal.append("heat", backend="EAGER", case=case, heat=msgspec.to_builtins(SMALL))
-    for record in (WRONG, replace(WRONG, case=passes, status=Status.PASS)):
-        journal.append("verdict", record=record.to_json())
+        journal.append(HeatShown("EAGER", case, SMALL))
+    for record in (WRONG, WRONG.with_fields(case=passes, status=Status.PASS)):
+        journal.append(Judgement(record))
     run = Run(Request.of(["EAGER"], device="cpu", cases=[CASE, passes]), RunFolder.claim(tmp_path, resume=True))
     run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {}
     run.resume()

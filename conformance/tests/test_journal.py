@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.engine.journal import Journal, JournalError
+from mla_conformance.engine.journal import Completed, GaveUp, Journal, JournalError, Judgement, Resumed
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
@@ -16,29 +16,28 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     assert list(journal.events()) == []
     for number in range(3):
-        journal.append("gave_up", backend=str(number), reason=AWKWARD)
-    assert [event["backend"] for event in journal.events()] == ["0", "1", "2"]
-    assert {event["reason"] for event in journal.events()} == {AWKWARD}
+        journal.append(GaveUp(str(number), AWKWARD))
+    assert list(journal.events()) == [GaveUp(str(number), AWKWARD) for number in range(3)]
 
 
 def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
-    record = Record("EAGER", "EAGER", "lse", "lse:q=[4]", Status.PASS, AWKWARD)
-    journal.append("verdict", record=record.to_json())
+    record = Record("EAGER", "EAGER", "lse", "lse:q=[4]", Status.PASS, message=AWKWARD)
+    journal.append(Judgement(record))
     whole = journal.path.read_bytes()
     for cut in range(len(whole)):
         journal.path.write_bytes(whole + whole[:cut])
         assert len(list(journal.events())) == 1
         journal.repair()
-        journal.append("end")
-        assert [event["event"] for event in journal.events()] == ["verdict", "end"] and journal.is_finished()
+        journal.append(Completed())
+        assert list(journal.events()) == [Judgement(record), Completed()] and journal.is_finished()
         assert journal.records() == {("EAGER", "lse:q=[4]"): record}
 
 
 def test_the_last_verdict_on_a_question_counts(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     for status in (Status.FAIL, Status.PASS):
-        journal.append("verdict", record=Record("EAGER", "EAGER", "lse", "lse:q=[4]", status).to_json())
+        journal.append(Judgement(Record("EAGER", "EAGER", "lse", "lse:q=[4]", status)))
     assert [record.status for record in journal.records().values()] == [Status.PASS]
 
 
@@ -52,7 +51,7 @@ NO_EVENTS += [
 @pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
     journal = Journal.inside(tmp_path)
-    journal.append("resume")
+    journal.append(Resumed())
     journal.check()
     with journal.path.open("ab") as file:
         file.write(line + b"\n")
@@ -62,15 +61,15 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
 
 def test_bytes_that_are_no_text_cost_their_line_only(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
-    journal.append("resume")
+    journal.append(Resumed())
     with journal.path.open("ab") as file:
         file.write(b"\xff\xfe\x00\n")
-    journal.append("end")
-    assert [event["event"] for event in journal.events()] == ["resume", "end"]
+    journal.append(Completed())
+    assert list(journal.events()) == [Resumed(), Completed()]
 
 
 def test_one_event_is_one_line(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
-    journal.append("verdict", message=AWKWARD)
+    journal.append(GaveUp("EAGER", AWKWARD))
     (line,) = journal.path.read_text(encoding="ascii").splitlines()
-    assert json.loads(line) == {"event": "verdict", "message": AWKWARD}
+    assert json.loads(line) == {"event": "gave_up", "backend": "EAGER", "reason": AWKWARD}

@@ -246,8 +246,8 @@ def test_a_failure_says_where() -> None:
 
 
 def test_a_failure_by_value_says_how_much_of_the_budget_it_used() -> None:
-    assert failure_of(TwoPercentScale, WITH_LSE).used["lse"] > 1
-    assert failure_of("one element off", PLAIN).used["element"] > 1
+    assert failure_of(TwoPercentScale, WITH_LSE).shares["lse"] > 1
+    assert failure_of("one element off", PLAIN).shares["element"] > 1
 
 
 def test_a_result_that_a_later_call_overwrites_is_stale() -> None:
@@ -354,7 +354,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
 @given(case=plain_cases())
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
     record = judge_one(Subject.of(name, CPU), case, CONTEXT)
-    assert record.status is Status.PASS and max(record.used.values()) <= 1, record.message
+    assert record.status is Status.PASS and max(record.shares.values()) <= 1, record.message
 
 
 @pytest.mark.parametrize("case_id", [FP8, OUT, SIDE_EFFECTS, EMPTY_ROWS, CHUNKED, WITH_LSE, PLAIN, SQUARE])

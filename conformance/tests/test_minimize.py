@@ -13,8 +13,8 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.cli import main
+from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.messages import Hello
-from mla_conformance.engine.minimize import NothingToMinimize, minimize
 from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status

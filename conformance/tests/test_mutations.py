@@ -23,8 +23,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.commands import certify, gating, replay
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
 from mla_conformance.engine.request import Request
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import to_toml
@@ -55,12 +54,13 @@ def run_of_a_shard() -> RunSummary:
         "MINE", "MINE", "lse", CASES[0], Status.PASS, used={"lse": 0.3}, evidence={"kernel": "k"}, seconds=1
     )
     failed = Record(
-        "MINE", "MINE", "lse", CASES[1], Status.FAIL, "the call raised E: no /tmp/x 7", "call", "4.2", {"head": 1},
-        {"lse": 7.0}, detail="Traceback\n  line", sampled={"rows": 1, "of": 2, "drawn": 1}, confirmation="after",
-        after=(CASES[0],),
+        "MINE", "MINE", "lse", CASES[1], Status.FAIL, message="the call raised E: no /tmp/x 7", check="call",
+        clause="4.2", where={"head": 1}, used={"lse": 7.0}, detail="Traceback\n  line",
+        sampled={"rows": 1, "of": 2, "drawn": 1}, confirmation="after", after=(CASES[0],),
     )  # fmt: skip
     known = Record("MINE", "MINE", "lse", CASES[2], Status.EXPECTED_FAILURE, judged=Status.FAIL, expectation="known")
-    wrong = Record("MINE", "MINE", "lse", CASES[3], Status.FAIL, "LSE is 2", "lse", "4.2", explanation="base 2")
+    said = {"message": "LSE is 2", "check": "lse", "clause": "4.2", "explanation": "base 2"}
+    wrong = Record("MINE", "MINE", "lse", CASES[3], Status.FAIL).with_fields(**said)
     heat = {wrong.case: HeatMap("LSE of new tokens", 2, 3, ("012", "900"))}
     facts = BackendFacts("MINE", "MINE", (), {"lib": "1.2"}, False, (("l", "a"),), {"p": "m"}, "f")
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
@@ -86,13 +86,12 @@ def journal(folder: Path) -> str:
     request = Request.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
     plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
-    written.append("plan", plan=plan.to_json())
-    written.append("started", case=CASES[0], backend="EAGER")
-    written.append("verdict", record=run_of_a_shard().records[1].to_json())
-    written.append("traced", backend="EAGER", traced={"kernels": {"lse": ["k"]}, "libraries": {}})
-    heat = {"part": "LSE of new tokens", "heads": 1, "rows": 2, "lines": ["09"]}
-    written.append("heat", backend="EAGER", case=CASES[1], heat=heat)
-    written.append("gave_up", backend="EAGER", reason="5 equal failures")
+    written.append(Planned(plan.to_json()))
+    written.append(CaseStarted(CASES[0], "EAGER"))
+    written.append(Judgement(run_of_a_shard().records[1]))
+    written.append(WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
+    written.append(HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
+    written.append(GaveUp("EAGER", "5 equal failures"))
     return written.path.read_text(encoding="ascii")
 
 
@@ -302,8 +301,6 @@ def _bytes_changed(text: str, choices: Choices) -> bytes:
 def stopped(run: Run, **_: object) -> int:
     """Stands for the run, behind everything that is read before it."""
     run.folder.journal.records()
-    run._traced()
-    run._heat([])
     run.folder.discard()
     return 0
 

@@ -6,8 +6,10 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from mla_conformance.engine.messages import Judged, decode, encode
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
@@ -75,7 +77,7 @@ def test_the_report_counts_everything() -> None:
 
 
 def test_a_record_may_stand_for_many_cases() -> None:
-    drawn = replace(record(PASS, capability="explored"), cases=30)
+    drawn = record(PASS, capability="explored").with_fields(cases=30)
     (capability,) = summarise([drawn], {"explored": 1})
     assert capability.counts == Counts(listed=30, passed=30)
     summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
@@ -124,17 +126,17 @@ def test_a_verdict_becomes_a_record_and_reads_back() -> None:
     settled = record(PASS).with_verdict(failed(Check.LSE, "wrong", {"head": 3}), 1.5)
     assert (settled.status, settled.check, settled.clause, settled.where) == (FAIL, "lse", "4.2", {"head": 3})
     assert settled.message == "wrong (SPEC 4.2)"
-    assert Record.from_json(json.loads(json.dumps(settled.to_json()))) == settled
+    assert decode(encode(Judged(settled)), Judged).record == settled
 
 
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:
-    odd = replace(record(FAIL), used={"lse": math.inf, "row": math.nan}, confirmation="after", after=("lse:q=[2]",))
-    plain = json.loads(json.dumps(odd.to_json(), allow_nan=False))
+    odd = record(FAIL).with_fields(used={"lse": "inf", "row": "nan"}, confirmation="after", after=("lse:q=[2]",))
+    plain = json.loads(encode(Judged(odd)))["record"]
     assert plain["used"] == {"lse": "inf", "row": "nan"}
-    assert repr(Record.from_json(plain)) == repr(odd)
+    assert msgspec.convert(plain, Record) == odd and odd.shares["lse"] == math.inf and math.isnan(odd.shares["row"])
     for name, value in (("status", "splendid"), ("used", {"lse": "much"}), ("after", 7), ("confirmation", "perhaps")):
         with pytest.raises(ValueError, match=name if name != "used" else "lse|enum"):
-            Record.from_json({**plain, name: value})
+            msgspec.convert({**plain, name: value}, Record)
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_expectation_changes_nothing_of_what_a_kernel_did() -> None:
 def _waived(backend: BackendSummary) -> BackendSummary:
     """The backend with its failures expected."""
     status = Status.EXPECTED_FAILURE
-    records = [replace(r, status=status, judged=r.status) if r.failed else r for r in backend.records]
+    records = [r.with_fields(status=status, judged=r.status) if r.failed else r for r in backend.records]
     return replace(backend, capabilities=summarise(records, count_by_capability((A, B))))
 
 

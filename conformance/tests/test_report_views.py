@@ -13,7 +13,7 @@ import pytest
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Confirmation, Record
+from mla_conformance.judging.record import Confirmation, Record, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS
@@ -59,7 +59,8 @@ class Page(HTMLParser):
 
 
 def nasty_run() -> RunSummary:
-    record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL, NASTY, "lse", "4.2", explanation=NASTY)
+    said = {"message": NASTY, "check": "lse", "clause": "4.2", "explanation": NASTY}
+    record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL).with_fields(**said)
     facts = BackendFacts("B'", "my file.py:B'", emulated=True, deviations=((NASTY, NASTY),))
     heat = {record.case: HeatMap(NASTY, 1, 3, ("019",))}
     failing = BackendSummary(facts, summarise([record], {"lse": 2}), heat=heat)
@@ -127,7 +128,7 @@ def test_the_page_shows_where_the_errors_of_a_failure_are(real_run: Path) -> Non
 def test_a_map_stands_at_its_own_failure_alone() -> None:
     run = nasty_run()
     (record,), (backend, _) = run.records, run.backends
-    records = [replace(record, case="lse:q=[1]"), replace(record, case="lse:q=[2]")]
+    records = [record.with_fields(case="lse:q=[1]"), record.with_fields(case="lse:q=[2]")]
     other = replace(backend, capabilities=summarise(records, {}), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
     text = html(replace(run, backends=(other,)))
     assert text.count("<figure>") == 1 and text.index("1 more") < text.index("<figure>")
@@ -212,7 +213,7 @@ def test_junit_counts_and_says_how_to_see_it_again(real_run: Path) -> None:
 def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None:
     run = nasty_run()
     (record,) = run.records
-    records = [replace(record, message="\0\x1b[31m<&", detail=NASTY), replace(record, status=Status.TIMEOUT)]
+    records = [record.with_fields(message="\0\x1b[31m<&", detail=NASTY), record.with_fields(status=Status.TIMEOUT)]
     backend = replace(run.backends[0], capabilities=summarise(records, {}))
     (suite,) = ElementTree.fromstring(junit(replace(run, backends=(backend,))))
     (failure,), (error,) = suite.findall("testcase/failure"), suite.findall("testcase/error")
@@ -222,8 +223,7 @@ def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None
 
 def test_the_page_shows_expected_failures_with_their_reason() -> None:
     run = nasty_run()
-    waived = replace(
-        run.records[0],
+    waived = run.records[0].with_fields(
         status=Status.EXPECTED_FAILURE,
         judged=Status.FAIL,
         expectation="mine: known & filed",
@@ -245,8 +245,8 @@ CONFIRMED: dict[Confirmation, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confirmation: Confirmation) -> None:
     after, said = CONFIRMED[confirmation]
-    record = Record("B", "B", "lse", "lse:q=[3]", Status.FAIL, "wrong", confirmation=confirmation, after=after)
-    alone = replace(record, confirmation="alone", after=())
+    record = Record("B", "B", "lse", "lse:q=[3]", Status.FAIL, message="wrong", confirmation=confirmation, after=after)
+    alone = record.with_fields(confirmation="alone", after=())
     for shown, there in ((record, True), (alone, False)):
         backend = BackendSummary(BackendFacts("B", "B"), summarise([shown], {}))
         text = FORMATS[kind](RunSummary(ENVIRONMENT, (backend,), ("lse:q=[3]",))).replace("\\", "")
@@ -254,7 +254,7 @@ def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confir
 
 
 def test_a_long_way_to_a_failure_is_cut_short() -> None:
-    record = replace(nasty_run().records[0], confirmation="after", after=tuple("abcde"))
+    record = nasty_run().records[0].with_fields(confirmation="after", after=tuple("abcde"))
     assert record.confirmed == "fails only after 5 other cases: a, b, c, and 2 more"
 
 
@@ -288,7 +288,7 @@ def test_render_prints_or_writes(
 
 
 def test_distributions_and_closest_count_passes_only() -> None:
-    used = [{"element": 0.5, "lse": 0.2}, {"element": 1.0}, {"element": 0.049}]
+    used: list[Used] = [{"element": 0.5, "lse": 0.2}, {"element": 1.0}, {"element": 0.049}]
     records = [Record("B", "B", "lse", f"lse:q=[{i}]", Status.PASS, used=share) for i, share in enumerate(used)]
     records.append(Record("B", "B", "lse", "lse:q=[9]", Status.FAIL, used={"element": 7.0}))
     backend = BackendSummary(BackendFacts("B"), summarise(records, {"lse": 4}))

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal, JournalError
-from mla_conformance.engine.plan import Plan
+from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
 from mla_conformance.engine.request import Request
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
@@ -26,7 +25,7 @@ Settled = Callable[[Path], dict[str, Any]]
 
 
 def verdicts(folder: Path) -> int:
-    return sum(event["event"] == "verdict" for event in Journal.inside(folder).events())
+    return sum(isinstance(event, Judgement) for event in Journal.inside(folder).events())
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     with pytest.raises(JournalError, match="expected a journal that starts with the plan of a run"):
         Plan.recorded(journal)
-    journal.append("plan", plan=plan.to_json())
+    journal.append(Planned(plan.to_json()))
     assert Plan.recorded(journal) == plan and plan.differences(Plan.recorded(journal)) == []
     changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])
     assert plan.differences(changed) == ["backends: EAGER was torch 2.13.0, is torch 3"]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.messages import Describe, Judge, address, addressed
+from mla_conformance.engine.journal import Event, Journal, Judgement
+from mla_conformance.engine.messages import Describe, Given, Judge, decode, encode
 from mla_conformance.engine.supervisor import Patience
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -109,9 +109,9 @@ def test_a_deadline_ends_a_run_with_report_and_resume_line(
 ) -> None:
     clock, append = time.monotonic, Journal.append
 
-    def append_and_wait(journal: Journal, event: str, **fields: Any) -> None:
-        append(journal, event, **fields)
-        if event == "verdict":
+    def append_and_wait(journal: Journal, event: Event) -> None:
+        append(journal, event)
+        if isinstance(event, Judgement):
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
 
     monkeypatch.setattr(Journal, "append", append_and_wait)
@@ -161,15 +161,17 @@ def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_rep
 
 def test_a_task_is_carried_out_by_the_worker_that_it_was_meant_for() -> None:
     task = Judge("EAGER", CASES[0], before=(("EAGER", CASES[1]),))
-    line = address(123, task)
-    assert addressed(line, 123) == task and addressed(line, 124) is None
-    assert addressed(address(123, Describe("EAGER")), 123) == Describe("EAGER")
-    assert not any(addressed(line[read:], 124) for read in range(len(line)))
+    line = encode(Given(123, task))
+    assert decode(line, Given) == Given(123, task)
+    assert decode(encode(Given(123, Describe("EAGER"))), Given) == Given(123, Describe("EAGER"))
+    for read in range(1, len(line)):
+        with pytest.raises(ValueError, match=r"."):
+            decode(line[read:], Given)
 
 
 def test_only_equal_failures_of_a_process_use_up_patience() -> None:
     patience = Patience(2)
     kinds = [("a", Status.CRASH, "x"), ("a", Status.CRASH, "y"), ("b", Status.CRASH, "x"), ("a", Status.FAIL, "x")]
-    records = [Record(name, name, "lse", CASES[0], status, message) for name, status, message in kinds]
+    records = [Record(name, name, "lse", CASES[0], status, message=message) for name, status, message in kinds]
     assert [patience.exhausted(record) for record in records] == [""] * 4
     assert patience.exhausted(records[1]) == "gave up after 2 equal failures of its process: y"

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +78,7 @@ def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> 
     assert resumed.line == "3/10 judged · 2 failed · 0:30 · about 3:30 left · B lse"
     resumed.done = 10
     resumed.phase("judging 2 failures again")
-    resumed(replace(record("lse:q=[1]", Status.FAIL), confirmation="alone"))
+    resumed(record("lse:q=[1]", Status.FAIL).with_fields(confirmation="alone"))
     assert resumed.line == "10/10 judged · 2 failed · 1:00 · judging 2 failures again"
 
 

@@ -28,7 +28,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
 PASSED, FAILED = (Record("MINE", "MINE", "lse", case, Status.PASS) for case in CASES)
-FAILED = replace(FAILED, status=Status.FAIL, check="lse", message="wrong", detail="Traceback\n  line 1")
+FAILED = FAILED.with_fields(status=Status.FAIL, check="lse", message="wrong", detail="Traceback\n  line 1")
 FORGED = "a\n::error file=x::forged\r\n##[error]f\u2028::set-output name=x::y\x1b[2J\u202eback\ud800 50%0A::warning::w"
 Write = Callable[..., Path]
 
@@ -119,7 +119,7 @@ def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(write_report: Wri
     run = load_report(write_report("a.json", [PASSED, FAILED]))
     (backend,) = run.backends
     (capability,) = backend.capabilities
-    long = replace(capability, records=(PASSED, replace(FAILED, message=message)))
+    long = replace(capability, records=(PASSED, FAILED.with_fields(message=message)))
     text = FORMATS[kind](replace(run, backends=(replace(backend, capabilities=(long,)),)))
     told = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
     assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", told) and len(text) < 50_000
@@ -130,7 +130,7 @@ def test_no_view_is_obeyed(write_report: Write, kind: str) -> None:
     run = load_report(write_report("a.json", [PASSED, FAILED]))
     (backend,) = run.backends
     (capability,) = backend.capabilities
-    forged = replace(FAILED, message=FORGED, finding=FORGED, reference=FORGED, detail=FORGED)
+    forged = FAILED.with_fields(message=FORGED, finding=FORGED, reference=FORGED, detail=FORGED)
     facts = replace(backend.facts, name=FORGED, rounding={FORGED: FORGED}, deviations=((FORGED, FORGED),))
     heat = {forged.case: HeatMap(FORGED, 1, 1, ("9",))}
     kept = (replace(capability, records=(forged,)),)
@@ -154,7 +154,7 @@ def test_a_text_is_cut_and_escaped_and_nothing_else_is_changed() -> None:
 
 
 def test_where_only_ascii_can_be_printed(write_report: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = write_report("a.json", [PASSED, replace(FAILED, message="3 × its budget ✘")])
+    report = write_report("a.json", [PASSED, FAILED.with_fields(message="3 × its budget ✘")])
     for kind in FORMATS:
         printed = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")
         with monkeypatch.context() as patch:

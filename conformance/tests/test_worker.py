@@ -14,7 +14,6 @@ from mla_conformance.driving import hand
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, Judged, Started
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
 from mla_conformance.trials.context import Context
@@ -81,22 +80,22 @@ def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | Non
 
 def test_a_case_is_announced_before_it_is_judged_and_a_pass_keeps_the_process() -> None:
     started, answer = asked(EagerPrefillBackend)
-    assert isinstance(started, Started) and Record.from_json(started.record).case == SMALL
-    assert Record.from_json(answer.record).status is Status.PASS and not answer.leaves
+    assert isinstance(started, Started) and started.record.case == SMALL
+    assert answer.record.status is Status.PASS and not answer.leaves
 
 
 def test_cases_before_are_run_first_in_the_same_process() -> None:
     first = "lse:dims=small;heads=2;q=[3]"
     *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
-    assert [Record.from_json(event.record).case for event in started] == [first, SMALL]
-    assert Record.from_json(answer.record).case == SMALL
+    assert [event.record.case for event in started] == [first, SMALL]
+    assert answer.record.case == SMALL
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "explain", lambda trial, record, told: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
-    assert isinstance(judged, Judged) and not judged.record["explanation"]
-    assert answer.record["explanation"] == "as one that is off by one" and not answer.leaves
+    assert isinstance(judged, Judged) and not judged.record.explanation
+    assert answer.record.explanation == "as one that is off by one" and not answer.leaves
     found = msgspec.convert(answer.heat, HeatMap)
     assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
     assert asked(Wrong)[-1].heat is None
@@ -115,7 +114,7 @@ def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkey
 def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand, "device_lost", lambda device: True)
     _, answer = asked(LosesTheGPU, explain=True)
-    record = Record.from_json(answer.record)
+    record = answer.record
     assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message
 
 
@@ -127,7 +126,7 @@ def test_after_running_out_of_memory_a_process_goes_on_if_it_is_back(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
     monkeypatch.setattr(room, "is_free_again", lambda device: memory.is_free_again(CUDA))
     answer = asked(EagerPrefillBackend, TOO_LARGE)[-1]
-    assert Record.from_json(answer.record).status is Status.UNAVAILABLE and answer.leaves == leaves
+    assert answer.record.status is Status.UNAVAILABLE and answer.leaves == leaves
 
 
 def test_a_backend_is_not_failed_for_what_was_written_over_in_its_process() -> None:

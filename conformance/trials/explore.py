@@ -1,6 +1,6 @@
 """Exploration: drawn cases for one backend until one of them fails, which is then made as small as it can be."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 
 from mla_conformance.cases.case import Call, Case, CaseError
@@ -25,7 +25,7 @@ def explore(
         context: what this process has made before.
         started: told of every case before anything of it is launched.
     """
-    return replace(_Exploration(subject, draws, capabilities, context, started).search(), capability=EXPLORED)
+    return _Exploration(subject, draws, capabilities, context, started).search().with_fields(capability=EXPLORED)
 
 
 class _CaseFails(Exception):
@@ -70,7 +70,7 @@ class _Exploration:
             holds()
         except _CaseFails as found:
             record = self._confirmed(found.case)
-            return replace(record, message=f"drawn case {self._found_after}, made small: {record.message}")
+            return record.with_fields(message=f"drawn case {self._found_after}, made small: {record.message}")
         except Unsatisfiable:
             pass  # all that was drawn is unsupported
         return self._summed()
@@ -80,10 +80,10 @@ class _Exploration:
         passed = [record for record in self.records.values() if record.status is Status.PASS]
         if not passed:
             return next(iter(self.records.values()))
-        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.used) for record in passed))
+        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
         held = f"{len(passed)} of {self._judged} drawn cases hold, none fails"
         seconds = round(sum(record.seconds for record in self.records.values()), 4)
-        return replace(passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds), cases=len(passed))
+        return passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds).with_fields(cases=len(passed))
 
     @property
     def _judged(self) -> int:
@@ -136,4 +136,4 @@ class _Exploration:
         again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
         if again.failed:
             return again
-        return replace(first, message=f"{first.message}; the same case passed when it was run again")
+        return first.with_fields(message=f"{first.message}; the same case passed when it was run again")

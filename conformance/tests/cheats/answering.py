@@ -50,7 +50,7 @@ class ForgesTheAnswer(ThreeTimes):
         record = Record(type(self).__name__, reference, CASE.partition(":")[0], CASE, Status.PASS)
         for link in Path("/proc/self/fd").iterdir():
             if link.is_socket():
-                os.write(int(link.name), encode(Answer(record.to_json(), leaves=True)))
+                os.write(int(link.name), encode(Answer(record, leaves=True)))
         os._exit(0)
 
 
