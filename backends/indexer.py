@@ -104,8 +104,8 @@ class MLAIndexerBackend(KernelBackend):
         if not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
         if config.index_space not in cls.supported_index_spaces:
-            told = ", ".join(cls.supported_index_spaces)
-            yield f"selected tokens that count by {config.index_space} not supported (supported: {told})"
+            reported = ", ".join(cls.supported_index_spaces)
+            yield f"selected tokens that count by {config.index_space} not supported (supported: {reported})"
 
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
         if kv_cache_dtype not in INDEX_LAYOUTS:

@@ -77,11 +77,11 @@ def main() -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("records", type=Path, nargs="+")
-    told = parser.parse_args()
-    found = list(problems(told.before, told.after, told.records))
+    reported = parser.parse_args()
+    found = list(problems(reported.before, reported.after, reported.records))
     for problem in found:
         sys.stderr.write(f"{problem}\n")
-    if found or lock.compare(told.before, told.after):
+    if found or lock.compare(reported.before, reported.after):
         return 1
     append()
     return 0

@@ -30,7 +30,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Judged, KnownDefect, known_defects
+from mla_conformance.defects.known import Emulation, KnownDefect, known_defects
 from mla_conformance.defects.report import stored as stored_kills
 from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
 from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of
@@ -70,9 +70,9 @@ class Outcome(StrEnum):
     """An exception, a wrong shape or a side effect, which the failure's message says itself."""
 
     @staticmethod
-    def of(told: bool, right: bool, certain: bool) -> "Outcome":
+    def of(reported: bool, right: bool, certain: bool) -> "Outcome":
         """Of what was told with or without a "perhaps"."""
-        if not told:
+        if not reported:
             return Outcome.SILENT
         return Outcome.RIGHT if right else Outcome.WRONG if certain else Outcome.UNSURE
 
@@ -239,9 +239,9 @@ class _OnCase:
             else:
                 rejected = max(rejected, share)
         causes = causes_of(found)
-        told = causes if len(causes) <= MOST_TOLD else []
-        right = any(is_right(each) or (not left_out and self._is_same(seen, each)) for each in told)
-        return Diagnosis(name, kind, Outcome.of(bool(told), right, seen.is_numeric), rejected, accepted)
+        reported = causes if len(causes) <= MOST_TOLD else []
+        right = any(is_right(each) or (not left_out and self._is_same(seen, each)) for each in reported)
+        return Diagnosis(name, kind, Outcome.of(bool(reported), right, seen.is_numeric), rejected, accepted)
 
     def _is_same(self, seen: Behaviour, candidate: Candidate) -> bool:
         return likeness(seen, self._behaviour(candidate.reference)) == 1.0
@@ -264,15 +264,15 @@ class _OnCase:
             yield from (((), *blend) for blend in _blends(own, numbers_of(honest), trial))
 
 
-def _is_own(entries: Sequence[KnownDefect], told: Candidate) -> bool:
-    return any(entry.id in (told.id, *told.covers) for entry in entries)
+def _is_own(entries: Sequence[KnownDefect], reported: Candidate) -> bool:
+    return any(entry.id in (reported.id, *reported.covers) for entry in entries)
 
 
-def _is_related(entry: KnownDefect, told: Candidate) -> bool:
-    return told.family == entry.family or entry.id in told.covers
+def _is_related(entry: KnownDefect, reported: Candidate) -> bool:
+    return reported.family == entry.family or entry.id in reported.covers
 
 
-_HONEST: dict[Role, type[Judged]] = {
+_HONEST: dict[Role, type[Emulation]] = {
     Role.PREFILL: EagerPrefillBackend,
     Role.DECODE: LayeredDecode,
     Role.LAYER: LayeredDecode,
@@ -284,7 +284,7 @@ def _located(kernel: type) -> str:
     return f"{kernel.__module__}:{kernel.__name__}"
 
 
-def _both(one: type[Judged], other: type[Judged]) -> type[Judged] | None:
+def _both(one: type[Emulation], other: type[Emulation]) -> type[Emulation] | None:
     """A kernel with two defects; None if they do not combine."""
     if one is other or issubclass(one, other) or issubclass(other, one):
         return None

@@ -5,7 +5,7 @@ run traced, and prints four figures. With ``--list`` it names what it counted, i
 ``--at-most`` it exits with 1 where the way is longer.
 
 **Carries.** The case, its id, text or bytes that contain the id, and every value of this project or built-in container
-through whose fields or members the case is reached. What says what is asked of the whole run (``Request``) does not
+through whose fields or members the case is reached. What says what is asked of the whole run (``RunRequest``) does not
 count, nor does a plain list of ids.
 
 **Function.** A function of the package that is handed the case by an argument other than ``self``, either from another
@@ -44,7 +44,7 @@ _FOLDER = "MLA_CONFORMANCE_HOPS"
 _SITE = f"import sys; sys.path.append({str(ROOT / 'ci')!r}); import hops; hops.trace()\n"
 _ASIDE = ("problems/*", "judging/*", "reference/*", "backends/*", "report/html.py")
 _ASIDE_OF_ROLES = ("roles/*/problem.py", "roles/*/call.py", "roles/*/judge.py")
-_ASKED = "Request"
+_ASKED = "RunRequest"
 """The class of :mod:`mla_conformance.engine.request`; by name, since no process of the run may import it early."""
 _MOST_MEMBERS = 1000
 _FLAGS = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
@@ -199,9 +199,9 @@ def _watched(codec: Callable[..., Any], tracer: _Tracer) -> Callable[..., Any]:
 
 def _run(folder: Path) -> None:
     """Judge the case, traced, in a folder."""
-    from mla_conformance.engine.request import Request
+    from mla_conformance.engine.request import RunRequest
 
-    assert Request.__name__ == _ASKED, "the class was renamed: name it here as well"
+    assert RunRequest.__name__ == _ASKED, "the class was renamed: name it here as well"
     for name in ("site", "cases", "told"):
         (folder / name).mkdir()
     (folder / "site" / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
@@ -230,11 +230,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         _run(Path(folder))
         parts = (part.read_text(encoding="utf-8").splitlines() for part in (Path(folder) / "told").iterdir())
-        told = [line.split("\t")[1:] for line in sorted(chain.from_iterable(parts))]
-    hops = {(file, name) for what, file, name, _ in told if what == "hop"}
-    functions = dict.fromkeys((file, name) for _, file, name, _ in told if (file, name) in hops)
-    steps = dict.fromkeys((file, name) for what, file, name, _ in told if what == "step")
-    kinds = {kind for _, file, name, kind in told if (file, name) in hops and kind}
+        reported = [line.split("\t")[1:] for line in sorted(chain.from_iterable(parts))]
+    hops = {(file, name) for what, file, name, _ in reported if what == "hop"}
+    functions = dict.fromkeys((file, name) for _, file, name, _ in reported if (file, name) in hops)
+    steps = dict.fromkeys((file, name) for what, file, name, _ in reported if what == "step")
+    kinds = {kind for _, file, name, kind in reported if (file, name) in hops and kind}
     files = {file for file, _ in functions}
     found = (len(functions), len(files), len(steps))
     if options.list:

@@ -28,7 +28,7 @@ from mla_conformance.cases.case import Case  # noqa: E402
 from mla_conformance.certificate.digests import installed_digests  # noqa: E402
 from mla_conformance.defects.honest import HONEST  # noqa: E402
 from mla_conformance.defects.known import judged_roles, known_defects  # noqa: E402
-from mla_conformance.defects.matrix import Kernel  # noqa: E402
+from mla_conformance.defects.matrix import MatrixKernel  # noqa: E402
 from mla_conformance.driving.phases import Clock  # noqa: E402
 from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
@@ -45,11 +45,13 @@ _MOST_SHOWN = 20
 _CPU = torch.device("cpu")
 
 
-def kernels() -> list[Kernel]:
+def kernels() -> list[MatrixKernel]:
     """Real kernels and honest ones, then the known defects."""
-    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
-    wrong = [Kernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()]
-    return [*(Kernel(name, name) for name in _REAL), *honest, *wrong]
+    honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
+    wrong = [
+        MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
+    ]
+    return [*(MatrixKernel(name, name) for name in _REAL), *honest, *wrong]
 
 
 def rows_of(capability: str, small: bool) -> list[Row]:
@@ -104,8 +106,8 @@ def header(small: bool) -> Row:
 
 
 def _cpu_name() -> str:
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    reported = Path("/proc/cpuinfo")
+    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
@@ -168,8 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    told = parser.parse_args(arguments)
-    return write(told.file, told.small, told.workers) if told.command == "write" else compare(told.before, told.after)
+    reported = parser.parse_args(arguments)
+    return (
+        write(reported.file, reported.small, reported.workers)
+        if reported.command == "write"
+        else compare(reported.before, reported.after)
+    )
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def overview(records: list[Shown]) -> str:
 
 
 def _brief(record: Shown) -> str:
-    counts, told = record.counts, record.versions or record.pins.versions
-    library = " ".join(next(iter(told.items()), ()))
+    counts, reported = record.counts, record.versions or record.pins.versions
+    library = " ".join(next(iter(reported.items()), ()))
     judged = counts.passed + counts.failed + counts.waived
     return _row([record.backend, library, f"{counts.passed} of {judged}", counts.waived or ""])
 

@@ -34,8 +34,8 @@ _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 def commands() -> str:
     """The help of every command, at a width that a page holds."""
     with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
-        told = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
-    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in told)
+        reported = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
+    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in reported)
 
 
 def case_fields() -> str:
@@ -51,9 +51,9 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _table(title: str, case: type[Case], names: set[str]) -> str:
-    told = _attributes(case)
+    reported = _attributes(case)
     rows = [
-        f"| `{field.name}` | {_default(field.default)} | {told[field.name]} |"
+        f"| `{field.name}` | {_default(field.default)} | {reported[field.name]} |"
         for field in fields(case)
         if field.name in names
     ]

@@ -62,7 +62,7 @@ def _print_anywhere() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _tell_how_to_begin(options: argparse.Namespace) -> int:
+def _say_how_to_begin(options: argparse.Namespace) -> int:
     """Shown when no command is given."""
     put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
     return _USAGE
@@ -71,6 +71,6 @@ def _tell_how_to_begin(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("mla-conformance", description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
-    parser.set_defaults(run=_tell_how_to_begin, parser=parser)
+    parser.set_defaults(run=_say_how_to_begin, parser=parser)
     add_commands(parser)
     return parser

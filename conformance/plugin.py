@@ -15,11 +15,11 @@ from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
 
 if TYPE_CHECKING:
-    from mla_conformance.engine.request import Request
+    from mla_conformance.engine.request import RunRequest
 
 PROPERTY = "mla_conformance"
 TIER = "mla_tier"
-_REQUEST = pytest.StashKey["Request"]()
+_REQUEST = pytest.StashKey["RunRequest"]()
 _CONTEXT = pytest.StashKey[Any]()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
@@ -73,11 +73,11 @@ def _keyword(name: str) -> str:
     return f"/backend:{name}/"
 
 
-def _request(config: pytest.Config) -> "Request":
+def _request(config: pytest.Config) -> "RunRequest":
     """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
         from mla_conformance.backends.references import known_backends
-        from mla_conformance.engine.request import Request, RequestError
+        from mla_conformance.engine.request import RequestError, RunRequest
 
         option = config.option
         named = [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
@@ -86,7 +86,7 @@ def _request(config: pytest.Config) -> "Request":
         whole = _selects(option) or named
         tier = option.mla_tier or ("full" if whole else config.getini(TIER))
         try:
-            config.stash[_REQUEST] = Request.of(
+            config.stash[_REQUEST] = RunRequest.of(
                 option.backend or joined, option.mla_capability, tier, option.mla_device, option.mla_case
             )
         except RequestError as error:
@@ -166,9 +166,9 @@ class _Collects:
         self._records = records
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        told = dict(report.user_properties).get(PROPERTY)
-        if report.when == "call" and told:
-            self._records.append(msgspec.convert(json.loads(str(told)), Record))
+        reported = dict(report.user_properties).get(PROPERTY)
+        if report.when == "call" and reported:
+            self._records.append(msgspec.convert(json.loads(str(reported)), Record))
 
 
 @pytest.hookimpl

@@ -36,7 +36,7 @@ from mla_conformance.reference.attention import (
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import empty_state, store
-from mla_conformance.reference.tiles import Keys, Request, requests_of
+from mla_conformance.reference.tiles import RequestRows, TileKeys, requests_of
 
 _LARGEST_EXPONENT = 32.0
 """Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""
@@ -100,7 +100,7 @@ class _Sweep:
         device: where the operands are.
     """
 
-    requests: list[Request]
+    requests: list[RequestRows]
     shape: tuple[int, int]
     scale: float
     low: torch.dtype | None
@@ -158,7 +158,7 @@ class _Sweep:
         return bounds
 
     def _panels(self) -> list[Panel]:
-        key_bytes = Keys.bytes_of_key(self.requests[0], self.low)
+        key_bytes = TileKeys.bytes_of_key(self.requests[0], self.low)
         pair_bytes = 8 if self.low is None else 8 + 3 * self.low.itemsize
         blocks = plan_blocks(self.device, heads=self.shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
         return [

@@ -19,7 +19,17 @@ from torch.nn.functional import pad
 
 from mla_conformance.reference.blocks import Blocks, cuts
 from mla_conformance.reference.row_sums import RowSums
-from mla_conformance.reference.tiles import Band, Keys, Queries, Request, cut, folded, heads_first, magnitudes, padded
+from mla_conformance.reference.tiles import (
+    Band,
+    Queries,
+    RequestRows,
+    TileKeys,
+    cut,
+    folded,
+    heads_first,
+    magnitudes,
+    padded,
+)
 
 _KEYS = 2048
 """Keys whose magnitudes are counted at a time."""
@@ -38,7 +48,7 @@ class Panel:
         low: precision of the error terms' products; None without error terms.
     """
 
-    request: Request
+    request: RequestRows
     heads: slice
     rows: slice
     blocks: Blocks
@@ -107,8 +117,8 @@ class Panel:
         """Rows with those that a whole number of blocks takes."""
         return -(-self._length // self.blocks.queries) * self.blocks.queries if self._stepped else self._length
 
-    def _keys(self, keys: slice) -> Keys:
-        return Keys.widened(self.request, self.heads, keys, self.low)
+    def _keys(self, keys: slice) -> TileKeys:
+        return TileKeys.widened(self.request, self.heads, keys, self.low)
 
     def _tiles(self, sums: RowSums) -> Iterator[None]:
         for band, queries in self._bands():
@@ -174,7 +184,7 @@ class Panel:
                 yield Band(cut(rows), [self._keys(part)], self.request.counts[self.rows][rows] - part.start)
 
 
-def _of_all(request: Request, heads: slice, keys: int) -> Tensor:
+def _of_all(request: RequestRows, heads: slice, keys: int) -> Tensor:
     """[h, 1, V] float32 over the first ``keys`` keys."""
     v = request.v[:keys, heads]
     v = v.to(torch.bfloat16) if v.dtype.itemsize == 1 else v  # exact, and the norm knows no float8
@@ -191,7 +201,7 @@ def _in_steps(v: Tensor, step: int) -> Tensor:
     return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
 
 
-def _of_some(request: Request, heads: slice, rows: slice, start: int, low: torch.dtype) -> Tensor:
+def _of_some(request: RequestRows, heads: slice, rows: slice, start: int, low: torch.dtype) -> Tensor:
     """[h, r, V] float32 for some rows of a request, over the keys from ``start`` on that each of them sees."""
     counts, v = request.counts[rows, None], request.v[:, heads].transpose(0, 1)
     sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.tiles import Keys, Queries, Tile, View
+from mla_conformance.reference.tiles import Queries, Tile, TileKeys, View
 
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
@@ -188,4 +188,4 @@ def _zeros(width: int, query: torch.dtype, key: torch.dtype) -> Tile:
     """A tile to try the kernel on, in the form that every large problem has along its edge."""
     q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
     factor = None if query == torch.float64 else q[0, 0, 0].double()
-    return Tile(Queries(q, factor, None), Keys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
+    return Tile(Queries(q, factor, None), TileKeys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))

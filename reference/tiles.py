@@ -29,7 +29,7 @@ def folded(size: int, rows: slice = slice(None)) -> View:
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestRows:
     """Rows of one request whose attention is computed.
 
     Attributes:
@@ -71,7 +71,7 @@ def requests_of(
     key_start_loc: Sequence[int],
     causal: bool,
     rows: Sequence[int] | None,
-) -> Iterator[Request]:
+) -> Iterator[RequestRows]:
     """The requests that own a row of ``rows`` (ascending query numbers of the batch; None is all of them).
 
     Operands and start locations are those of `attention`; k and v are expanded to the query's heads.
@@ -93,9 +93,9 @@ def _positions(queries: slice, rows: Sequence[int] | None) -> Sequence[int]:
     return [row - queries.start for row in rows if queries.start <= row < queries.stop]
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, positions: Sequence[int], causal: bool, start: int) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, positions: Sequence[int], causal: bool, start: int) -> RequestRows:
     q_len, kv_len = q.shape[0], k.shape[0]
-    return Request(
+    return RequestRows(
         q=q if isinstance(positions, range) else q[_index(positions, q.device)],
         k=k,
         v=v,
@@ -125,7 +125,7 @@ class Queries:
     low: Tensor | None
 
     @staticmethod
-    def widened(request: Request, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
+    def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
         """Rows of a request; the precision ``low`` is what error terms need."""
         q = heads_first(request.q[rows, heads])
         wide = q.to(_width(q, low))
@@ -145,7 +145,7 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class Keys:
+class TileKeys:
     """Keys and values of some heads.
 
     Attributes:
@@ -161,34 +161,34 @@ class Keys:
     low_v: Tensor | None = None
 
     @staticmethod
-    def widened(request: Request, heads: slice, keys: slice, low: torch.dtype | None) -> "Keys":
+    def widened(request: RequestRows, heads: slice, keys: slice, low: torch.dtype | None) -> "TileKeys":
         """Some keys of a request; the precision ``low`` is what error terms need."""
         k, v = heads_first(request.k[keys, heads]), heads_first(request.v[keys, heads])
         wide = k.to(_width(k, low)), v.double()
         if low is None:
-            return Keys(*wide)
+            return TileKeys(*wide)
         absolute = magnitudes(v, low)
-        return Keys(*wide, magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
+        return TileKeys(*wide, magnitudes(k, low), torch.cat((absolute, absolute, absolute.square())))
 
     @staticmethod
-    def bytes_of_key(request: Request, low: torch.dtype | None) -> int:
+    def bytes_of_key(request: RequestRows, low: torch.dtype | None) -> int:
         """Bytes of one key of one head of a request."""
         width, value_width = request.k.shape[2], request.v.shape[2]
         wide = _width(request.k, low).itemsize * width + 8 * value_width
         return wide if low is None else wide + low.itemsize * (width + 3 * value_width)
 
-    def parts(self, width: int) -> list["Keys"]:
+    def parts(self, width: int) -> list["TileKeys"]:
         """Consecutive pieces of ``width`` keys; the last may be shorter."""
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
 
-    def padded(self, keys: int) -> "Keys":
+    def padded(self, keys: int) -> "TileKeys":
         """With zeros after them, ``keys`` keys in all."""
         return self.map(lambda x: padded(x, keys))
 
-    def map(self, view: View) -> "Keys":
+    def map(self, view: View) -> "TileKeys":
         """The view of each part."""
         low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
-        return Keys(view(self.k), view(self.v), low_k, low_v)
+        return TileKeys(view(self.k), view(self.v), low_k, low_v)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Tile:
     """
 
     queries: Queries
-    keys: Keys
+    keys: TileKeys
     seen: Tensor | None
 
     def scores(self) -> Tensor:
@@ -235,7 +235,7 @@ class Band:
     """
 
     rows: View
-    keys: Sequence[Keys]
+    keys: Sequence[TileKeys]
     seen: Tensor | None = None
 
     def tiles(self, queries: Queries) -> Iterator[Tile]:

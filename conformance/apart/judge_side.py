@@ -1,4 +1,4 @@
-"""The judge's hand in another process: steps go there, answers come back and are checked."""
+"""The executor of steps in another process: steps go there, answers come back and are checked."""
 
 import pickle
 import socket
@@ -10,17 +10,17 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from mla_conformance.apart.kernel_side import Request, Wanted
-from mla_conformance.apart.packing import Arena, Kept, handed, pack
+from mla_conformance.apart.kernel_side import KernelRequest, Wanted
+from mla_conformance.apart.packing import Arena, RemoteValue, handed, pack
 from mla_conformance.apart.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, decode
 from mla_conformance.apart.shared import FrameError, Shared, receive, send
-from mla_conformance.driving.hand import Attempt, Hand, itself
+from mla_conformance.driving.executor import Executor, StepResult, itself
 from mla_conformance.problems.memory import storage_bytes
 
 _NO_ANSWER = "an answer of the kernel's process that is none"
 
 
-class OtherHand(Hand):
+class RemoteExecutor(Executor):
     """Has steps carried out by the kernel's process.
 
     Args:
@@ -42,7 +42,7 @@ class OtherHand(Hand):
         """See above."""
         return self._lost or bool(self._broken) or self._arena.is_large
 
-    def attempt(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Attempt:
+    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
         memory = list({x.untyped_storage().data_ptr(): x for x in reached if x.numel()}.values())
         done, reply = self._asked(step, Wanted.RETURNED, memory)
@@ -55,12 +55,12 @@ class OtherHand(Hand):
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
         return replace(again, disturbed=done.disturbed)
 
-    def make(self, step: Callable[[], Any]) -> Attempt:
-        """A :class:`Kept` for what the step made."""
+    def make(self, step: Callable[[], Any]) -> StepResult:
+        """A :class:`RemoteValue` for what the step made."""
         done, _ = self._asked(step, Wanted.NOTHING)
         return replace(done, value=done.kept)
 
-    def ask(self, question: Callable[[], Any], kind: Any) -> Attempt:
+    def query(self, question: Callable[[], Any], kind: Any) -> StepResult:
         """The answer, if it is data of this type."""
         done, reply = self._asked(question, Wanted.FACT)
         if done.error:
@@ -90,7 +90,7 @@ class OtherHand(Hand):
 
     def _asked(
         self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor] = ()
-    ) -> tuple[Attempt, Reply]:
+    ) -> tuple[StepResult, Reply]:
         """What became of a step, and the reply, whose fields are plain data of the right types."""
         self._number += 1
         if not self._broken:
@@ -99,16 +99,16 @@ class OtherHand(Hand):
             except (MalformedReply, FrameError) as error:
                 # Nothing that comes later is the answer to what is asked.
                 self._broken = f"{_NO_ANSWER}: {error}"
-        return Attempt(error=self._broken), Reply(self._number)
+        return StepResult(error=self._broken), Reply(self._number)
 
-    def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> Request:
+    def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> KernelRequest:
         packed = pack(step, self._arena, handed)
         reached = [self._arena.place_of(x) for x in memory]
         openers, self._arena.openers = self._arena.openers, []
         released = [self._released.pop() for _ in range(len(self._released))]
-        return Request(self._number, packed, wanted, released, openers, self._arena.rooms(), reached)
+        return KernelRequest(self._number, packed, wanted, released, openers, self._arena.rooms(), reached)
 
-    def _answered(self, request: Request, memory: Sequence[torch.Tensor]) -> tuple[Attempt, Reply]:
+    def _answered(self, request: KernelRequest, memory: Sequence[torch.Tensor]) -> tuple[StepResult, Reply]:
         shared = self._arena.shared
         reply = decode(self._sent(pickle.dumps(request)), request.number)
         if not reply.needs.keys() <= shared.pieces.keys():
@@ -119,9 +119,9 @@ class OtherHand(Hand):
         value = Reader(shared, request.rooms, memory).value(reply) if returned else None
         shared.synchronize()
         self._lost = self._lost or reply.lost
-        kept = Kept(request.number, self._released) if request.keeps and not reply.error else None
-        told = (reply.error, reply.traceback, reply.out_of_memory, reply.disturbed)
-        return Attempt(value, *told, kept), reply
+        kept = RemoteValue(request.number, self._released) if request.keeps and not reply.error else None
+        reported = (reply.error, reply.traceback, reply.out_of_memory, reply.disturbed)
+        return StepResult(value, *reported, kept), reply
 
     def _sent(self, frame: bytes) -> bytes:
         """The answer to a frame; where there is none, the kernel's process has ended."""

@@ -11,8 +11,8 @@ import torch
 
 from mla_conformance.apart.packing import Unpacker
 from mla_conformance.apart.reply import LONGEST_REPLY, Reply, Writer, reply_of
-from mla_conformance.apart.shared import Place, Shared, receive, send
-from mla_conformance.driving.hand import Attempt, attempt
+from mla_conformance.apart.shared import Shared, SharedRange, receive, send
+from mla_conformance.driving.executor import StepResult, run_step
 from mla_conformance.problems.memory import device_lost
 from mla_conformance.trials.subject import Subject
 
@@ -27,7 +27,7 @@ class Wanted(Enum):
     NOTHING = "nothing"
 
 
-class Request(msgspec.Struct, frozen=True):
+class KernelRequest(msgspec.Struct, frozen=True):
     """A step to carry out.
 
     Attributes:
@@ -45,8 +45,8 @@ class Request(msgspec.Struct, frozen=True):
     wanted: Wanted
     released: list[int]
     openers: list[bytes]
-    rooms: list[Place]
-    reached: list[Place]
+    rooms: list[SharedRange]
+    reached: list[SharedRange]
 
     @property
     def keeps(self) -> bool:
@@ -80,7 +80,7 @@ class KernelSide:
         while frame := receive(connection):
             send(connection, self.answer(pickle.loads(frame)))
 
-    def answer(self, request: Request) -> bytes:
+    def answer(self, request: KernelRequest) -> bytes:
         """Carry out a step; the reply to it."""
         for number in request.released:
             self._kept.pop(number, None)
@@ -90,16 +90,16 @@ class KernelSide:
         data = msgspec.json.encode(reply)
         if len(data) > LONGEST_REPLY:
             error = f"ValueError: an answer of {len(data)} bytes, at most {LONGEST_REPLY} are taken"
-            data = msgspec.json.encode(reply_of(request.number, Attempt(error=error)))
+            data = msgspec.json.encode(reply_of(request.number, StepResult(error=error)))
         return data
 
-    def _carried_out(self, request: Request) -> Reply:
-        done = attempt(partial(self._told, request))
+    def _carried_out(self, request: KernelRequest) -> Reply:
+        done = run_step(partial(self._told, request))
         if done.error:
             return msgspec.structs.replace(reply_of(request.number, done), lost=device_lost(self._device))
         return msgspec.structs.replace(done.value, disturbed=reply_of(request.number, done).disturbed)
 
-    def _told(self, request: Request) -> Reply:
+    def _told(self, request: KernelRequest) -> Reply:
         value = _StepUnpacker(request.step, self).load()()
         if request.keeps:
             self._kept[request.number] = value
@@ -107,7 +107,7 @@ class KernelSide:
             return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
         reply = Reply(request.number)
         if request.wanted is Wanted.RETURNED:
-            reply = Writer(self._shared, request.rooms, request.reached).told(request.number, value)
+            reply = Writer(self._shared, request.rooms, request.reached).reported(request.number, value)
         self._shared.synchronize()
         return reply
 
@@ -127,9 +127,9 @@ class _StepUnpacker(Unpacker):
         super().__init__(data, side._shared, private=False)
         self._side = side
 
-    def persistent_load(self, told: Any) -> Any:
+    def persistent_load(self, reported: Any) -> Any:
         """A tensor, what an earlier step left, or a backend."""
-        what, *rest = told
+        what, *rest = reported
         if what == "kept":
             return self._side.kept(*rest)
-        return self._side.subject(*rest) if what == "subject" else super().persistent_load(told)
+        return self._side.subject(*rest) if what == "subject" else super().persistent_load(reported)

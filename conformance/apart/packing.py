@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_conformance.apart.shared import HOST, Place, Shared
+from mla_conformance.apart.shared import HOST, Shared, SharedRange
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
@@ -26,7 +26,7 @@ _MOST_SHARE = 8
 """A process that holds more than this part of a GPU for what it hands over should be replaced."""
 
 
-class Kept:
+class RemoteValue:
     """What a step left in the kernel's process, for as long as anything here refers to it."""
 
     def __init__(self, number: int, released: list[int]) -> None:
@@ -46,10 +46,10 @@ class Arena:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.openers: list[bytes] = []
-        self._places: dict[int, tuple[StorageWeakRef, Place]] = {}
+        self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
         self._ends = {HOST: 0, "cuda": 0}
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> SharedRange:
         """The place of a tensor's storage."""
         storage = tensor.untyped_storage()
         found = self._places.get(storage._cdata)
@@ -58,7 +58,7 @@ class Arena:
             found = self._places[storage._cdata] = (StorageWeakRef(storage), place)
         return found[1]
 
-    def rooms(self) -> list[Place]:
+    def rooms(self) -> list[SharedRange]:
         """What is free for an answer, by type of device."""
         return [self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces]
 
@@ -88,7 +88,7 @@ class Arena:
         total = torch.cuda.get_device_properties(self.shared.device("cuda")).total_memory
         return _MOST_SHARE * sum(piece.size for piece in pieces) > total
 
-    def _reserved(self, kind: str, size: int) -> Place:
+    def _reserved(self, kind: str, size: int) -> SharedRange:
         self.require(kind, size)
         room = self._room(kind)
         if size > room.size:
@@ -96,22 +96,22 @@ class Arena:
         self._ends[kind] = room.at + size
         return room._replace(size=size)
 
-    def _room(self, kind: str) -> Place:
+    def _room(self, kind: str) -> SharedRange:
         pieces = self.shared.pieces[kind]
         if not pieces:
-            return Place(kind, 0, 0, 0)
+            return SharedRange(kind, 0, 0, 0)
         at = -(-self._ends[kind] // _ALIGNMENT) * _ALIGNMENT
-        return Place(kind, len(pieces) - 1, at, max(0, pieces[-1].size - at))
+        return SharedRange(kind, len(pieces) - 1, at, max(0, pieces[-1].size - at))
 
 
 class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, arena: Arena, shown: Callable[[Any], Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._arena, self._shown = arena, shown
-        self._written: set[Place] = set()
+        self._written: set[SharedRange] = set()
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Kept):
+        if isinstance(value, RemoteValue):
             return ("kept", value.number)
         if isinstance(value, Subject):
             return ("subject", value.backend.reference)
@@ -162,18 +162,18 @@ class Unpacker(pickle.Unpickler):
     def __init__(self, data: bytes, shared: Shared, private: bool) -> None:
         super().__init__(io.BytesIO(data))
         self._shared, self._private = shared, private
-        self._storages: dict[Place, torch.UntypedStorage] = {}
+        self._storages: dict[SharedRange, torch.UntypedStorage] = {}
 
-    def persistent_load(self, told: Any) -> Any:
+    def persistent_load(self, reported: Any) -> Any:
         """A tensor."""
-        what, dtype, shape, strides, *there = told
+        what, dtype, shape, strides, *there = reported
         if what == "form":
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         place, offset = there
         storage = self._storage(place)
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
-    def _storage(self, place: Place) -> torch.UntypedStorage:
+    def _storage(self, place: SharedRange) -> torch.UntypedStorage:
         if place not in self._storages:
             copied = self._private and place.size
             made = self._shared.bytes_of(place).clone().untyped_storage() if copied else self._shared.storage(place)

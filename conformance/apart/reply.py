@@ -11,9 +11,9 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from mla_conformance.apart.shared import Place, Shared
+from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.backends.foreign import type_name
-from mla_conformance.driving.hand import Attempt
+from mla_conformance.driving.executor import StepResult
 from mla_conformance.driving.plain import Instead, parts_of, why_not_plain
 from mla_conformance.problems.memory import storage_bytes
 
@@ -62,7 +62,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     Attributes:
         number: of the request.
-        error: as of an :class:`Attempt`, like what follows.
+        error: as of an :class:`StepResult`, like what follows.
         traceback: behind the error.
         out_of_memory: the error says so.
         disturbed: settings of the kernel's process that changed.
@@ -94,12 +94,12 @@ class Writer:
         reached: places of the caller's storages.
     """
 
-    def __init__(self, shared: Shared, rooms: list[Place], reached: list[Place]) -> None:
+    def __init__(self, shared: Shared, rooms: list[SharedRange], reached: list[SharedRange]) -> None:
         self._shared, self._reached = shared, reached
         self._rooms = {room.kind: room for room in rooms}
         self._needs: dict[str, int] = {}
 
-    def told(self, number: int, value: Any) -> Reply:
+    def reported(self, number: int, value: Any) -> Reply:
         """The parts of a value, or how much room they need."""
         several = issubclass(type(value), tuple | list)
         parts = tuple(map(self._part, parts_of(value)))
@@ -128,7 +128,7 @@ class Writer:
         lead -= lead % item
         room, taken = self._rooms[value.device.type], self._needs.get(value.device.type, 0)
         self._needs[value.device.type] = taken + -(-(lead + size) // _ALIGNMENT) * _ALIGNMENT
-        place = Place(room.kind, room.piece, room.at + taken, lead + size)
+        place = SharedRange(room.kind, room.piece, room.at + taken, lead + size)
         if taken + lead + size <= room.size and size:
             first = value.storage_offset() * item
             self._shared.bytes_of(place)[lead:].copy_(storage_bytes(value)[first : first + size])
@@ -144,7 +144,7 @@ class Reader:
         reached: the caller's tensors whose storages a part may be a view of.
     """
 
-    def __init__(self, shared: Shared, rooms: list[Place], reached: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shared: Shared, rooms: list[SharedRange], reached: Sequence[torch.Tensor]) -> None:
         self._shared, self._reached = shared, reached
         self._rooms = {room.kind: room for room in rooms}
 
@@ -170,7 +170,7 @@ class Reader:
             raise MalformedReply(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
         if part.place is None and part.of is None:
             return torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta")
-        storage = self._viewed(part.of) if part.of is not None else self._copy(Place(*part.place or ()))
+        storage = self._viewed(part.of) if part.of is not None else self._copy(SharedRange(*part.place or ()))
         if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
             raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
         made = torch.empty(0, dtype=dtype, device=storage.device)
@@ -181,7 +181,7 @@ class Reader:
             raise MalformedReply(f"expected one of {len(self._reached)} storages, got number {index}")
         return self._reached[index].untyped_storage()
 
-    def _copy(self, place: Place) -> torch.UntypedStorage:
+    def _copy(self, place: SharedRange) -> torch.UntypedStorage:
         room = self._rooms.get(place.kind)
         inside = room and place.piece == room.piece and room.at <= place.at
         if not room or not inside or place.at + place.size > room.at + room.size:
@@ -189,7 +189,7 @@ class Reader:
         return self._shared.bytes_of(place).clone().untyped_storage()
 
 
-def reply_of(number: int, done: Attempt) -> Reply:
+def reply_of(number: int, done: StepResult) -> Reply:
     """The reply to a step that raised, or whose value is told in another field."""
     disturbed = tuple(map(_clean, done.disturbed))
     return Reply(number, _clean(done.error), _clean(done.traceback), done.out_of_memory, disturbed)

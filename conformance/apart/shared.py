@@ -23,7 +23,7 @@ _KEPT_BYTES = 2**28
 """Of the host's piece, what need not be given back."""
 
 
-class Place(NamedTuple):
+class SharedRange(NamedTuple):
     """Bytes that both processes know.
 
     Attributes:
@@ -82,7 +82,7 @@ class Shared:
         if len(self._map) > _KEPT_BYTES:
             self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)
 
-    def storage(self, place: Place) -> torch.UntypedStorage:
+    def storage(self, place: SharedRange) -> torch.UntypedStorage:
         """The bytes of a place as a storage."""
         device = self.device(place.kind)
         if not place.size:
@@ -91,7 +91,7 @@ class Shared:
         made: Any = torch._C._construct_storage_from_data_pointer(address, device, place.size)
         return made
 
-    def bytes_of(self, place: Place) -> torch.Tensor:
+    def bytes_of(self, place: SharedRange) -> torch.Tensor:
         """The same as a tensor of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.device(place.kind)).set_(self.storage(place))
 

@@ -37,7 +37,7 @@ _SPARSE = {"cpu": SparseShape(128, 64, 1024), "cuda": SparseShape(128, 4096, 409
 _WHOLE_OPERATIONS = {"cpu": 1e11, "cuda": 2e13}
 _ROWS = 512
 
-Measured = dict[str, float | str]
+Figures = dict[str, float | str]
 
 
 def compare(device: str) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _beside(device: str, shape: Shape, names: Iterable[str]) -> Iterator[str]:
         yield f"  {name:<8} {_text(measured, found[other], other)}"
 
 
-def _text(measured: Measured, other: Measured, name: str) -> str:
+def _text(measured: Figures, other: Figures, name: str) -> str:
     """What was measured, and the ratio to another of this name."""
     if "error" in measured:
         return str(measured["error"])
@@ -84,7 +84,7 @@ def _text(measured: Measured, other: Measured, name: str) -> str:
     return f"{text}; {float(measured['seconds']) / float(other['seconds']):.2f} × the time of {name}"
 
 
-def _process(device: str, name: str, shape: Shape) -> Measured:
+def _process(device: str, name: str, shape: Shape) -> Figures:
     if device == "cuda":
         torch.cuda.empty_cache()
         return _measure(torch.device("cuda", torch.cuda.current_device()), name, shape)
@@ -93,11 +93,11 @@ def _process(device: str, name: str, shape: Shape) -> Measured:
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode:
         return {"error": (finished.stderr.strip().splitlines() or ["ended without a word"])[-1][:100]}
-    measured: Measured = json.loads(finished.stdout)
+    measured: Figures = json.loads(finished.stdout)
     return measured
 
 
-def _measure(device: torch.device, name: str, shape: Shape) -> Measured:
+def _measure(device: torch.device, name: str, shape: Shape) -> Figures:
     rows, operations = None, shape.operations
     if name == "scale" and operations > _WHOLE_OPERATIONS[device.type]:
         rows = [number * shape.queries // _ROWS for number in range(_ROWS)]

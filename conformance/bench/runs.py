@@ -16,14 +16,14 @@ import torch
 
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.judging.record import Question, Record
+from mla_conformance.judging.record import Record, RecordKey
 from mla_conformance.judging.verdict import Status
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """What a run judged and how long it took.
 
     Attributes:
@@ -32,7 +32,7 @@ class Measured:
         judging: seconds from the first verdict to the last.
     """
 
-    verdicts: dict[Question, Status]
+    verdicts: dict[RecordKey, Status]
     seconds: float
     judging: float
 
@@ -43,14 +43,14 @@ class Measured:
             f"of which {self.judging:.1f} s from the first verdict to the last{rate}"
         )
 
-    def ratio(self, other: "Measured") -> str:
+    def ratio(self, other: "Measurement") -> str:
         """How much longer it took than another run."""
         judging = f"{self.judging / other.judging:.2f}" if other.judging else "?"
         ratio = f"{self.seconds / other.seconds:.2f}"
         return f"{ratio} times as long in all, {judging} times as long from the first verdict to the last"
 
 
-def compare_runs(request: Request, device: torch.device) -> Iterator[str]:
+def compare_runs(request: RunRequest, device: torch.device) -> Iterator[str]:
     """Lines on runs of each backend, of all, of all on one GPU or worker, and judged apart if asked for; their ratios.
 
     Raises:
@@ -81,7 +81,7 @@ def _beside(ratios: Sequence[float]) -> str:
     return f"{harmonic_mean(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def _measured(selection: Request, workers: int) -> Generator[str, None, Measured]:
+def _measured(selection: RunRequest, workers: int) -> Generator[str, None, Measurement]:
     """Make a run, after one like it on a GPU, and say what it took."""
     what = f"{_names(selection)} on {_places(selection, workers)}{', judged apart' * selection.apart}"
     if selection.device == "cuda":
@@ -91,12 +91,12 @@ def _measured(selection: Request, workers: int) -> Generator[str, None, Measured
     return measured
 
 
-def _run(selection: Request, workers: int) -> Measured:
-    verdicts: dict[Question, Status] = {}
+def _run(selection: RunRequest, workers: int) -> Measurement:
+    verdicts: dict[RecordKey, Status] = {}
     moments: list[float] = []
 
     def note(record: Record) -> None:
-        verdicts[record.question] = record.status
+        verdicts[record.record_key] = record.status
         moments.append(time.perf_counter())
 
     started = time.perf_counter()
@@ -108,10 +108,10 @@ def _run(selection: Request, workers: int) -> Measured:
         run.begin()
         run.judge(note)
     judging = moments[-1] - moments[0] if moments else 0.0
-    return Measured(verdicts, time.perf_counter() - started, judging)
+    return Measurement(verdicts, time.perf_counter() - started, judging)
 
 
-def _agreement(name: str, other: dict[Question, Status], every: dict[Question, Status]) -> Iterator[str]:
+def _agreement(name: str, other: dict[RecordKey, Status], every: dict[RecordKey, Status]) -> Iterator[str]:
     different = [key for key in other | every if other.get(key) != every.get(key)]
     if not different:
         yield f"the same {len(every)} verdicts on {name} as on all"
@@ -120,10 +120,10 @@ def _agreement(name: str, other: dict[Question, Status], every: dict[Question, S
         yield f"DIFFERENT VERDICTS of {reference}, case {case}: on {name} {one}, on all {all_}"
 
 
-def _names(selection: Request) -> str:
+def _names(selection: RunRequest) -> str:
     return ", ".join(backend.name for backend in selection.backends)
 
 
-def _places(selection: Request, workers: int) -> str:
+def _places(selection: RunRequest, workers: int) -> str:
     noun = "GPU" if selection.device == "cuda" else "worker"
     return f"{workers} {noun}" + "s" * (workers > 1)

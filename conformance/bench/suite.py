@@ -17,7 +17,7 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.needs import operations_of
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
@@ -31,7 +31,7 @@ _CASES = {
 _CEILING_SIZE = {"cpu": 1024, "cuda": 8192}
 
 
-def split(request: Request, device: torch.device) -> Iterator[str]:
+def split(request: RunRequest, device: torch.device) -> Iterator[str]:
     """Lines on how long cases take on a backend, in one process, and what of it each phase: a tier, or named cases.
 
     On a GPU a named case is judged before it is measured: what is compiled then is not counted.

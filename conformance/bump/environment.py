@@ -146,10 +146,10 @@ def _carry_out(
         Stopped: by a signal, which the command and whatever is in its process group was sent as well; nothing of that
             is left.
     """
-    told, running = list[int](), list[int]()
+    reported, running = list[int](), list[int]()
 
     def forward(number: int, _: object) -> None:
-        told.append(number)
+        reported.append(number)
         for group in running:
             _signal(group, number)
 
@@ -160,12 +160,12 @@ def _carry_out(
             command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, text=True, env=environment, start_new_session=True
         ) as process:
             running.append(process.pid)
-            for number in tuple(told):  # while it was started
+            for number in tuple(reported):  # while it was started
                 _signal(process.pid, number)
             printed, said = process.communicate()
-        if told:
+        if reported:
             _signal(process.pid, signal.SIGKILL)
-            raise Stopped(told[0])
+            raise Stopped(reported[0])
     return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 

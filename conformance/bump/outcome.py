@@ -21,7 +21,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedVersion:
     """One version, judged.
 
     Attributes:
@@ -41,11 +41,11 @@ class Judged:
             InputError: one does not.
         """
         for backend in self.run.backends:
-            told = {canonicalize_name(name): version for name, version in backend.facts.versions.items()}
-            if not backend.reasons and not self.pin.admits(told.get(self.pin.name, "")):
+            reported = {canonicalize_name(name): version for name, version in backend.facts.versions.items()}
+            if not backend.reasons and not self.pin.admits(reported.get(self.pin.name, "")):
                 raise InputError(
                     f"{self.run.source}: expected {backend.name} to stand on {self.pin}, got "
-                    f"{', '.join(f'{name} {version}' for name, version in told.items()) or 'no distribution'}; "
+                    f"{', '.join(f'{name} {version}' for name, version in reported.items()) or 'no distribution'}; "
                     "a backend names what it stands on in Declaration.distributions"
                 )
 
@@ -59,8 +59,8 @@ class Bump:
         after: the new one.
     """
 
-    before: Judged
-    after: Judged
+    before: JudgedVersion
+    after: JudgedVersion
 
     @cached_property
     def pairs(self) -> tuple[tuple[BackendSummary, BackendSummary], ...]:

@@ -211,8 +211,10 @@ class Case(ABC):
         """Capability and every field that differs from its default; the same text for the same case."""
         usual = {**self.defaults(), "call": _default_call(self.capability), "capability": self.capability}
         usual |= {"q": (), "kv": ()}
-        told = (f"{name}={format_value(getattr(self, name))}" for name in usual if getattr(self, name) != usual[name])
-        return f"{self.capability}:{';'.join(told)}"
+        reported = (
+            f"{name}={format_value(getattr(self, name))}" for name in usual if getattr(self, name) != usual[name]
+        )
+        return f"{self.capability}:{';'.join(reported)}"
 
     @property
     def digest(self) -> str:

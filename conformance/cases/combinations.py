@@ -103,7 +103,7 @@ def _completed(
 
 
 PAIRS, TRIPLES = 2, 3
-Values = Mapping[str, Mapping[str, Any]]
+DimensionValues = Mapping[str, Mapping[str, Any]]
 """The values of a dimension with the fields of a case that each stands for."""
 
 
@@ -126,7 +126,7 @@ class Space:
     role: Role
     capability: str
     counted: tuple[str, ...]
-    fields: Mapping[str, Values]
+    fields: Mapping[str, DimensionValues]
     shaped: tuple[str, ...]
     shape: Callable[[Row], Mapping[str, Any]]
     possible: Allowed

@@ -8,9 +8,9 @@ from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.cases.data import Data
 from mla_conformance.reference.chunking import PLANNERS
 
-Option = Mapping[str, Any]
+DrawnOption = Mapping[str, Any]
 """Fields of a case."""
-Options = Mapping[str, Sequence[Option]]
+DrawnOptions = Mapping[str, Sequence[DrawnOption]]
 """By the name of what varies, the fields that stand for each of its values, the simplest first."""
 
 _PREFILLS = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
@@ -28,25 +28,25 @@ DRAWN: Mapping[str, Sequence[Call]] = {
 """Capabilities that cases are drawn of, each with the calls that these may drive."""
 
 
-def _each(name: str, *values: Any) -> tuple[Option, ...]:
+def _each(name: str, *values: Any) -> tuple[DrawnOption, ...]:
     return tuple({name: value} for value in values)
 
 
-_ANY: Options = {
+_ANY: DrawnOptions = {
     "scale": _each("scale", 159, 100, 37, 400),
     "data": _each("data", *Data),
     "excluded": ({}, {"pad": 3}, {"pad": 1, "poison": "inf"}, {"pad": 2, "poison": "large"}),
 }
-_KERNEL: Options = {
+_KERNEL: DrawnOptions = {
     **_ANY,
     "dims": _each("dims", "small", "r1", "glm", "64-64-128-256", "128-0-128-512", "16-8-40-32"),
     "layout": _each("layout", *Layout),
     "maxima": _each("inflate", 1, 100),
 }
-_PREFILL: Options = {**_KERNEL, "dtype": _each("dtype", "bf16", "fp16", "fp32", "e4m3")}
-_GIVEN: Sequence[Option] = ({}, {"out": True})
+_PREFILL: DrawnOptions = {**_KERNEL, "dtype": _each("dtype", "bf16", "fp16", "fp32", "e4m3")}
+_GIVEN: Sequence[DrawnOption] = ({}, {"out": True})
 _CODES = tuple({"quant": "fp8", "lse": False, "oscale": scale} for scale in (13000, 300, 1_000_000))
-_CACHE: Options = {
+_CACHE: DrawnOptions = {
     "dtype": _each("dtype", "bf16", "fp16", "fp32"),
     "page": _each("page", 16, 64, 32, 128, 1),
     "cache": _each("cache", "auto", "fp8", "fp8_ds_mla"),
@@ -55,7 +55,7 @@ _CACHE: Options = {
     "layers": _each("layers", 1, 3),
     "spare": _each("spare", 3, 200),
 }
-_LISTS: Options = {
+_LISTS: DrawnOptions = {
     "heads": _each("heads", 64, 128, 16, 5),
     "topk": _each("topk", 64, 128, 100, 512),
     "fill": _each("fill", "full", "ragged"),
@@ -69,7 +69,7 @@ _LISTS: Options = {
     "queries": _each("q", (1, 1), (2, 2), (3, 1)),
 }
 
-OPTIONS: Mapping[Call, Options] = {
+OPTIONS: Mapping[Call, DrawnOptions] = {
     Call.NEW_TOKENS: {**_PREFILL, "result": (*_GIVEN, {"lse": False}, {"lse": False, "out": True}, *_CODES)},
     Call.CONTEXT_CHUNK: _PREFILL,
     Call.CHUNKED_CONTEXT: {
@@ -115,12 +115,12 @@ _CONFIGURATION = ("dims", "dtype", "page", "cache")
 """What backends declare combinations of; each that is declared is one option."""
 
 
-def options_of(capability: str, options: Options) -> Options:
+def options_of(capability: str, options: DrawnOptions) -> DrawnOptions:
     """Those of a call's options that a capability has cases of: instances side by side have one metadata each."""
     return {**options, "ranks": options["ranks"][:1]} if capability == "call_order" and "ranks" in options else options
 
 
-def plain_case(capability: str, call: Call, fields: Option) -> Case:
+def plain_case(capability: str, call: Call, fields: DrawnOption) -> Case:
     """A small case with these fields, by which a backend can say what it supports.
 
     Raises:
@@ -135,7 +135,7 @@ def plain_case(capability: str, call: Call, fields: Option) -> Case:
     return Case.of(**{"q": q, **context, **given, "capability": capability, "call": call})
 
 
-def declared_options(options: Options, declares: Callable[[Option], bool]) -> Options:
+def declared_options(options: DrawnOptions, declares: Callable[[DrawnOption], bool]) -> DrawnOptions:
     """The configurations that a backend declares, and what it declares beside the first of them; empty without one.
 
     Args:
@@ -155,5 +155,5 @@ def declared_options(options: Options, declares: Callable[[Option], bool]) -> Op
     }
 
 
-def _joined(options: Iterable[Option]) -> dict[str, Any]:
+def _joined(options: Iterable[DrawnOption]) -> dict[str, Any]:
     return {name: value for option in options for name, value in option.items()}

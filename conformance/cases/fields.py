@@ -13,11 +13,11 @@ def each(lists: Iterable[Fields], **fields: Any) -> Iterator[Fields]:
     return ({**case, **fields} for case in lists)
 
 
-def having(listed: Iterable[tuple[str, Fields]], further: Fields) -> Listed:
+def with_fields(listed: Iterable[tuple[str, Fields]], further: Fields) -> Listed:
     """The same with further fields."""
     return ((capability, {**fields, **further}) for capability, fields in listed)
 
 
-def deciding(capability: str, *fields: Fields, **further: Any) -> Listed:
+def for_capability(capability: str, *fields: Fields, **further: Any) -> Listed:
     """Cases of one capability, all with the further fields."""
     return ((capability, case) for case in each(fields, **further))

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, reject, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.drawn import Option, Options
+from mla_conformance.cases.drawn import DrawnOption, DrawnOptions
 
 _EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513)
 _LENGTHS = st.integers(1, 40) | st.integers(0, 600) | st.sampled_from(_EDGES)
@@ -39,7 +39,7 @@ def profile(draws: int) -> settings:
 
 
 @st.composite
-def cases(draw: st.DrawFn, spaces: Mapping[str, Mapping[Call, Options]]) -> Case:
+def cases(draw: st.DrawFn, spaces: Mapping[str, Mapping[Call, DrawnOptions]]) -> Case:
     """A case of one of some capabilities, by one of its calls, with one of each of the call's options."""
     capability = draw(st.sampled_from(list(spaces)))
     call, options = draw(st.sampled_from(list(spaces[capability].items())))
@@ -52,24 +52,24 @@ def cases(draw: st.DrawFn, spaces: Mapping[str, Mapping[Call, Options]]) -> Case
         reject()
 
 
-def _new_tokens(draw: st.DrawFn, fields: Option) -> dict[str, Any]:
+def _new_tokens(draw: st.DrawFn, fields: DrawnOption) -> dict[str, Any]:
     return {"q": tuple(draw(st.lists(_LENGTHS, min_size=1, max_size=_MOST_REQUESTS)))}
 
 
-def _context_chunk(draw: st.DrawFn, fields: Option) -> dict[str, Any]:
+def _context_chunk(draw: st.DrawFn, fields: DrawnOption) -> dict[str, Any]:
     return _with_context(draw, _new_tokens(draw, fields)["q"])
 
 
-def _chunked_context(draw: st.DrawFn, fields: Option) -> dict[str, Any]:
+def _chunked_context(draw: st.DrawFn, fields: DrawnOption) -> dict[str, Any]:
     lengths = _context_chunk(draw, fields)
     return {**lengths, "workspace": _workspace(draw, len(lengths["q"]), fields["page"])}
 
 
-def _decode(draw: st.DrawFn, fields: Option) -> dict[str, Any]:
+def _decode(draw: st.DrawFn, fields: DrawnOption) -> dict[str, Any]:
     return _with_context(draw, _decode_tokens(draw, fields["q"], 1))
 
 
-def _layer(draw: st.DrawFn, fields: Option) -> dict[str, Any]:
+def _layer(draw: st.DrawFn, fields: DrawnOption) -> dict[str, Any]:
     """Prefills are longer than decodes, by which a builder that is told of neither knows them."""
     decodes = _decode_tokens(draw, fields["q"], 0)
     longest = max(decodes, default=1)
@@ -98,7 +98,7 @@ def _workspace(draw: st.DrawFn, requests: int, page: int) -> int:
     return requests * max(page, _SHORTEST_CHUNK) * draw(st.integers(1, 6))
 
 
-_FORMS: Mapping[Call, Callable[[st.DrawFn, Option], dict[str, Any]]] = {
+_FORMS: Mapping[Call, Callable[[st.DrawFn, DrawnOption], dict[str, Any]]] = {
     Call.NEW_TOKENS: _new_tokens,
     Call.CONTEXT_CHUNK: _context_chunk,
     Call.CHUNKED_CONTEXT: _chunked_context,

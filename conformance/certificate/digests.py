@@ -32,8 +32,8 @@ def installed_digests() -> dict[str, str]:
 
 def version_digests() -> dict[str, str | list[str]]:
     """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
-    told: dict[str, str | list[str]] = {"cases": cases_digest(), "spec": spec_digest()}
-    return {**told, "judging": [judging_digest()], "reference": [reference_digest()]}
+    reported: dict[str, str | list[str]] = {"cases": cases_digest(), "spec": spec_digest()}
+    return {**reported, "judging": [judging_digest()], "reference": [reference_digest()]}
 
 
 @cache

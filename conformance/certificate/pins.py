@@ -32,11 +32,11 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str]) -> "Pins":
         """The pins of a backend as it is here, whose adapter names distributions with these versions."""
-        told = {**_owners(backend), **versions}
-        found = {name: installed(name) for name in told}
+        reported = {**_owners(backend), **versions}
+        found = {name: installed(name) for name in reported}
         return Pins(
             sources=source_digests(backend.modules()),
-            versions=told,
+            versions=reported,
             installed={name: pin for name, pin in found.items() if pin is not None},
             harness=harness(),
         )

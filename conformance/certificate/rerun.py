@@ -9,7 +9,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare_loaded, compare_machines
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
@@ -39,7 +39,7 @@ def rerun(
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        request = Request.of([backend.reference], device=device, cases=cases, salt=salt, apart=True)
+        request = RunRequest.of([backend.reference], device=device, cases=cases, salt=salt, apart=True)
         summary = _run(request)
     except (RequestError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
@@ -68,7 +68,7 @@ def _difference(case: str, stated: Status, record: Record | None, same_inputs: b
     yield Remark(weight, f"case {case}: the certificate says {stated}, run again it gives {now}")
 
 
-def _run(request: Request) -> RunSummary:
+def _run(request: RunRequest) -> RunSummary:
     with tempfile.TemporaryDirectory(prefix="mla-conformance-verify-") as folder:
         with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
             run.prepare()

@@ -78,8 +78,8 @@ def _installed(path: Path, certificate: Certificate) -> Iterator[str]:
     if not path.is_file():
         yield f"there is no {path.name} beside it, which says what was installed"
         return
-    told = dict(line.partition("==")[::2] for line in read_text(path).splitlines())
-    versions = {canonicalize_name(name): version for name, version in told.items()}
+    reported = dict(line.partition("==")[::2] for line in read_text(path).splitlines())
+    versions = {canonicalize_name(name): version for name, version in reported.items()}
     for name in certificate.pins.installed:
         version, stated = certificate.pins.versions.get(name, ""), versions.get(canonicalize_name(name))
         if stated != version:

@@ -102,9 +102,9 @@ def _findings(certificate: Certificate) -> Iterator[str]:
 
 
 def _unjudged(certificate: Certificate) -> Iterator[str]:
-    told = {entry.case for entry in certificate.unjudged if entry.reason}
+    reported = {entry.case for entry in certificate.unjudged if entry.reason}
     for case in sorted(case for case, status in certificate.cases.items() if status is Status.UNAVAILABLE):
-        if case not in told:
+        if case not in reported:
             yield f"case {case} could not be judged, and nothing says why"
 
 

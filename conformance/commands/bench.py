@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.bench import golden, runs, suite
 from mla_conformance.engine.describe import device_facts, find_device
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
@@ -20,7 +20,9 @@ from mla_conformance.version import SUITE_VERSION
 def run_bench(options: argparse.Namespace) -> int:
     """Measure what was asked for, and say it; the exit status."""
     backends = options.runs or ([options.suite] if options.suite else [])
-    request = Request.of(backends, options.capability, options.tier, options.device, options.case, apart=options.apart)
+    request = RunRequest.of(
+        backends, options.capability, options.tier, options.device, options.case, apart=options.apart
+    )
     device = find_device(request.device)
     if device is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
@@ -35,7 +37,7 @@ def run_bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(options: argparse.Namespace, request: Request, device: torch.device) -> Iterator[str]:
+def _lines(options: argparse.Namespace, request: RunRequest, device: torch.device) -> Iterator[str]:
     if options.scale:
         return golden.scale(device.type)
     if options.sparse:
@@ -49,7 +51,7 @@ def _lines(options: argparse.Namespace, request: Request, device: torch.device) 
     return chain(golden.compare(device.type), suite.plugin_cost())
 
 
-def _require_available(request: Request | None, device: torch.device) -> None:
+def _require_available(request: RunRequest | None, device: torch.device) -> None:
     for backend in request.backends if request else ():
         subject = Subject(backend, device)
         if subject.unavailable:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mla_conformance.bump.environment import Environment
-from mla_conformance.bump.outcome import Bump, Judged, bump_lines, bump_markdown
+from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
 from mla_conformance.bump.version import Pin, two_versions
 from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
@@ -71,7 +71,7 @@ def _installed(folder: Path, pin: Pin, wheels: Path | None) -> Environment:
     return made
 
 
-def _judged(environment: Environment, names: Sequence[str], selection: Sequence[str]) -> Judged:
+def _judged(environment: Environment, names: Sequence[str], selection: Sequence[str]) -> JudgedVersion:
     """One version, judged by ``certify`` in the folder that holds its environment."""
     pin, folder = environment.pin, environment.folder.parent
     say(f"judging with {pin}")
@@ -79,13 +79,13 @@ def _judged(environment: Environment, names: Sequence[str], selection: Sequence[
     if status not in _JUDGED:
         raise InputError(f"certify with {pin} ended with status {status}")
     versions = {name: found.version for name, found in environment.find(names).items()}
-    judged = Judged(pin, load_report(folder), versions)
+    judged = JudgedVersion(pin, load_report(folder), versions)
     judged.require_loaded()
     return judged
 
 
 def _selection(options: argparse.Namespace) -> list[str]:
     """What is judged, as ``certify`` is told it."""
-    told = {"backend": options.backend, "capability": options.capability}
-    told |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
-    return [f"--{name}={value}" for name, values in told.items() for value in values]
+    reported = {"backend": options.backend, "capability": options.capability}
+    reported |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
+    return [f"--{name}={value}" for name, values in reported.items() for value in values]

@@ -11,7 +11,7 @@ from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.issuing import Issuing
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
@@ -44,14 +44,14 @@ def certify(options: argparse.Namespace) -> int:
     return issuing.write(run.summary(), status) if issuing else status
 
 
-def _new(options: argparse.Namespace) -> Request:
+def _new(options: argparse.Namespace) -> RunRequest:
     if options.model or options.config:
         return _deployed(options)
     for name in ("tp", "kv_cache"):
         if getattr(options, name):
             raise InputError(f"{_flag(name)}: expected together with --model or --config")
     cases = _case_files(options.cases, options.capability) if options.cases else ()
-    request = Request.of(
+    request = RunRequest.of(
         options.backend,
         () if cases else options.capability,
         options.tier or "full",
@@ -64,7 +64,7 @@ def _new(options: argparse.Namespace) -> Request:
     return replace(request, shard=_shard(options, request))
 
 
-def _deployed(options: argparse.Namespace) -> Request:
+def _deployed(options: argparse.Namespace) -> RunRequest:
     """The cases of a deployed model."""
     for name in _OF_THE_LIST:
         if getattr(options, name):
@@ -72,7 +72,7 @@ def _deployed(options: argparse.Namespace) -> Request:
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = Request.of(
+    request = RunRequest.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
     return replace(request, deployment=deployment)
@@ -95,7 +95,7 @@ def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
     return cases
 
 
-def _shard(options: argparse.Namespace, request: Request) -> Shard | None:
+def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
     if not options.shard:
         if options.durations:
             raise InputError("--durations: expected together with --shard")
@@ -119,12 +119,12 @@ def _recorded(folder: Path) -> Plan:
     return plan
 
 
-def _resumed(options: argparse.Namespace, plan: Plan) -> Request:
+def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     """The interrupted run; what was not given again is what the journal says."""
     for name in ("cases", "shard", "durations", "fresh", "model", "config", "tp", "kv_cache"):
         if getattr(options, name):
             raise InputError(f"--resume: leave {_flag(name)} away, the journal says what the run was to judge")
-    request = Request.of(
+    request = RunRequest.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),
         options.tier or plan.tier,

@@ -39,24 +39,24 @@ class Command:
     statuses: str
 
 
-def option(names: str, metavar: str | None, told: str | None = None, **settings: Any) -> Option:
+def option(names: str, metavar: str | None, reported: str | None = None, **settings: Any) -> Option:
     """An option or an argument; a short name stands before the long one, as ``-n --workers``."""
-    return Option(tuple(names.split()), {"metavar": metavar, "help": told, **settings})
+    return Option(tuple(names.split()), {"metavar": metavar, "help": reported, **settings})
 
 
-def flag(name: str, told: str) -> Option:
+def flag(name: str, reported: str) -> Option:
     """An option without a value."""
-    return Option((name,), {"action": "store_true", "help": told})
+    return Option((name,), {"action": "store_true", "help": reported})
 
 
-def path(name: str, metavar: str, told: str | None = None, **settings: Any) -> Option:
+def path(name: str, metavar: str, reported: str | None = None, **settings: Any) -> Option:
     """An option or an argument that is a path."""
-    return option(name, metavar, told, type=Path, **settings)
+    return option(name, metavar, reported, type=Path, **settings)
 
 
-def several(name: str, metavar: str, told: str | None = None, **settings: Any) -> Option:
+def several(name: str, metavar: str, reported: str | None = None, **settings: Any) -> Option:
     """An option that may be given more than once."""
-    return option(name, metavar, told, action="append", default=[], **settings)
+    return option(name, metavar, reported, action="append", default=[], **settings)
 
 
 def seconds(text: str) -> float:

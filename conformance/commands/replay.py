@@ -13,7 +13,7 @@ from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
@@ -60,7 +60,7 @@ def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
 @contextmanager
 def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
     """A run of one case in a folder that does not stay."""
-    request = Request.of([backend], device=options.device, cases=[case], salt=salt)
+    request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
     with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 

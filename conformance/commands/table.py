@@ -131,7 +131,7 @@ COMMANDS = (
     Command(
         "backends",
         "list the backends, and why one cannot run here",
-        "mla_conformance.commands.tell:tell_backends",
+        "mla_conformance.commands.listing:list_backends",
         (_DEVICE,),
         ("", "--device cpu"),
         _TOLD,
@@ -139,7 +139,7 @@ COMMANDS = (
     Command(
         "capabilities",
         "list the capabilities with their definitions",
-        "mla_conformance.commands.tell:tell_capabilities",
+        "mla_conformance.commands.listing:list_capabilities",
         (
             path("--spec", "FILE", "only write the hazards between this file's markers"),
             option("--backend", _REFERENCE, "instead, the pairs of values that its declared support leaves unreached"),
@@ -151,7 +151,7 @@ COMMANDS = (
     Command(
         "models",
         "list the models that certify --model knows, or all of one",
-        "mla_conformance.commands.tell:tell_models",
+        "mla_conformance.commands.listing:list_models",
         (
             option("name", "NAME", nargs="?"),
             flag("--proof", "instead, hold the golden layer against their own code"),
@@ -250,7 +250,7 @@ COMMANDS = (
     Command(
         "mustpass",
         "print the must-pass list of this suite version",
-        "mla_conformance.commands.gating:tell_must_pass",
+        "mla_conformance.commands.gating:list_must_pass",
         (),
         ("",),
         _TOLD,
@@ -324,7 +324,7 @@ COMMANDS = (
     Command(
         "completion",
         "print a script that completes this command line in a shell",
-        "mla_conformance.commands.tell:tell_completion",
+        "mla_conformance.commands.listing:print_completion",
         (option("shell", None, choices=("bash", "zsh", "tcsh")),),
         ("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
         _TOLD,

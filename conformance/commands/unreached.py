@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mla_conformance.cases.combinations import PAIRS, Combination, Space
 from mla_conformance.engine.describe import find_device
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.subject import Subject
@@ -14,13 +14,13 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES
 _WIDTH = 80
 
 
-def tell_unreached(reference: str, device: str | None) -> int:
+def list_unreached(reference: str, device: str | None) -> int:
     """What the backend's declared support leaves unreached, role by role.
 
     Raises:
         InputError: it names no backend, or one that cannot run here.
     """
-    request = Request.of([reference], device=device)
+    request = RunRequest.of([reference], device=device)
     found = find_device(request.device)
     if found is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")

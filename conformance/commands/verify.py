@@ -71,7 +71,7 @@ class _Found:
 
     def __post_init__(self) -> None:
         self.against: list[str] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def take(self, remarks: Iterator[Remark]) -> None:
         """Sort what was remarked by what it means."""
@@ -80,11 +80,11 @@ class _Found:
                 self.against.append(sentence)
             else:
                 inherits = " and of nothing that is here" if weight is Weight.OTHER_BUILD else ""
-                self.told.append(sentence + inherits)
+                self.reported.append(sentence + inherits)
 
     def tell(self, path: Path, closing: str) -> int:
         """Print everything; the exit status."""
-        for sentence in self.told:
+        for sentence in self.reported:
             say(f"{path}: {sentence}")
         for sentence in self.against:
             say(f"{path}: {sentence}", error=True)

@@ -15,9 +15,9 @@ from mla_conformance.commands.progress import Progress, clock, live
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import Patience, RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -25,7 +25,7 @@ from mla_conformance.report.answer import of_cases, worst_error
 from mla_conformance.report.causes import causes
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.shown import cut
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, say
 
 _LOOKS = 0.3
@@ -39,7 +39,7 @@ def watch(options: argparse.Namespace) -> int:
         InputError: what is named is no file, or what else was asked for is not here.
     """
     try:
-        request = Request.of([options.backend], options.capability, "smoke", options.device)
+        request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
         file = request.backends[0].file
         if file is None:
             raise InputError(f"watch: expected a file and a class of it, as file.py:Class, got {options.backend}")
@@ -96,15 +96,15 @@ class _Watch:
     def _state(self) -> tuple[int, ...]:
         """What differs once the file was written; nothing while an editor has it away."""
         try:
-            told = self.file.stat()
+            reported = self.file.stat()
         except OSError:
             return ()
-        return told.st_mtime_ns, told.st_size, told.st_ino
+        return reported.st_mtime_ns, reported.st_size, reported.st_ino
 
     def _judge(self) -> None:
         (facts,) = self.run.facts
         if facts.reasons:
-            self._say(SIGN[Outcome.UNAVAILABLE], cut("; ".join(facts.reasons)))
+            self._say(SIGN[BackendOutcome.UNAVAILABLE], cut("; ".join(facts.reasons)))
             return
         cases = list(dict.fromkeys([*self.failed, *self.run.request.case_ids]))
         progress = Progress(len(cases), parts=0)
@@ -121,7 +121,7 @@ class _Watch:
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         """One of each case, but of those that had no verdict when the file changed or the backend was given up."""
         tasks = Tasks([[Judge(self._backend.reference, case)] for case in cases])
-        patience, records = Patience(self.run.limits.give_up_after), list[Record]()
+        patience, records = FailureLimit(self.run.limits.give_up_after), list[Record]()
         for record in self._judged(tasks):
             records.append(record)
             progress(record)
@@ -161,7 +161,9 @@ class _Watch:
     def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
         """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
-        outcome = Outcome.FAIL if counts.failed else Outcome.NOT_RUN if counts.not_run else Outcome.PASS
+        outcome = (
+            BackendOutcome.FAIL if counts.failed else BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
+        )
         self._say(SIGN[outcome], " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
         summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
         for line in cause_lines(summary, columns()):

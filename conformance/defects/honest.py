@@ -27,7 +27,7 @@ from mla_conformance.defects.bases import (
 )
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
-from mla_conformance.defects.known import Judged
+from mla_conformance.defects.known import Emulation
 
 
 def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +270,7 @@ class OneBlockAfterTheOther(EagerLayer):
             EagerLayer.copy_blocks(kv_caches, pair)
 
 
-HONEST: tuple[type[Judged], ...] = (
+HONEST: tuple[type[Emulation], ...] = (
     EagerPrefillBackend,
     Tiles16,
     Tiles1024,

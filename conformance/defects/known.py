@@ -23,9 +23,9 @@ _SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "index
 FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE)
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
-Judged = KernelBackend | AttentionBackend
+Emulation = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""
-Kernel = TypeVar("Kernel", bound=type[Judged])
+EmulatedKernel = TypeVar("EmulatedKernel", bound=type[Emulation])
 
 
 class DefectError(ValueError):
@@ -63,7 +63,7 @@ class KnownDefect:
     """
 
     id: str
-    kernel: type[Judged]
+    kernel: type[Emulation]
     killed_by: str
     related: tuple[str, ...] = ()
 
@@ -98,21 +98,23 @@ def sentence_of(wrong: type) -> str:
     return (wrong.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
-def judged_roles(kernel: type[Judged]) -> tuple[Role, ...]:
+def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
     """The roles whose cases are about an emulation: its own, and of a kernel a layer if it names the one beside it."""
     own = role_of(kernel)
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(own)
     return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
 
 
-def known_defect(id: str, *, killed_by: str, related: tuple[str, ...] = ()) -> Callable[[Kernel], Kernel]:
+def known_defect(
+    id: str, *, killed_by: str, related: tuple[str, ...] = ()
+) -> Callable[[EmulatedKernel], EmulatedKernel]:
     """Class decorator that enters an emulated bug into the list.
 
     Raises:
         DefectError: an id that is taken, a capability that does not exist, or no sentence.
     """
 
-    def enter(kernel: Kernel) -> Kernel:
+    def enter(kernel: EmulatedKernel) -> EmulatedKernel:
         entry = KnownDefect(id, kernel, killed_by, related)
         _check(entry)
         _KNOWN[id] = entry

@@ -27,7 +27,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
 @dataclass(frozen=True)
-class Kernel:
+class MatrixKernel:
     """A kernel of the run.
 
     Attributes:
@@ -53,26 +53,28 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Task:
+class MatrixTask:
     """Cases of one capability in their order, and the kernels that run on them; a kill ends a defect's part in it."""
 
     cases: Sequence[Case]
-    kernels: Sequence[Kernel]
+    kernels: Sequence[MatrixKernel]
 
 
-def kernels() -> list[Kernel]:
+def kernels() -> list[MatrixKernel]:
     """Honest kernels, the real ones among them, then the known defects."""
-    honest = [Kernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
-    wrong = [Kernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()]
+    honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
+    wrong = [
+        MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
+    ]
     return [*honest, *_real(), *wrong]
 
 
 @cache
-def _real() -> list[Kernel]:
+def _real() -> list[MatrixKernel]:
     """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
     subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
     return [
-        Kernel(subject.name, subject.backend.reference)
+        MatrixKernel(subject.name, subject.backend.reference)
         for subject in subjects
         if not subject.unavailable and not subject.declaration.emulated
     ]
@@ -83,26 +85,26 @@ def run_matrix(tier: Tier, workers: int | None = None) -> list[Record]:
     count = workers or max(1, min(4, os.cpu_count() or 1))
     with ProcessPoolExecutor(count, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
 
-        def run(tasks: Iterator[Task]) -> list[Record]:
+        def run(tasks: Iterator[MatrixTask]) -> list[Record]:
             return [record for records in pool.map(run_task, tasks) for record in records]
 
         first = run(first_tasks(tier))
         return first + run(further_tasks(tier, {record.backend for record in first if record.failed}))
 
 
-def first_tasks(tier: Tier) -> Iterator[Task]:
+def first_tasks(tier: Tier) -> Iterator[MatrixTask]:
     """Honest kernels on each case, and each capability for the defects that it is expected to kill."""
     yield from _on_each_case(tier, lambda kernel, capability: kernel.honest)
     for capability in CAPABILITIES.values():
         expected = [kernel for kernel in kernels() if kernel.killed_by == capability.name]
-        yield Task(capability.select(tier), expected)
+        yield MatrixTask(capability.select(tier), expected)
 
 
-def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[Task]:
+def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[MatrixTask]:
     """What is left to ask of the defects, of which these were ``killed`` as expected."""
     order = list(CAPABILITIES)
 
-    def asked(kernel: Kernel, capability: str) -> bool:
+    def asked(kernel: MatrixKernel, capability: str) -> bool:
         if kernel.honest or kernel.killed_by == capability:
             return False
         before = order.index(capability) < order.index(kernel.killed_by)
@@ -111,13 +113,13 @@ def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[Task]:
     return _on_each_case(tier, asked)
 
 
-def _on_each_case(tier: Tier, asked: Callable[[Kernel, str], bool]) -> Iterator[Task]:
+def _on_each_case(tier: Tier, asked: Callable[[MatrixKernel, str], bool]) -> Iterator[MatrixTask]:
     for capability in CAPABILITIES.values():
         chosen = [kernel for kernel in kernels() if asked(kernel, capability.name)]
-        yield from (Task((case,), chosen) for case in capability.select(tier) if chosen)
+        yield from (MatrixTask((case,), chosen) for case in capability.select(tier) if chosen)
 
 
-def run_task(task: Task) -> list[Record]:
+def run_task(task: MatrixTask) -> list[Record]:
     """Its kernels on those of its cases that are about them."""
     context, records, asked = Context(), [], list(task.kernels)
     for case in task.cases:
@@ -129,6 +131,6 @@ def run_task(task: Task) -> list[Record]:
 
 
 @cache
-def _subject(kernel: Kernel) -> Subject:
+def _subject(kernel: MatrixKernel) -> Subject:
     """The kernel as the suite sees it, on the CPU."""
     return Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))

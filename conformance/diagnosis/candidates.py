@@ -11,7 +11,7 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Judged, KnownDefect, judged_roles, known_defects, sentence_of
+from mla_conformance.defects.known import Emulation, KnownDefect, judged_roles, known_defects, sentence_of
 from mla_conformance.diagnosis.suspects import Suspect
 from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 
@@ -32,7 +32,7 @@ class Candidate:
 
     sentence: str
     family: str
-    kernel: type[Judged]
+    kernel: type[Emulation]
     roles: tuple[Role, ...]
     id: str = ""
     sources: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Candidate:
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         """What a failure that looks like it is said to be; the numbers of a known defect are those of that defect."""
         source = self.sources[0] if self.sources else ""
         if self.id:
@@ -77,7 +77,7 @@ def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[C
         yield Candidate(sentence_of(suspect.wrong), suspect.family, kernel, roles, "", sources, suspect.covers)
 
 
-def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Judged], tuple[Role, ...]]]:
+def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:
     """A kernel of each role with this step, and a layer of both."""
     if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
         yield wrong, judged_roles(wrong)
@@ -89,7 +89,7 @@ def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Judged], tuple[R
     yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
 
 
-def combined(first: type, second: type, **attributes: object) -> type[Judged]:
+def combined(first: type, second: type, **attributes: object) -> type[Emulation]:
     """A kernel that is both classes, where its reference finds it.
 
     Raises:

@@ -32,7 +32,7 @@ MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
 
-def explain(trial: Trial, record: Record, told: Sequence[str] = ()) -> str:
+def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
     """What a failure looks like, that it is unlike every candidate, or nothing where neither can be said.
 
     Args:
@@ -46,13 +46,13 @@ def explain(trial: Trial, record: Record, told: Sequence[str] = ()) -> str:
         return ""
     everyone = candidates(trial.case.role)
     observed = Behaviour.of(trial, record)
-    if not told:
+    if not reported:
         likenesses = _likenesses(observed, trial, everyone)
         if likenesses is None or UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
             return ""
         return describe(_fitting(likenesses), observed.is_numeric)
-    claimed = [text for text in told if observed.is_numeric or text.startswith(_PERHAPS)]
-    named = {text: [candidate for candidate in everyone if candidate.told in text] for text in claimed}
+    claimed = [text for text in reported if observed.is_numeric or text.startswith(_PERHAPS)]
+    named = {text: [candidate for candidate in everyone if candidate.reported in text] for text in claimed}
     return next((text for text, asked in named.items() if _fitting(_likenesses(observed, trial, asked) or {})), "")
 
 
@@ -85,16 +85,16 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
         fitting: the candidates.
         certain: whether some number tells them from others; NaN are like each other whatever they come from.
     """
-    told = [candidate.told for candidate in causes_of(fitting)]
-    if not told:
+    reported = [candidate.reported for candidate in causes_of(fitting)]
+    if not reported:
         return UNLIKE
-    if len(told) > MOST_TOLD:
+    if len(reported) > MOST_TOLD:
         return ""
-    sentence = told[0] if len(told) == 1 else f"one of: {'; or '.join(told)}"
+    sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
     return sentence if certain else f"{_PERHAPS}{sentence}"
 
 
 def causes_of(fitting: Sequence[Candidate]) -> list[Candidate]:
     """Those that are different causes: a known defect is the mistake of a fitting suspect that covers it."""
     covered = {id for candidate in fitting for id in candidate.covers}
-    return list({each.told: each for each in fitting if each.id not in covered}.values())
+    return list({each.reported: each for each in fitting if each.id not in covered}.values())

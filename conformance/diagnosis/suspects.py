@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 
-Step = type[OnlineSoftmax]
+SuspectStep = type[OnlineSoftmax]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Suspect:
         covers: ids of known defects that are the same mistake under some condition.
     """
 
-    wrong: Step
+    wrong: SuspectStep
     family: str
     covers: tuple[str, ...]
 
@@ -29,10 +29,10 @@ class Suspect:
 SUSPECTS: list[Suspect] = []
 
 
-def suspect(family: str, *covers: str) -> Callable[[Step], Step]:
+def suspect(family: str, *covers: str) -> Callable[[SuspectStep], SuspectStep]:
     """Class decorator that enters a mistake; :class:`Suspect` has the arguments."""
 
-    def enter(wrong: Step) -> Step:
+    def enter(wrong: SuspectStep) -> SuspectStep:
         SUSPECTS.append(Suspect(wrong, family, covers))
         return wrong
 

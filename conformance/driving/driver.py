@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.hand import HERE, Attempt, Hand, attempt, itself
+from mla_conformance.driving.executor import IN_PROCESS, Executor, StepResult, itself, run_step
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge
 
-State = tuple[torch.Tensor, torch.Tensor]
+OutputAndLse = tuple[torch.Tensor, torch.Tensor]
 """Output [T, N, V] and LSE [N, T]."""
 
 
@@ -59,7 +59,7 @@ class Observation:
     """
 
     returned: tuple[Returned, ...]
-    merged: State | None
+    merged: OutputAndLse | None
     mutated: tuple[str, ...]
     merge_error: str = ""
     device_lost: bool = False
@@ -71,40 +71,44 @@ class Observation:
         return next((returned for returned in self.returned if returned.error), None)
 
 
-def run_calls(backend: KernelBackend, problem: Problem, prepare: bool = True, hand: Hand = HERE) -> Observation:
+def run_calls(
+    backend: KernelBackend, problem: Problem, prepare: bool = True, executor: Executor = IN_PROCESS
+) -> Observation:
     """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
     before = Snapshot(problem.caller_owned)
-    returned = _make_calls(hand, backend, problem, prepare)
+    returned = _make_calls(executor, backend, problem, prepare)
     disturbed = tuple(change for part in returned for change in part.disturbed)
-    if returned and returned[-1].error and hand.lost(problem.device):
+    if returned and returned[-1].error and executor.lost(problem.device):
         return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
-    merging = _merge(hand, backend, problem, returned)
+    merging = _merge(executor, backend, problem, returned)
     disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
     return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
 
 
-def _make_calls(hand: Hand, backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
+def _make_calls(executor: Executor, backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
     """Every call up to the first that raises."""
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(hand, backend, problem, call, prepare))
+        returned.append(_guarded_call(executor, backend, problem, call, prepare))
         if returned[-1].error:
             break
     return returned
 
 
-def as_it_is_now(observation: Observation, hand: Hand) -> Observation:
+def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
     """The observation with what its calls returned as later ones have left it."""
-    again = [hand.attempt(partial(itself, returned.kept)).value for returned in observation.returned]
+    again = [executor.call(partial(itself, returned.kept)).value for returned in observation.returned]
     returned = (replace(one, value=value) for one, value in zip(observation.returned, again, strict=True))
     return replace(observation, returned=tuple(returned))
 
 
-def _guarded_call(hand: Hand, backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool) -> Returned:
+def _guarded_call(
+    executor: Executor, backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool
+) -> Returned:
     out, case, device = call.output_buffer(), problem.case, problem.device
     first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, case.poison)
     reached = [*call.reached, *([] if out is None else [out.storage])]
-    done = hand.attempt(partial(_call, first, backend, call, out, prepare, device), reached)
+    done = executor.call(partial(_call, first, backend, call, out, prepare, device), reached)
     miswritten = "" if done.error else call.wrong_writes()
     return Returned(
         call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, done.disturbed, done.kept
@@ -123,26 +127,26 @@ def _call(
     return value
 
 
-def _merge(hand: Hand, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> Attempt:
+def _merge(executor: Executor, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> StepResult:
     """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
     if not problem.case.is_merged or len(returned) != len(problem.calls):
-        return Attempt()
+        return StepResult()
     states = [parts_of(part.value) for part in returned]
     if not all(_is_state(state, part.call, problem) for state, part in zip(states, returned, strict=True)):
-        return Attempt()
+        return StepResult()
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
     if not problem.case.own_merge and not problem.case.merges_in_place:
-        return attempt(partial(_merged, [*chunks, new]))
+        return run_step(partial(_merged, [*chunks, new]))
     step = _merged_in_place if problem.case.merges_in_place else _merged_by_its_own
-    return hand.attempt(partial(step, backend, [*chunks, new]))
+    return executor.call(partial(step, backend, [*chunks, new]))
 
 
-def _merged(states: list[State]) -> State:
+def _merged(states: list[OutputAndLse]) -> OutputAndLse:
     return reduce(lambda prefix, suffix: merge(*prefix, *suffix), states)
 
 
-def _merged_by_its_own(backend: Any, states: list[State]) -> State:
+def _merged_by_its_own(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
     """The backend's merges, each into fresh, poisoned outputs."""
     output, lse = states[0]
     for suffix, suffix_lse in states[1:]:
@@ -153,7 +157,7 @@ def _merged_by_its_own(backend: Any, states: list[State]) -> State:
     return output, lse
 
 
-def _merged_in_place(backend: Any, states: list[State]) -> State:
+def _merged_in_place(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
     """By the backend's merge into one running state, which is prefix and output at once."""
     output, lse = (part.clone() for part in states[0])
     for suffix, suffix_lse in states[1:]:

@@ -37,7 +37,7 @@ def children() -> frozenset[int]:
     return frozenset(map(int, _read(_OWN).split()))
 
 
-def tell_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
+def describe_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
     """How many were left running, after a while to end in."""
     end = time.monotonic() + _PATIENCE
     while (left := _lasting(now - before)) and time.monotonic() < end:
@@ -169,7 +169,7 @@ def _mask() -> str:
     return f"{mask:#o}"
 
 
-def _tell_missing(name: str, old: list[str], now: list[str]) -> str:
+def _describe_missing(name: str, old: list[str], now: list[str]) -> str:
     """A library may add entries."""
     gone = [path for path in old if path not in now]
     return f"{name} without {', '.join(gone)}" if gone else ""
@@ -184,7 +184,7 @@ def _filters() -> tuple[list[Any], int]:
     return list(warnings.filters), len(sys.modules)
 
 
-def _tell_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
+def _describe_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
     came = [entry for entry in now[0] if entry not in old[0]]
     if len(now[0]) == len(old[0]) + len(came) and now[1] > old[1]:
         return ""
@@ -202,7 +202,7 @@ def _environment() -> dict[bytes, bytes]:
     return dict(vars(os.environ)["_data"])
 
 
-def _tell_lost(name: str, old: dict[bytes, bytes], now: dict[bytes, bytes]) -> str:
+def _describe_lost(name: str, old: dict[bytes, bytes], now: dict[bytes, bytes]) -> str:
     """At its first use a library may add variables, and extend others such as a search path."""
     lost = [os.fsdecode(variable) for variable, value in old.items() if value not in now.get(variable, b"")]
     return f"{name} {', '.join(lost)}" if lost else ""
@@ -220,10 +220,10 @@ SYSTEM_SETTINGS: tuple[Setting, ...] = (
     Setting("floating-point control (rounding, denormals)", read_control, restore_control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
     Setting("working directory", _directory, os.chdir),
-    Setting("sys.path", lambda: list(sys.path), _set_path, _tell_missing),
-    Setting("warning filters", _filters, _set_filters, _tell_filters),
+    Setting("sys.path", lambda: list(sys.path), _set_path, _describe_missing),
+    Setting("warning filters", _filters, _set_filters, _describe_filters),
     Setting("locale", lambda: locale.setlocale(locale.LC_ALL), lambda old: locale.setlocale(locale.LC_ALL, old)),
     Setting("error handling of numpy", np.geterr, lambda old: np.seterr(**old)),
-    Setting("environment variable", _environment, _set_environment, _tell_lost),
-    Setting("left", children, end_left, tell_left),
+    Setting("environment variable", _environment, _set_environment, _describe_lost),
+    Setting("left", children, end_left, describe_left),
 )

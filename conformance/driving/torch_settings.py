@@ -67,7 +67,7 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
+def _describe_modes(name: str, old: list[Any], now: list[Any]) -> str:
     """Modes that came or went."""
     if [*map(id, old)] == [*map(id, now)]:
         return ""
@@ -83,7 +83,7 @@ def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], pus
         for mode in old:
             push(mode)
 
-    return Setting(name, read, restore, _tell_modes)
+    return Setting(name, read, restore, _describe_modes)
 
 
 def _set_inference(enabled: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
-from mla_conformance.judging.record import EXPLORED, Question, Record
+from mla_conformance.judging.record import EXPLORED, Record, RecordKey
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 
 ALONE: Final = "alone"
@@ -31,7 +31,7 @@ _PATIENCE = 15.0
 
 
 @dataclass
-class Confirmation:
+class FailureConfirmation:
     """One failure on its way to being confirmed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Confirmation:
     """
 
     failure: Record
-    history: Sequence[Question]
+    history: Sequence[RecordKey]
     explain: bool
     alone: Record | None = None
 
@@ -54,7 +54,7 @@ class Confirmation:
         for before in dict.fromkeys(befores):
             yield Judge(self.failure.reference, self.failure.case, before, fresh=True, explain=self.explain)
 
-    def _is_own(self, done: Question) -> bool:
+    def _is_own(self, done: RecordKey) -> bool:
         return done[0] == self.failure.reference
 
     def settled(self, attempt: Judge, again: Record) -> Record | None:
@@ -90,11 +90,11 @@ class Confirmation:
 def comparisons(records: Iterable[Record]) -> list[Judge]:
     """What to run to see which failures of one backend look like those that are explained; quick ones first."""
     failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
-    told = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
+    reported = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
     pending = [each for each in failures if not each.explanation and each.check in ARITHMETIC and each.key == each.case]
     spent = accumulate(record.seconds for record in pending)
     affordable = [record for record, seconds in zip(pending, spent, strict=True) if seconds <= _PATIENCE]
-    return [Judge(each.reference, each.case, explain=True, told=told) for each in affordable if told]
+    return [Judge(each.reference, each.case, explain=True, reported=reported) for each in affordable if reported]
 
 
 def compared(failure: Record, again: Record) -> Record | None:

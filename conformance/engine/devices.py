@@ -30,9 +30,9 @@ def driver_version() -> str:
     return driver_in(_DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else ""
 
 
-def driver_in(told: str) -> str:
+def driver_in(reported: str) -> str:
     """The version in what the kernel module tells of itself; empty if there is none."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", told)
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
     return found[0] if found else ""
 
 

@@ -17,9 +17,9 @@ import msgspec
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Question, Record
+from mla_conformance.judging.record import Record, RecordKey
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.version import __version__
 
@@ -80,7 +80,7 @@ class Completed(_Event, frozen=True, tag="end"):
     """The run came to its end."""
 
 
-Event = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | GaveUp | Completed
+JournalEvent = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | GaveUp | Completed
 
 
 class JournalError(ValueError):
@@ -102,7 +102,7 @@ class Journal:
         """The journal of an output folder."""
         return Journal(directory / JOURNAL_NAME)
 
-    def append(self, event: Event) -> None:
+    def append(self, event: JournalEvent) -> None:
         """Write one event and hand it to the system.
 
         Raises:
@@ -120,15 +120,15 @@ class Journal:
         except OSError as error:
             raise UnwrittenError(error.errno, error.strerror, error.filename) from error
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[JournalEvent]:
         """All whole events so far; a last line that was cut off is left out."""
         for line in self._whole().splitlines() if self.path.exists() else ():
             with contextlib.suppress(ValueError):
                 yield _read(line)
 
-    def records(self) -> dict[Question, Record]:
+    def records(self) -> dict[RecordKey, Record]:
         """The last verdict on each question."""
-        return {event.record.question: event.record for event in self.events() if isinstance(event, Judgement)}
+        return {event.record.record_key: event.record for event in self.events() if isinstance(event, Judgement)}
 
     def is_finished(self) -> bool:
         """Whether the run came to its end."""
@@ -157,7 +157,7 @@ class Journal:
         return content[: content.rfind(b"\n") + 1]
 
 
-def _read(line: bytes) -> Event:
+def _read(line: bytes) -> JournalEvent:
     """The event of a line.
 
     Raises:
@@ -165,7 +165,7 @@ def _read(line: bytes) -> Event:
     """
     try:
         plain = json.loads(line, parse_constant=_refuse)  # unlike msgspec it reads the half of a pair, as of a message
-        event: Event = msgspec.convert(plain, Event)
+        event: JournalEvent = msgspec.convert(plain, JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return event
@@ -211,7 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     apart: bool = False
 
     @staticmethod
-    def of(request: Request, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
+    def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
         """The plan of a request on a device, for backends as they are now."""
         return Plan(
             format=PLAN_FORMAT,
@@ -271,6 +271,6 @@ def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _case_list(request: Request, capability: str) -> str:
+def _case_list(request: RunRequest, capability: str) -> str:
     ids = [case.id for case in request.cases_of(capability)]
     return f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Question, Record
+from mla_conformance.judging.record import EXPLORED, Record, RecordKey
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -47,13 +47,13 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
     reference: str
     case: str
-    before: tuple[Question, ...] = ()
+    before: tuple[RecordKey, ...] = ()
     fresh: bool = False
     explain: bool = False
-    told: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
 
     @property
-    def question(self) -> Question:
+    def record_key(self) -> RecordKey:
         """What a record of it answers."""
         return self.reference, self.case
 
@@ -66,7 +66,7 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
     capabilities: tuple[str, ...]
 
     @property
-    def question(self) -> Question:
+    def record_key(self) -> RecordKey:
         """What a record of it answers."""
         return self.reference, EXPLORED
 
@@ -109,19 +109,19 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     gpus: tuple[str, ...] = ()
 
 
-class Started(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
+class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
     """The backend's time on a case begins."""
 
     record: Record
 
 
-class Judged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
+class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
     """A verdict, whose explanation may follow with the answer; the backend is not asked anything more."""
 
     record: Record
 
 
-class Answer(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
+class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     """A task is done.
 
     Attributes:
@@ -149,7 +149,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
     status: int
 
 
-Event = Hello | Started | Judged | Answer | Ended
+WorkerEvent = Hello | WorkerStarted | WorkerJudged | TaskReply | Ended
 
 
 def read_line(connection: socket.socket) -> bytes:
@@ -163,7 +163,7 @@ def read_line(connection: socket.socket) -> bytes:
     return line
 
 
-def encode(message: Setup | Given | Event) -> bytes:
+def encode(message: Setup | Given | WorkerEvent) -> bytes:
     """A line."""
     return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mla_conformance.engine.messages import (
-    Answer,
     Describe,
     Ended,
-    Event,
     Given,
     Hello,
-    Judged,
     Setup,
-    Started,
     Task,
+    TaskReply,
     Trace,
+    WorkerEvent,
+    WorkerJudged,
+    WorkerStarted,
     decode,
     encode,
 )
@@ -39,7 +39,7 @@ HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
 @dataclass(eq=False)
-class Place:
+class WorkerSlot:
     """A keeper with the worker that it keeps.
 
     Attributes:
@@ -124,7 +124,7 @@ class Place:
             self.task, self._killed = None, True
             self._end_worker()
 
-    def read(self) -> Iterator[Event]:
+    def read(self) -> Iterator[WorkerEvent]:
         """What came; the end of the keeper itself is an end of its worker, and it starts anew."""
         data = b""
         with contextlib.suppress(OSError):
@@ -136,27 +136,29 @@ class Place:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             try:
-                event = decode(line, Event)
+                event = decode(line, WorkerEvent)
             except ValueError:
                 self._stacks.append(line)  # of a worker that was asked where it is
                 continue
-            if not (self._killed and isinstance(event, Started | Judged | Answer)):  # those come too late
+            if not (
+                self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
+            ):  # those come too late
                 yield from self._take(event)
 
-    def _take(self, event: Event) -> Iterator[Event]:
+    def _take(self, event: WorkerEvent) -> Iterator[WorkerEvent]:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed = False
-        elif isinstance(event, Started):
+        elif isinstance(event, WorkerStarted):
             self._started = event.record
             judged = (self._started.reference, self._started.case)
             if self.history[-1:] != [judged]:  # told twice where it waited for memory
                 self.history.append(judged)
             self._wait(self.timeout)
-        elif isinstance(event, Judged):
+        elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
-        elif isinstance(event, Answer):
+        elif isinstance(event, TaskReply):
             if event.leaves:
                 self.hello = None
                 self._wait(_END_SECONDS)

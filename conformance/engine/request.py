@@ -38,7 +38,7 @@ def known_names(references: Sequence[str] = ()) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A checked request.
 
     Attributes:
@@ -75,7 +75,7 @@ class Request:
         explore: int = 0,
         salt: str = "",
         apart: bool = False,
-    ) -> "Request":
+    ) -> "RunRequest":
         """Check a request.
 
         Raises:
@@ -91,7 +91,7 @@ class Request:
             _require_device(device)
             _require_exploration(explore, chosen)
             _require_salt(salt)
-            return Request(
+            return RunRequest(
                 _distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt, apart=apart
             )
         except (BackendReferenceError, CapabilityError, CaseError) as error:

@@ -14,17 +14,17 @@ import msgspec
 
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.engine import journal
-from mla_conformance.engine.confirm import MOST_EXPLAINED, Confirmation, compared, comparisons
+from mla_conformance.engine.confirm import MOST_EXPLAINED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
-from mla_conformance.engine.request import Request, RequestError
-from mla_conformance.engine.supervisor import Outcome, Patience, RunError, Supervisor, Tasks
+from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import Question, Record
+from mla_conformance.judging.record import Record, RecordKey
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
@@ -73,16 +73,16 @@ class Run:
         verdicts: what it found so far.
     """
 
-    request: Request
+    request: RunRequest
     folder: RunFolder
     limits: Limits = Limits()
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
-    verdicts: dict[Question, Record] = field(default_factory=dict)
+    verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     _traced: dict[str, Traced] = field(default_factory=dict)
-    _heat: dict[Question, HeatMap] = field(default_factory=dict)
+    _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
     _given_up: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,9 +128,9 @@ class Run:
         if not self._surely_cpu:
             self._add_gpus(hello)
         self.device = hello.device
-        told = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
+        reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
-        self.environment = {**told, **{name: value for name, value in asked.items() if value}, **hello.facts}
+        self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
     def _add_place(self, workers: int) -> None:
@@ -229,24 +229,24 @@ class Run:
         for outcome in self.supervisor.run(Tasks([[Trace(*each)] for each in fastest.items()])):
             self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
 
-    def _tell_heat(self, outcome: Outcome) -> None:
+    def _keep_heat(self, outcome: TaskOutcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.answer.heat and isinstance(outcome.task, Judge):
             with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
                 heat = msgspec.convert(outcome.answer.heat, HeatMap)
                 self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, heat))
 
-    def _first_verdicts(self) -> dict[Question, Outcome]:
+    def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
-        tasks, patience = Tasks(list(self._left())), Patience(self.limits.give_up_after)
-        failures: dict[Question, Outcome] = {}
+        tasks, patience = Tasks(list(self._left())), FailureLimit(self.limits.give_up_after)
+        failures: dict[RecordKey, TaskOutcome] = {}
         for outcome in self.supervisor.run(tasks):
             record = outcome.answer.record
             assert record is not None
             self._write(journal.Judgement(record))
             if not record.failed:
                 continue
-            failures[record.question] = outcome
+            failures[record.record_key] = outcome
             reason = patience.exhausted(record)
             if reason and record.reference not in tasks.dropped:
                 tasks.dropped.add(record.reference)
@@ -256,30 +256,30 @@ class Run:
     def _left(self) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
         for group in self.request.tasks([each.reference for each in self.available], tuple(self.before)):
-            left = [task for task in group if task.question not in self.verdicts]
+            left = [task for task in group if task.record_key not in self.verdicts]
             if left:
                 yield left
 
-    def _unconfirmed(self, failures: Mapping[Question, Outcome]) -> list[Confirmation]:
+    def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
         """The first failure of each backend and capability that none is confirmed of; all, if one was another's."""
         tried = [record for record in self.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
-        found: list[Confirmation] = []
+        found: list[FailureConfirmation] = []
         for record in sorted(self._failures, key=self._position):
             key = (record.reference, record.capability)
             if key not in done:
                 earlier = len({capability for reference, capability in done if reference == record.reference})
-                found.append(self._confirmation(record, failures.get(record.question), earlier < MOST_EXPLAINED))
+                found.append(self._confirmation(record, failures.get(record.record_key), earlier < MOST_EXPLAINED))
                 done |= {key} - misled
         return found
 
-    def _confirmation(self, record: Record, outcome: Outcome | None, explain: bool) -> Confirmation:
+    def _confirmation(self, record: Record, outcome: TaskOutcome | None, explain: bool) -> FailureConfirmation:
         history = outcome.history if outcome else ()
         before = takewhile(lambda judged: judged != (record.reference, record.case), history)
-        return Confirmation(record, tuple(before), explain)
+        return FailureConfirmation(record, tuple(before), explain)
 
-    def _confirmed(self, pending: list[Confirmation]) -> Iterator[Record]:
+    def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
         while pending:
             attempts = [(next(confirmation.attempts, None), confirmation) for confirmation in pending]
@@ -291,7 +291,7 @@ class Run:
                 confirmation = of_task[id(outcome.task)]
                 settled = confirmation.settled(outcome.task, outcome.answer.record)
                 if settled:
-                    self._tell_heat(outcome)
+                    self._keep_heat(outcome)
                     yield settled
                 else:
                     pending.append(confirmation)
@@ -304,9 +304,9 @@ class Run:
             on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self.supervisor.run(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-            failure = self.verdicts[outcome.task.question]
+            failure = self.verdicts[outcome.task.record_key]
             if outcome.answer.record.check == failure.check:
-                self._tell_heat(outcome)
+                self._keep_heat(outcome)
             found = compared(failure, outcome.answer.record)
             if found:
                 yield found
@@ -315,16 +315,16 @@ class Run:
     def _failures(self) -> list[Record]:
         return [record for record in self.verdicts.values() if record.failed]
 
-    def _write(self, event: journal.Event) -> None:
+    def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
         self.folder.journal.append(event)
         self._keep(event)
         if isinstance(event, journal.Judgement):
             self._on_record(self._expected(event.record))
 
-    def _keep(self, event: journal.Event) -> None:
+    def _keep(self, event: journal.JournalEvent) -> None:
         if isinstance(event, journal.Judgement):
-            self.verdicts[event.record.question] = event.record
+            self.verdicts[event.record.record_key] = event.record
         elif isinstance(event, journal.WasTraced):
             self._traced[event.backend] = event.traced
         elif isinstance(event, journal.HeatShown):
@@ -357,8 +357,8 @@ class Run:
 
     def _heat_of(self, records: Sequence[Record]) -> dict[str, HeatMap]:
         """Where the errors of each case are that fails by a wrong number, as far as it was told."""
-        told = [record for record in records if (record.reference, record.case) in self._heat]
-        return {record.case: self._heat[record.reference, record.case] for record in told if is_mapped(record)}
+        reported = [record for record in records if (record.reference, record.case) in self._heat]
+        return {record.case: self._heat[record.reference, record.case] for record in reported if is_mapped(record)}
 
     @cached_property
     def _positions(self) -> dict[str, int]:

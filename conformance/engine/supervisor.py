@@ -11,8 +11,19 @@ from dataclasses import dataclass, field
 
 from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import adopt_orphans, children, end_children
-from mla_conformance.engine.messages import Answer, Describe, Ended, Event, Hello, Judge, Setup, Started, Task, Trace
-from mla_conformance.engine.place import Place, how
+from mla_conformance.engine.messages import (
+    Describe,
+    Ended,
+    Hello,
+    Judge,
+    Setup,
+    Task,
+    TaskReply,
+    Trace,
+    WorkerEvent,
+    WorkerStarted,
+)
+from mla_conformance.engine.place import WorkerSlot, how
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
@@ -49,7 +60,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """What came of a task.
 
     Attributes:
@@ -60,7 +71,7 @@ class Outcome:
     """
 
     task: Task
-    answer: Answer
+    answer: TaskReply
     ended: str = ""
     history: Sequence[tuple[str, str]] = ()
 
@@ -110,7 +121,7 @@ class Supervisor:
     """
 
     def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
-        self.places: list[Place] = []
+        self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
         self.log = BoundedLog()
         self.started: Callable[[Record], None] = lambda record: None
@@ -144,7 +155,7 @@ class Supervisor:
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         """Start one more."""
-        self.places.append(Place(len(self.places), setup, environment, self.log.descriptor, self.timeout))
+        self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout))
 
     def hello(self) -> Hello:
         """What the first worker says of itself."""
@@ -153,7 +164,7 @@ class Supervisor:
                 pass
         return self.places[0].hello
 
-    def run(self, tasks: Tasks) -> Iterator[Outcome]:
+    def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Raises:
@@ -176,7 +187,7 @@ class Supervisor:
                     place.give(task)
         return any(place.task for place in self.places) or tasks.is_left()
 
-    def _events(self) -> Iterator[Outcome]:
+    def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
         until = min((self.ends_at, *(place.deadline for place in self.places)))
         seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
@@ -192,20 +203,20 @@ class Supervisor:
             for event in place.read():
                 yield from self._outcomes(place, event)
 
-    def _outcomes(self, place: Place, event: Event) -> Iterator[Outcome]:
+    def _outcomes(self, place: WorkerSlot, event: WorkerEvent) -> Iterator[TaskOutcome]:
         if isinstance(event, Hello):
             self._starts = 0
-        elif isinstance(event, Started):
+        elif isinstance(event, WorkerStarted):
             self.started(event.record)
-        elif isinstance(event, Answer) and place.task is not None:
+        elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            yield Outcome(task, event, history=tuple(place.history))
+            yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             end_children(self._before | {place.keeper.pid for place in self.places})
             given, place.task = place.task, None
             record = place.outcome(event.status) if given else None
             if given and (record or isinstance(given, Describe | Trace)):
-                yield Outcome(given, Answer(record), place.why(event.status), tuple(place.history))
+                yield TaskOutcome(given, TaskReply(record), place.why(event.status), tuple(place.history))
                 return
             self._count_start(event.status)
             if given:  # it had not begun
@@ -226,7 +237,7 @@ class Supervisor:
 
 
 @dataclass
-class Patience:
+class FailureLimit:
     """How many equal failures of its process a backend has.
 
     Attributes:

@@ -20,12 +20,12 @@ import msgspec
 import torch
 
 from mla_conformance.apart import kernel_side, maker
-from mla_conformance.apart.judge_side import OtherHand
+from mla_conformance.apart.judge_side import RemoteExecutor
 from mla_conformance.apart.shared import Shared
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.diagnosis.heat import heat_of
-from mla_conformance.driving.hand import HERE
+from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import visible_gpus
 from mla_conformance.engine.limits import (
@@ -41,17 +41,17 @@ from mla_conformance.engine.limits import (
     renounce_tracing,
 )
 from mla_conformance.engine.messages import (
-    Answer,
     Describe,
-    Event,
     Explore,
     Given,
     Hello,
-    Judged,
     Setup,
-    Started,
     Task,
+    TaskReply,
     Trace,
+    WorkerEvent,
+    WorkerJudged,
+    WorkerStarted,
     decode,
     encode,
     read_line,
@@ -66,7 +66,7 @@ from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 
-Send = Callable[[Event], None]
+Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
 
@@ -112,22 +112,22 @@ class Worker:
         self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: "Others | None" = None
     ) -> None:
         self._device, self._memory, self._send = device, memory, send
-        self._others, self._hand, self._context = others, HERE, Context(salt)
+        self._others, self._executor, self._context = others, IN_PROCESS, Context(salt)
         if others:
             others.use(device)
-            self._hand, self._context = others.hand, Context(salt, others.maker.build)
+            self._executor, self._context = others.executor, Context(salt, others.maker.build)
         self._subject = cache(self._loaded)
 
     def _loaded(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
-        subject = Subject.of(reference, self._device, self._hand)
-        self._hand.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
+        subject = Subject.of(reference, self._device, self._executor)
+        self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task) -> Answer:
+    def answer(self, task: Task) -> TaskReply:
         """Carry out a task."""
         if isinstance(task, Describe):
-            return Answer(facts=self._described(task.reference))
+            return TaskReply(facts=self._described(task.reference))
         if isinstance(task, Explore):
             return self._explored(task)
         if isinstance(task, Trace):
@@ -140,41 +140,41 @@ class Worker:
         case = Case.parse(task.case)
         trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
         heat = None
-        if task.explain and record.status is Status.FAIL and not self._hand.lost(self._device):
-            self._send(Judged(record))
+        if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
+            self._send(WorkerJudged(record))
             heat = msgspec.to_builtins(heat_of(trial, record))
-            record = record.with_fields(explanation=explain(trial, record, task.told))
+            record = record.with_fields(explanation=explain(trial, record, task.reported))
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return Answer(record, heat=heat, leaves=self._leaves(record, disturbed))
+        return TaskReply(record, heat=heat, leaves=self._leaves(record, disturbed))
 
     def _described(self, reference: str) -> BackendFacts:
         subject = self._subject(reference)
-        done = self._hand.ask(partial(describe, subject), BackendFacts)
+        done = self._executor.query(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         return facts
 
-    def _explored(self, task: Explore) -> Answer:
+    def _explored(self, task: Explore) -> TaskReply:
         subject = self._subject(task.reference)
 
         def starts(case: Case) -> None:
             self._starts(subject, case, EXPLORED)
 
         record = explore(subject, task.draws, task.capabilities, self._context, starts)
-        return Answer(record, leaves=self._leaves(record, disturbed=record.failed))
+        return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
 
-    def _traced(self, task: Trace) -> Answer:
+    def _traced(self, task: Trace) -> TaskReply:
         """What is seen to run, by a process that has not imported the backend before."""
-        subject = Subject.of(task.reference, self._device, self._hand)
-        seen = self._hand.ask(partial(trace_all, subject, task.cases), Traced)
-        return Answer(traced=seen.value or NOTHING_TRACED, leaves=True)
+        subject = Subject.of(task.reference, self._device, self._executor)
+        seen = self._executor.query(partial(trace_all, subject, task.cases), Traced)
+        return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
         reference = subject.backend.reference
         capability, salt = capability or case.capability, self._context.salt
         record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
-        self._send(Started(record))
+        self._send(WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.
@@ -182,7 +182,7 @@ class Worker:
         It lost its GPU, or memory that it does not get back; what one case leaked must not be missing to the next. Or a
         backend left it other than it was.
         """
-        if disturbed or record.check == Check.PROCESS_STATE or self._hand.lost(self._device):
+        if disturbed or record.check == Check.PROCESS_STATE or self._executor.lost(self._device):
             return True
         crowded = self._is_crowded()
         if record.status is Status.UNAVAILABLE:
@@ -192,9 +192,9 @@ class Worker:
 
     def _is_crowded(self) -> bool:
         """Whether this process, or that of the backends, has taken half of what it may."""
-        if self._others and self._others.hand.spent:
+        if self._others and self._others.executor.spent:
             return True
-        taken = [allocated_memory(), self._hand.ask(allocated_memory, int).value or 0]
+        taken = [allocated_memory(), self._executor.query(allocated_memory, int).value or 0]
         return self._memory is not None and 2 * max(taken) > self._memory
 
 
@@ -203,16 +203,16 @@ class Others:
     """What a judge has of them.
 
     Attributes:
-        hand: has steps carried out by the one that has the backends.
+        executor: has steps carried out by the one that has the backends.
         maker: has problems built by the other.
     """
 
-    hand: OtherHand
+    executor: RemoteExecutor
     maker: maker.Maker
 
     def use(self, device: torch.device) -> None:
         """Where backends are judged."""
-        self.hand.use(device)
+        self.executor.use(device)
         self.maker.use(device)
 
     @staticmethod
@@ -224,15 +224,15 @@ class Others:
             supervisor: is told the stacks of the kernel's process when this one is asked for its own.
         """
         # The memory between two processes must be there before they part, and no third one may have it.
-        shared, (stacks, told) = Shared(machine_memory()), os.pipe()
-        kernel, to_kernel = _fork(partial(_serve_kernel, shared, told), memory, told)
-        os.close(told)
-        signal.signal(signal.SIGUSR1, partial(_tell_stacks, kernel, stacks, supervisor))
+        shared, (stacks, reported) = Shared(machine_memory()), os.pipe()
+        kernel, to_kernel = _fork(partial(_serve_kernel, shared, reported), memory, reported)
+        os.close(reported)
+        signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
         inputs = Shared(machine_memory())
         drawing, to_maker = _fork(partial(_serve_maker, inputs), memory)
         hide_memory()
-        hand = OtherHand(to_kernel, shared, partial(end_as, kernel))
-        return Others(hand, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
+        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel))
+        return Others(executor, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
 
 
 def _fork(serve: Callable[[socket.socket], None], memory: int | None, *spared: int) -> tuple[int, socket.socket]:
@@ -275,7 +275,7 @@ def _serve_maker(shared: Shared, connection: socket.socket) -> None:
     maker.serve(connection, shared)
 
 
-def _tell_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
+def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
     """Where the kernel's process is, in lines that are no message."""
     os.kill(kernel, number)
     os.kill(kernel, signal.SIGCONT)

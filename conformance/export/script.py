@@ -121,14 +121,14 @@ def _told(found: Reproduced) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
     failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
     head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."
-    told = [
+    reported = [
         found.record.message if failed else "The suite finds no fault with it.",
         *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
         *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
         f"{EXPORTED_BY} {__version__} on {device}, torch {torch.__version__}.",
         "Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.",
     ]
-    return [*_wrapped(head), f"Case {found.case.id}", *(line for part in told for line in _wrapped(part))]
+    return [*_wrapped(head), f"Case {found.case.id}", *(line for part in reported for line in _wrapped(part))]
 
 
 def _wrapped(text: str) -> list[str]:
@@ -152,10 +152,10 @@ def _operands(call: AttentionCall) -> str:
 
 def _budget(found: Reproduced) -> dict[str, str]:
     """Element rule and LSE rule of SPEC 4.2 with the numbers of this kernel, over the script's sums of a row."""
-    numbers, question = tolerance(), found.call.question()
+    numbers, operands = tolerance(), found.call.operands()
     declared = found.subject.declaration_of(found.case.role).rounding_of(found.problem.dtype)
     most_keys = max(found.call.key_lens)
-    allowed = roundoffs(found.problem.output_dtype, declared, numbers, None, most_keys, question.dequantised)
+    allowed = roundoffs(found.problem.output_dtype, declared, numbers, None, most_keys, operands.dequantised)
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores
     weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
     output = {

@@ -64,10 +64,10 @@ def file_digest(path: Path) -> str:
 
 def _editable(found: Distribution) -> Path | None:
     """The folder that an editable installation leads to."""
-    told = json.loads(found.read_text("direct_url.json") or "{}")
-    if not told.get("dir_info", {}).get("editable"):
+    reported = json.loads(found.read_text("direct_url.json") or "{}")
+    if not reported.get("dir_info", {}).get("editable"):
         return None
-    return Path(unquote(urlsplit(told["url"]).path))
+    return Path(unquote(urlsplit(reported["url"]).path))
 
 
 def _checkout(folder: Path) -> Installed:
@@ -86,8 +86,8 @@ def commit_of(folder: Path) -> tuple[str, bool | None]:
 
 def files_digest(files: Mapping[str, Path]) -> str:
     """SHA-256 of files by their names."""
-    told = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    reported = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
+    return hashlib.sha256("\n".join(reported).encode()).hexdigest()
 
 
 def _git(folder: Path, *command: str) -> str | None:
@@ -111,7 +111,7 @@ def _wheel(found: Distribution) -> Installed:
     tags = [line.partition(":")[2].strip() for line in (found.read_text("WHEEL") or "").splitlines() if "Tag:" in line]
     lines = csv.reader((found.read_text("RECORD") or "").splitlines())
     listed = [line for line in lines if len(line) == 3 and line[1] and _is_of_the_package(line[0])]
-    content = "\n".join(sorted(f"{path} {told}" for path, told, _ in listed))
+    content = "\n".join(sorted(f"{path} {reported}" for path, reported, _ in listed))
     altered = tuple(_altered(found, listed))
     return Installed(" ".join(tags), hashlib.sha256(content.encode()).hexdigest(), altered)
 
@@ -122,12 +122,12 @@ def _is_of_the_package(path: str) -> bool:
 
 def _altered(found: Distribution, listed: list[list[str]]) -> Iterator[str]:
     """By the sizes of files that are there, and the bytes of modules; loaded libraries have digests of their own."""
-    for name, told, size in listed:
+    for name, reported, size in listed:
         path = Path(str(found.locate_file(name)))
         if not path.is_file():
             continue  # nothing can have run it
         same_size = not size.isdigit() or path.stat().st_size == int(size)
-        if not same_size or (path.suffix == ".py" and _record_hash(path, told.partition("=")[0]) != told):
+        if not same_size or (path.suffix == ".py" and _record_hash(path, reported.partition("=")[0]) != reported):
             yield name
 
 

@@ -13,7 +13,7 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.compare import DRIFT, Change, Kind, compare
+from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
 from mla_conformance.report.counts import grouped
 from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
@@ -22,7 +22,7 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
-class Finding(StrEnum):
+class GateFinding(StrEnum):
     """What a gate finds, in the order in which it is shown."""
 
     MISSING = "missing"
@@ -38,7 +38,7 @@ class Finding(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class GateRow:
     """One line of the gate's table.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
         cases: how many it adds to those of its kind.
     """
 
-    finding: Finding
+    finding: GateFinding
     backend: str
     what: str
     detail: str
@@ -57,15 +57,15 @@ class Row:
 
 
 _CHANGES = {
-    Kind.BACKEND_REMOVED: Finding.LOST,
-    Kind.NO_LONGER_AVAILABLE: Finding.LOST,
-    Kind.CASE_REMOVED: Finding.LOST,
-    Kind.LOST: Finding.LOST,
-    Kind.NEWLY_PASSING: Finding.NEWLY_PASSING,
-    Kind.GREW: Finding.DRIFTED,
+    ChangeKind.BACKEND_REMOVED: GateFinding.LOST,
+    ChangeKind.NO_LONGER_AVAILABLE: GateFinding.LOST,
+    ChangeKind.CASE_REMOVED: GateFinding.LOST,
+    ChangeKind.LOST: GateFinding.LOST,
+    ChangeKind.NEWLY_PASSING: GateFinding.NEWLY_PASSING,
+    ChangeKind.GREW: GateFinding.DRIFTED,
 }
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
-_INFORMATION = (Finding.NEWLY_PASSING, Finding.DRIFTED)
+_INFORMATION = (GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 _SHOWN = 20
 
@@ -94,7 +94,7 @@ class Gate:
     must_pass: MustPass | None = None
     max_drift: float | None = None
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[GateRow]:
         """Everything found, by kind.
 
         Raises:
@@ -104,13 +104,15 @@ class Gate:
         self._require_installed()
         now, changes = self.now, self._changes()
         found = [*self._missing(), *self._incomplete(), *self._failures(now, changes)]
-        found += [Row(Finding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
-        found += [Row(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
+        found += [GateRow(GateFinding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
+        found += [GateRow(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
             assert self.must_pass
             records = {record.key: record for record in backend.records}
-            found += [Row(Finding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)]
-        return sorted(found, key=lambda row: list(Finding).index(row.finding))
+            found += [
+                GateRow(GateFinding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)
+            ]
+        return sorted(found, key=lambda row: list(GateFinding).index(row.finding))
 
     @cached_property
     def now(self) -> RunSummary:
@@ -128,9 +130,9 @@ class Gate:
         tier = f"{self.tier} tier required" if self.tier else "any selection taken"
         return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
 
-    def blocks(self, row: Row) -> bool:
+    def blocks(self, row: GateRow) -> bool:
         """Whether this row closes the gate."""
-        return row.finding not in _INFORMATION or (row.finding is Finding.DRIFTED and self.max_drift is not None)
+        return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
         """The lists of tiers and of what must pass are those of the suite that is installed here."""
@@ -144,18 +146,18 @@ class Gate:
                         f"{report.environment['suite']}"
                     )
 
-    def _missing(self) -> Iterator[Row]:
+    def _missing(self) -> Iterator[GateRow]:
         """Reports that were named, backends that were required, and shards whose siblings are there."""
         for name in self.absent:
-            yield Row(Finding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
+            yield GateRow(GateFinding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
         for name in self.required:
             if reason := _unjudged([backend for _, backend in self._parts.get(name, [])]):
-                yield Row(Finding.MISSING, name, "*", reason)
+                yield GateRow(GateFinding.MISSING, name, "*", reason)
         for name, parts in self._parts.items():
             for shard in _missing_shards([report.shard for report, _ in parts if report.shard]):
-                yield Row(Finding.MISSING, name, f"shard {shard}", "in no report")
+                yield GateRow(GateFinding.MISSING, name, f"shard {shard}", "in no report")
 
-    def _incomplete(self) -> Iterator[Row]:
+    def _incomplete(self) -> Iterator[GateRow]:
         """Backends of whose list something has no verdict, each with how much has one; a run that judged nothing."""
         cases = [case.id for entry in CAPABILITIES.values() for case in entry.select(self.tier)] if self.tier else []
         for name, parts in self._parts.items():
@@ -165,12 +167,12 @@ class Gate:
             wanted = [*dict.fromkeys([*cases, *listed])] if run else []
             if left := [key for key in wanted if key not in judged]:
                 of_what = f"of the {self.tier} tier" if self.tier else "of its list"
-                yield Row(Finding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
+                yield GateRow(GateFinding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
             for capability, count in count_by_capability(left).items():
                 said = f"{counted(count, 'case')} of the list without a verdict"
-                yield Row(Finding.INCOMPLETE, name, capability, said, count)
+                yield GateRow(GateFinding.INCOMPLETE, name, capability, said, count)
         if not any(report.records for report in self.reports):
-            yield Row(Finding.INCOMPLETE, "*", "*", "nothing was judged")
+            yield GateRow(GateFinding.INCOMPLETE, "*", "*", "nothing was judged")
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
@@ -184,14 +186,14 @@ class Gate:
         limit = DRIFT if self.max_drift is None else self.max_drift
         return compare(_joined(self.baseline, self.expectations), self.now, limit)
 
-    def _failures(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[Row]:
-        newly = {(change.backend, change.key) for change in changes if change.kind is Kind.NEWLY_FAILING}
+    def _failures(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[GateRow]:
+        newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
         for record in now.records:
             if record.status is Status.UNEXPECTED_PASS:
-                yield Row(Finding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
+                yield GateRow(GateFinding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
             elif record.failed:
-                kind = Finding.NEWLY_FAILING if (record.backend, record.key) in newly else Finding.FAILING
-                yield Row(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
+                kind = GateFinding.NEWLY_FAILING if (record.backend, record.key) in newly else GateFinding.FAILING
+                yield GateRow(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
 
 
 def _unjudged(parts: Sequence[BackendSummary]) -> str:
@@ -252,7 +254,7 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
     return RunSummary(reports[0].environment if reports else {}, tuple(backends), cases)
 
 
-def gate_lines(gate: Gate, rows: Sequence[Row], blocked: bool) -> Iterator[str]:
+def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[str]:
     """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
     width = max((len(row.backend) for row in rows), default=0)
     for finding, group in groupby(rows, key=lambda row: row.finding):
@@ -264,7 +266,7 @@ def gate_lines(gate: Gate, rows: Sequence[Row], blocked: bool) -> Iterator[str]:
     yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
 
 
-def _counts(gate: Gate, rows: Sequence[Row]) -> Iterator[str]:
+def _counts(gate: Gate, rows: Sequence[GateRow]) -> Iterator[str]:
     """Verdicts, and how many of them are expected failures; then cases by finding."""
     yield counted(sum(len(report.records) for report in gate.reports), "verdict")
     if waived := gate.now.counts.waived:

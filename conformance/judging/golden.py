@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.judging.budgets import Budgets
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
@@ -18,7 +18,7 @@ from mla_conformance.reference.terms import projected_terms
 
 
 @dataclass(frozen=True)
-class Expected(ABC):
+class Golden(ABC):
     """Golden results of the judged rows.
 
     Attributes:
@@ -38,7 +38,7 @@ class Expected(ABC):
 
 
 @dataclass(frozen=True)
-class Expectation(Expected):
+class GoldenAttention(Golden):
     """Golden states of the judged rows.
 
     Attributes:
@@ -64,15 +64,15 @@ class Expectation(Expected):
             yield from (vars(state.projected) if state.projected else {}).values()
 
 
-def expect(problem: Problem) -> Expectation:
+def golden_attention(problem: Problem) -> GoldenAttention:
     """The golden result, computed in float64."""
     rows = choose_rows(problem)
-    states = tuple(_golden(problem, rows, call.question()) for call in problem.attention)
+    states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
     merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.case.is_merged else None
-    return Expectation(rows, states, merged)
+    return GoldenAttention(rows, states, merged)
 
 
-def _unchunked(problem: Problem) -> Question:
+def _unchunked(problem: Problem) -> AttentionOperands:
     """Causal attention over context and new tokens."""
     new, *chunks = problem.attention
     ordered = [*chunks, new]
@@ -80,38 +80,38 @@ def _unchunked(problem: Problem) -> Question:
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
     ]
     k, v = (_per_request(ordered, name) for name in ("k", "v"))
-    return Question(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
+    return AttentionOperands(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
 
 
-def _golden(problem: Problem, rows: JudgedRows, question: Question) -> AttentionState:
-    operands = (question.q, question.k, question.v)
-    if question.selected is not None:
+def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
+    qkv = (operands.q, operands.k, operands.v)
+    if operands.selected is not None:
         return selected_attention(
-            *operands,
-            question.selected,
+            *qkv,
+            operands.selected,
             scale=problem.case.softmax_scale,
-            sink=question.sink,
+            sink=operands.sink,
             with_terms=True,
-            with_key_terms=question.dequantised,
+            with_key_terms=operands.dequantised,
             rows=rows.numbers,
         )
     state = blockwise_attention(
-        *operands,
-        query_start_loc=question.query_start_loc,
-        key_start_loc=question.key_start_loc,
+        *qkv,
+        query_start_loc=operands.query_start_loc,
+        key_start_loc=operands.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=question.causal,
+        causal=operands.causal,
         with_terms=True,
-        with_key_terms=question.dequantised,
+        with_key_terms=operands.dequantised,
         rows=rows.numbers,
     )
-    if question.projection is None:
+    if operands.projection is None:
         return state
     terms = projected_terms(
-        *operands,
-        question.projection,
-        query_start_loc=question.query_start_loc,
-        key_start_loc=question.key_start_loc,
+        *qkv,
+        operands.projection,
+        query_start_loc=operands.query_start_loc,
+        key_start_loc=operands.key_start_loc,
         scale=problem.case.softmax_scale,
     )
     return replace(state, projected=terms.map(rows.pick))

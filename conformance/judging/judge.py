@@ -14,9 +14,9 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import parts_of
 from mla_conformance.judging.budgets import Budget
 from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.locate import Place, extent, worst_place
+from mla_conformance.judging.locate import Position, extent, worst_position
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs
@@ -55,7 +55,7 @@ class AttentionJudge(Steps):
     """The judge of attention."""
 
     def __init__(
-        self, problem: Problem, expectation: Expectation, declaration: Declaration, numbers: Tolerance
+        self, problem: Problem, expectation: GoldenAttention, declaration: Declaration, numbers: Tolerance
     ) -> None:
         super().__init__(problem, expectation)
         self.expectation, self.declaration, self.numbers = expectation, declaration, numbers
@@ -147,7 +147,7 @@ class AttentionJudge(Steps):
             return self._not_finite(part)
         written = empty.mT & (part.output.double() != 0).any(dim=-1)
         if bool(written.any()):
-            place = Place.of(self.rows, written.nonzero()[0].tolist())
+            place = Position.of(self.rows, written.nonzero()[0].tolist())
             return failed(
                 Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
             )
@@ -157,7 +157,7 @@ class AttentionJudge(Steps):
         wrong |= part.lse.isnan() | (part.lse == torch.inf)
         if bool(wrong.any()):
             head, token = wrong.nonzero()[0].tolist()
-            place = Place.of(self.rows, [token, head])
+            place = Position.of(self.rows, [token, head])
             want = "-inf, no key is visible" if empty[head, token] else "finite"
             got = part.lse[head, token].item()
             return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
@@ -165,7 +165,7 @@ class AttentionJudge(Steps):
 
     def _not_finite(self, part: _Part) -> Verdict:
         every, output = JudgedRows(self.rows.query_start_loc), part.whole.double()
-        place = Place.of(every, (~output.isfinite()).nonzero()[0].tolist())
+        place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
         value = output[place.row, place.head, place.column or 0].item()
         hint = explain_mask(part.whole)
         return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
@@ -178,7 +178,7 @@ class AttentionJudge(Steps):
         self._use(BudgetUse(lse=largest))
         if largest <= 1:
             return None
-        place = worst_place(self.rows, share.mT)
+        place = worst_position(self.rows, share.mT)
         got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
         detail = f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
         detail += extent(self.rows, share.mT > 1)
@@ -196,13 +196,13 @@ class AttentionJudge(Steps):
         if max(largest, largest_rms) <= 1:
             return None
         if largest > 1:
-            place = worst_place(self.rows, element)
+            place = worst_position(self.rows, element)
             index = (place.row, place.head, place.column or 0)
             got, want = part.output[index].item(), part.golden.output[index].item()
             detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {largest:.3g} × its error budget, "
             detail += extent(self.rows, element > 1)
         else:
-            place = worst_place(self.rows, row)
+            place = worst_position(self.rows, row)
             detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
         verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
         return replace(verdict, finding=explain_output(part.output.double(), part.golden.output))
@@ -233,7 +233,7 @@ class AttentionJudge(Steps):
         outside = torch.maximum(low - code, code - high).clamp(min=0)
         if not bool(outside.any()):
             return None
-        place = worst_place(self.rows, outside)
+        place = worst_position(self.rows, outside)
         index = (place.row, place.head, place.column or 0)
         got = dequantize_e4m3(part.output[index], scale).item()
         return failed(

@@ -10,7 +10,7 @@ from mla_conformance.problems.operands import segments
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A position in an output [T, N, V] or an LSE [N, T].
 
     Attributes:
@@ -28,13 +28,13 @@ class Place:
     position: int
 
     @staticmethod
-    def of(rows: JudgedRows, index: list[int]) -> "Place":
+    def of(rows: JudgedRows, index: list[int]) -> "Position":
         """The place of ``[judged row, head]`` or ``[judged row, head, column]``."""
         judged, head, *rest = index
         token = rows.number(judged)
         request = bisect_right(rows.query_start_loc, token) - 1
         position = token - rows.query_start_loc[request]
-        return Place(judged, head, rest[0] if rest else None, request, position)
+        return Position(judged, head, rest[0] if rest else None, request, position)
 
     def __str__(self) -> str:
         column = "" if self.column is None else f", column {self.column}"
@@ -58,11 +58,11 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
 
 
-def worst_place(rows: JudgedRows, share: torch.Tensor) -> Place:
+def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
     """The place of the largest value of ``share`` [T, N, V] or [T, N]."""
     index = []
     position = int(share.argmax())
     for size in reversed(share.shape):  # torch.unravel_index imports sympy, which takes seconds
         position, at = divmod(position, size)
         index.append(at)
-    return Place.of(rows, index[::-1])
+    return Position.of(rows, index[::-1])

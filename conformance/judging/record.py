@@ -14,12 +14,12 @@ from mla_conformance.judging.verdict import FAILED, Status, Verdict
 EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
 
-Question = tuple[str, str]
+RecordKey = tuple[str, str]
 """What there is one record of: a backend's reference, and a case id or the word for all drawn cases."""
 Share = Annotated[float, Meta(ge=0)] | Literal["nan", "inf"]
 """A share of the error budget as files hold it: JSON has no NaN and no infinity, so both are text."""
 Used = Annotated[dict[str, Share], Meta(description="Share of the error budget by rule; 1 is the limit.")]
-Confirmation = Literal["", "alone", "after", "unrepeated"]
+Confirmed = Literal["", "alone", "after", "unrepeated"]
 
 UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
@@ -56,7 +56,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     detail: Annotated[str, Meta(description="Traceback, if any.")] = ""
     judged: Annotated[Status | None, Meta(description="Status before an expectation was applied.")] = None
     expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
-    confirmation: Annotated[Confirmation, Meta(description="Whether a failure repeats in a fresh process.")] = ""
+    confirmation: Annotated[Confirmed, Meta(description="Whether a failure repeats in a fresh process.")] = ""
     after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
 
 
@@ -95,7 +95,7 @@ class Record(Said, frozen=True):
         return self.capability if self.capability == EXPLORED else self.case
 
     @property
-    def question(self) -> Question:
+    def record_key(self) -> RecordKey:
         """What it answers; a drawn case may be one of the listed cases, too."""
         return self.reference, self.key
 

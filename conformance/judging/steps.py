@@ -9,7 +9,7 @@ import torch
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.problem import Problem
@@ -21,7 +21,7 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 class Steps(ABC):
     """The steps of one verdict; the first that fails decides."""
 
-    def __init__(self, problem: Problem, expected: Expected) -> None:
+    def __init__(self, problem: Problem, expected: Golden) -> None:
         self.problem, self.rows = problem, expected.rows
         self.used = BudgetUse()
 

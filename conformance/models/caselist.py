@@ -7,7 +7,7 @@ lists.
 from collections.abc import Iterable
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.fields import Fields, Listed, having
+from mla_conformance.cases.fields import Fields, Listed, with_fields
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.dense_cases import decodes, layers, prefills, weights
 from mla_conformance.models.deployment import Deployment
@@ -48,12 +48,12 @@ def _of_kernels(profile: ModelProfile, layouts: Iterable[str], common: Fields) -
     selection = profile.selection
     # Engines prefill what a list would name whole without lists, but no such kernel has sinks or rotates values.
     if selection is None or not (selection.sinks or selection.second):
-        yield from having(prefills(), common)
+        yield from with_fields(prefills(), common)
     for layout in layouts:
         if selection is None:
             cached = {**common, "cache": layout}
-            yield from having(decodes(layout), cached)
-            yield from having(layers(), {**cached, "weights": weights(profile)})
+            yield from with_fields(decodes(layout), cached)
+            yield from with_fields(layers(), {**cached, "weights": weights(profile)})
         else:
             yield from sparse_decodes(selection, layout, common)
     if selection:

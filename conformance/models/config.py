@@ -139,9 +139,9 @@ class _Reader:
 
     def _rope(self) -> _Rope:
         """As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled."""
-        told = self.config.rope_parameters or self.config.rope_scaling or {}
-        told = told["compress"] if isinstance(told.get("compress"), dict) else told
-        rope = convert(told, _Rope, f"{self.name}: rope parameters")
+        reported = self.config.rope_parameters or self.config.rope_scaling or {}
+        reported = reported["compress"] if isinstance(reported.get("compress"), dict) else reported
+        rope = convert(reported, _Rope, f"{self.name}: rope parameters")
         rope.rope_theta = rope.rope_theta or self.config.compress_rope_theta or self.config.rope_theta
         return rope
 

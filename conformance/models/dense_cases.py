@@ -1,6 +1,6 @@
 """What an engine calls of a dense prefill: new tokens, chunks of context, and chunked contexts. No torch."""
 
-from mla_conformance.cases.fields import Listed, deciding
+from mla_conformance.cases.fields import Listed, for_capability
 from mla_conformance.models.profile import ModelProfile
 from mla_conformance.roles.decode.lists import decode, single
 from mla_conformance.roles.layer.case import Order
@@ -19,7 +19,7 @@ def prefills() -> Listed:
 
 
 def _new_tokens() -> Listed:
-    return deciding(
+    return for_capability(
         "new_tokens",
         new((1, 7, 64, 129, 257), data="needle"),
         new((65, 130), data="outliers"),
@@ -55,7 +55,7 @@ def _context_chunks() -> Listed:
 
 def _chunked(capability: str, merge: str) -> Listed:
     """Contexts on and around the ends of chunks."""
-    yield from deciding(
+    yield from for_capability(
         capability,
         chunked((5, 9, 3), (64, 0, 700), workspace=512, data="needle"),
         *(chunked((4, 4), (context, 100), data="needle") for context in (127, 128, 129, 256)),
@@ -77,7 +77,7 @@ def decodes(layout: str) -> Listed:
 
 
 def _single(capability: str) -> Listed:
-    return deciding(
+    return for_capability(
         capability,
         single(64, 5, 1000, 17, data="needle"),
         single(3999, 0, data="hot_tail"),
@@ -122,7 +122,7 @@ def _pages() -> Listed:
 
 def layers() -> Listed:
     """Batches of prefills and decodes through a whole layer."""
-    yield from deciding(
+    yield from for_capability(
         "mixed_batch",
         layer((1, 1, 20, 9), (63, 64, 0, 300), 2, data="needle"),
         layer((2, 2, 9), (33, 150, 40), 2),

@@ -1,6 +1,6 @@
 """What an engine calls of attention to selected keys: lists over caches, and over gathered keys. No torch."""
 
-from mla_conformance.cases.fields import Fields, Listed, deciding, having
+from mla_conformance.cases.fields import Fields, Listed, for_capability, with_fields
 from mla_conformance.models.profile import Indexer, Selection
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.indexer.lists import best, scores
@@ -16,14 +16,14 @@ def sparse_decodes(selection: Selection, layout: str, common: Fields) -> Listed:
     fixed = {**common, "cache": layout, "topk": selection.topk, **_sinks(selection), **scales}
     seconds: list[Fields] = [{"extra": layout, "extra_topk": columns} for columns in selection.second] or [{}]
     for second in seconds:
-        yield from having(_lists(selection.topk, layout, bool(second)), {**fixed, **second})
+        yield from with_fields(_lists(selection.topk, layout, bool(second)), {**fixed, **second})
     if selection.second:
-        yield from having(_few_lists(selection.topk, layout), fixed)
+        yield from with_fields(_few_lists(selection.topk, layout), fixed)
     if layout == "fp8_ds_mla":
-        yield from having(_few_lists(selection.topk, layout), {**fixed, "scales": "float32"})
+        yield from with_fields(_few_lists(selection.topk, layout), {**fixed, "scales": "float32"})
     if common["heads"] < _FEWEST_KERNEL_HEADS and layout in TILED_FORMATS:
         filled_up = {**fixed, **seconds[0], "heads": _FEWEST_KERNEL_HEADS}
-        yield from having(_lists(selection.topk, layout, bool(seconds[0])), filled_up)
+        yield from with_fields(_lists(selection.topk, layout, bool(seconds[0])), filled_up)
 
 
 def _lists(topk: int, layout: str, second: bool) -> Listed:
@@ -50,7 +50,7 @@ def _few_lists(topk: int, layout: str) -> Listed:
 
 def _batches(topk: int, layout: str) -> Listed:
     """As many keys as columns, one more, one fewer; several query tokens; regimes; pages."""
-    return deciding(
+    return for_capability(
         _plain(layout),
         single(topk - 2, topk - 1, topk, data="needle"),
         single(3 * topk, data="needle"),
@@ -84,9 +84,9 @@ def sparse_prefills(selection: Selection, common: Fields) -> Listed:
     """Lists over gathered keys; those of a second cache are gathered behind the others."""
     columns = selection.topk + max(selection.second, default=0)
     fixed = {**common, "topk": columns, **_sinks(selection)}
-    yield from having(_gathered(columns), fixed)
+    yield from with_fields(_gathered(columns), fixed)
     if common["heads"] < _FEWEST_KERNEL_HEADS:
-        yield from having(_gathered(columns), {**fixed, "heads": _FEWEST_KERNEL_HEADS})
+        yield from with_fields(_gathered(columns), {**fixed, "heads": _FEWEST_KERNEL_HEADS})
 
 
 def _gathered(topk: int) -> Listed:
@@ -111,9 +111,9 @@ def indexing(indexer: Indexer) -> Listed:
     """Over pages, and over gathered keys."""
     dims = f"{indexer.head_dim}-0-{indexer.head_dim}-{indexer.head_dim}"
     fixed = {"dims": dims, "heads": indexer.heads, "topk": indexer.topk}
-    yield from having(_scores(), fixed)
-    yield from having(_best(indexer.topk), fixed)
-    yield from having(_special(indexer.topk), fixed)
+    yield from with_fields(_scores(), fixed)
+    yield from with_fields(_best(indexer.topk), fixed)
+    yield from with_fields(_special(indexer.topk), fixed)
 
 
 def _scores() -> Listed:

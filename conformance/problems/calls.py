@@ -13,7 +13,7 @@ from mla_conformance.reference.terms import Projection
 
 
 @dataclass(frozen=True)
-class Question:
+class AttentionOperands:
     """Operands of the reference's ``attention``, except for the scale.
 
     Attributes:
@@ -175,7 +175,7 @@ class AttentionCall(KernelCall):
         return self.returns_lse
 
     @abstractmethod
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
 
 

@@ -26,8 +26,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A number for the bytes behind each tensor; a GPU is asked once for all of its own."""
     sums = [_sum(storage_bytes(tensor)) for tensor in tensors]
     on_gpu = [each for each in sums if each.is_cuda]
-    told = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(told) if each.is_cuda else int(each) for each in sums]
+    reported = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(reported) if each.is_cuda else int(each) for each in sums]
 
 
 def _sum(data: torch.Tensor) -> torch.Tensor:

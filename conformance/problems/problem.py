@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.cases.case import Case
-from mla_conformance.problems.calls import AttentionCall, KernelCall, Question, attention_call
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands, KernelCall, attention_call
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Problem:
     key: str
     device: torch.device
     calls: tuple[KernelCall, ...]
-    whole: Question | None = None
+    whole: AttentionOperands | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -26,7 +26,7 @@ class IndexerForm:
 
 
 @dataclass(frozen=True)
-class Family:
+class ProofFamily:
     """Models whose attention is one class of transformers.
 
     Attributes:
@@ -83,7 +83,7 @@ def _layer(
     indexer: IndexerForm | None = None,
     padding_mask: bool = False,
     **parts: Any,
-) -> Family:
+) -> ProofFamily:
     """The common form: both latents normalised, the scale that of the head's width times ``factor``."""
     head = MLADimensions(qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=VALUE)
     dims = ModelDimensions(hidden_size=HIDDEN, num_heads=HEADS, q_lora_rank=q_lora_rank, kv_lora_rank=LATENT, head=head)
@@ -96,12 +96,12 @@ def _layer(
         kv_norm=epsilon,
         **parts,
     )
-    return Family(module, prefix, spec, settings, attention, indexer, padding_mask)
+    return ProofFamily(module, prefix, spec, settings, attention, indexer, padding_mask)
 
 
 def _extended(
     module: str, prefix: str, model: str, yarn: Yarn, options: Mapping[str, Any] | None = None, **parts: Any
-) -> Family:
+) -> ProofFamily:
     """One that YaRN extends; ``options`` of its configuration's RoPE."""
     rope = {"rope_type": "yarn", **asdict(yarn)}
     rope["original_max_position_embeddings"] = rope.pop("original_positions")
@@ -120,7 +120,7 @@ def _plain(
     *,
     interleaved: bool = True,
     **parts: Any,
-) -> Family:
+) -> ProofFamily:
     """One whose pairs turn by powers of a base; ``settings`` of its configuration beside that."""
     rotation = Rotation.plain(ROPE, base=base, interleaved=interleaved)
     return _layer(module, prefix, model, rotation, {**_rope(base), **(settings or {})}, **parts)
@@ -154,7 +154,7 @@ _RESCALED: dict[str, Any] = {"q_factor": (HIDDEN / Q_RANK) ** 0.5, "kv_factor": 
 _PAIRS, _HALVES = IndexerForm(interleaved=True), IndexerForm(interleaved=False)
 _LAST = IndexerForm(interleaved=False, rope_last=True, epsilon=CONFIGURED_EPSILON)
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[ProofFamily, ...] = (
     _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2", _V2),
     _extended("deepseek_v2", "DeepseekV2", "DeepSeek-V2-Lite", _V2, q_lora_rank=None),
     _extended("deepseek_v3", "DeepseekV3", "DeepSeek-V3, R1, Kimi-K2", _V3),

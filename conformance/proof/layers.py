@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from torch.overrides import TorchFunctionMode
 
-from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, Family, IndexerForm
+from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, IndexerForm, ProofFamily
 from mla_conformance.reference.index_scores import index_scores
 from mla_conformance.reference.kv_cache import PagedContext, write_latents
 from mla_conformance.reference.layer import LayerSpec, latents, mla_layer
@@ -86,7 +86,7 @@ class TheirRun:
     places: set[str]
 
 
-def run_layer(family: Family, hidden: Tensor, *, first: int = 0, kept: Collection[str] = ()) -> TheirRun:
+def run_layer(family: ProofFamily, hidden: Tensor, *, first: int = 0, kept: Collection[str] = ()) -> TheirRun:
     """Random weights, and what they make of hidden [TOKENS, H] float64 at positions ``first`` and up, call by call.
 
     Raises ImportError without transformers, or with one that has no such model.
@@ -99,7 +99,7 @@ def run_layer(family: Family, hidden: Tensor, *, first: int = 0, kept: Collectio
     return TheirRun({name: weight.detach() for name, weight in layer.named_parameters()}, calls, mode.places)
 
 
-def _layer(family: Family, modules: ModuleType) -> tuple[Any, Any]:
+def _layer(family: ProofFamily, modules: ModuleType) -> tuple[Any, Any]:
     """The module with normal weights, matrices of variance 1/fan-in, and its configuration."""
     config = getattr(modules, f"{family.prefix}Config")(**family.configuration, attn_implementation="eager")
     layer = getattr(modules, family.prefix + family.attention)(config, layer_idx=0).to(torch.float64).eval()
@@ -110,7 +110,7 @@ def _layer(family: Family, modules: ModuleType) -> tuple[Any, Any]:
 
 
 def _calls(
-    family: Family, modules: ModuleType, layer: Any, config: Any, hidden: Tensor, first: int, mode: Widened
+    family: ProofFamily, modules: ModuleType, layer: Any, config: Any, hidden: Tensor, first: int, mode: Widened
 ) -> Iterator[TheirCall]:
     chosen: list[Tensor] = []
     if family.spec.selects:
@@ -134,7 +134,7 @@ def _calls(
         yield TheirCall(found[0][0], selected, mode.scores if mode.scores is None else mode.scores[0].double())
 
 
-def _mask(family: Family, own: Tensor, end: int) -> Tensor:
+def _mask(family: ProofFamily, own: Tensor, end: int) -> Tensor:
     """[1, 1, T, S] added to scores, 0 or -inf; for a mask of padding [1, T], all true."""
     if family.padding_mask:
         return torch.ones(1, len(own), dtype=torch.bool)
@@ -182,7 +182,7 @@ _PAGE, _WORKSPACE = 4, 8
 class GoldenLayer:
     """A layer with their weights, for one sequence of hidden states [T, H] from position ``first``."""
 
-    family: Family
+    family: ProofFamily
     theirs: Mapping[str, Tensor]
     hidden: Tensor
     first: int

@@ -9,7 +9,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from mla_conformance.proof.families import HIDDEN, Family
+from mla_conformance.proof.families import HIDDEN, ProofFamily
 from mla_conformance.proof.layers import CALLS, TOKENS, GoldenLayer, TheirCall, run_layer
 from mla_conformance.reference.layer import LayerSpec
 from mla_conformance.reference.mla import Path
@@ -42,7 +42,7 @@ class Proof:
         effects: of float32 in one of its places alone, by place.
     """
 
-    family: Family
+    family: ProofFamily
     differences: dict[str, float]
     effects: dict[str, float]
 
@@ -64,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @_one_thread()
-def prove(family: Family) -> Proof:
+def prove(family: ProofFamily) -> Proof:
     """Hold the golden layer of a family against its module of transformers.
 
     Raises ImportError without transformers, or with one that has no such model.
@@ -86,7 +86,7 @@ def prove(family: Family) -> Proof:
     return Proof(family, differences, effects)
 
 
-def _effect(family: Family, hidden: Tensor, place: str, first: int) -> float:
+def _effect(family: ProofFamily, hidden: Tensor, place: str, first: int) -> float:
     """The largest difference of an output or a score where one place stays in float32."""
     theirs = run_layer(family, hidden, first=first, kept=[place])
     golden = GoldenLayer(family, theirs.weights, hidden, first)

@@ -11,7 +11,7 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.counts import Counts, grouped
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import counted
 
 
@@ -29,10 +29,10 @@ class Group(StrEnum):
 
 _PARTS = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
 _GROUPS = {
-    Outcome.FAIL: Group.WRONG,
-    Outcome.NOT_RUN: Group.INCOMPLETE,
-    Outcome.UNAVAILABLE: Group.INCOMPLETE,
-    Outcome.UNSUPPORTED: Group.REFUSED,
+    BackendOutcome.FAIL: Group.WRONG,
+    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
+    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
+    BackendOutcome.UNSUPPORTED: Group.REFUSED,
 }
 
 
@@ -43,7 +43,7 @@ def part_of(case: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """What a run over a deployed model's cases says of one backend."""
 
     backend: BackendSummary
@@ -55,7 +55,7 @@ class Answer:
             return Group.UNTESTED
         if not self.backend.capabilities:
             return Group.INCOMPLETE
-        if self.backend.outcome is Outcome.PASS and self.backend.counts.waived:
+        if self.backend.outcome is BackendOutcome.PASS and self.backend.counts.waived:
             return Group.WAIVED
         right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
         return _GROUPS.get(self.backend.outcome, right)
@@ -75,7 +75,7 @@ class Answer:
         return tuple(part for part, counts in self.parts.items() if counts.passed)
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         """Its parts with their counts, and why cases of them were not judged."""
         if self.backend.reasons:
             return "; ".join(self.backend.reasons)
@@ -112,13 +112,13 @@ _OTHER_ROLES = tuple(f"{role} only" for role in Role)
 """How what is said of a case ends whose role a backend does not have."""
 
 
-def answers(run: RunSummary) -> list[Answer]:
+def answers(run: RunSummary) -> list[ModelAnswer]:
     """What a run says of each backend, by group."""
-    found = [Answer(backend) for backend in run.backends]
+    found = [ModelAnswer(backend) for backend in run.backends]
     return sorted(found, key=lambda answer: list(Group).index(answer.group))
 
 
-def uncovered(run: RunSummary, found: Sequence[Answer]) -> tuple[str, ...]:
+def uncovered(run: RunSummary, found: Sequence[ModelAnswer]) -> tuple[str, ...]:
     """The parts that the deployed model calls and that no real kernel is right for here."""
     right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
     return tuple(part for part in dict.fromkeys(map(part_of, run.cases)) if part not in right)
@@ -150,8 +150,8 @@ def _backends(run: RunSummary) -> Iterator[str]:
 
 def of_cases(counts: Counts) -> list[str]:
     """What became of cases, in figures that add up to all of them."""
-    told = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
-    return [*told, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
+    reported = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
+    return [*reported, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
 
 
 def worst_error(records: Sequence[Record]) -> str:

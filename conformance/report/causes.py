@@ -16,7 +16,7 @@ from mla_conformance.report.shown import MESSAGE
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
-Kind = Literal["likely", "further", "seen"]
+CauseKind = Literal["likely", "further", "seen"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cause:
 
     sentence: str
     failures: tuple[Record, ...]
-    kind: Kind = "seen"
+    kind: CauseKind = "seen"
 
     @cached_property
     def example(self) -> Record:
@@ -93,7 +93,7 @@ def _likely(said: Mapping[str, Sequence[Record]]) -> set[str]:
     return {one for one in named if not any(other in one for other in named - {one})}
 
 
-def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> Kind:
+def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> CauseKind:
     if sentence in likely:
         return "likely"
     return "further" if likely and not _is_exception(group[0]) else "seen"
@@ -101,8 +101,8 @@ def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> Ki
 
 def _key(record: Record) -> tuple[str, str]:
     """What failures of one cause have in common: finding or explanation, the text of an exception, or what was seen."""
-    if told := _named(record):
-        return "", told
+    if reported := _named(record):
+        return "", reported
     if _is_exception(record):
         return record.check or record.status, _NUMBER.sub("#", _PATH.sub("/…", _raised(record)[:MESSAGE]))
     return record.check or record.status, symptom(record)

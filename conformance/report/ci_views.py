@@ -8,15 +8,15 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answer import answers, closing_line
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, worst_of_passes
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, worst_of_passes
 from mla_conformance.report.terminal import cases_of, counted, from_here
 
 SIGN = {
-    Outcome.PASS: "✅",
-    Outcome.FAIL: "❌",
-    Outcome.UNSUPPORTED: "➖",
-    Outcome.UNAVAILABLE: "⚪",
-    Outcome.NOT_RUN: "❔",
+    BackendOutcome.PASS: "✅",
+    BackendOutcome.FAIL: "❌",
+    BackendOutcome.UNSUPPORTED: "➖",
+    BackendOutcome.UNAVAILABLE: "⚪",
+    BackendOutcome.NOT_RUN: "❔",
 }
 _MOST_CAUSES = 7
 
@@ -34,7 +34,7 @@ def _answers(run: RunSummary) -> Iterator[str]:
     if run.deployment:
         yield from (f"For {inline(str(run.deployment))}:", "")
         for answer in answers(run):
-            yield f"- {answer.group}: {inline(answer.backend.name)} {inline(answer.told)}"
+            yield f"- {answer.group}: {inline(answer.backend.name)} {inline(answer.reported)}"
         yield ""
 
 
@@ -49,7 +49,7 @@ def _row(backend: BackendSummary) -> list[str]:
     sign = f"{SIGN[backend.outcome]} {backend.outcome.value.replace('_', ' ')}"
     if backend.reasons:
         return [inline(backend.name), sign, "", "", "", "", "", inline("; ".join(backend.reasons))]
-    failing = ", ".join(c.name for c in backend.capabilities if c.outcome is Outcome.FAIL)
+    failing = ", ".join(c.name for c in backend.capabilities if c.outcome is BackendOutcome.FAIL)
     notes = [f"failing: {failing}"] if failing else []
     counts = backend.counts
     notes += counts.noted(waived="expected to fail", unavailable="unavailable")
@@ -141,9 +141,9 @@ def _test(record: Record) -> ElementTree.Element:
     message = shown(record.message)
     if record.failed:
         kind = "error" if record.status in _BROKEN else "failure"
-        told = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
+        reported = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
         said = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
-        told.text = shown_lines("\n".join(filter(None, said)))
+        reported.text = shown_lines("\n".join(filter(None, said)))
     elif record.status is not Status.PASS:
         ElementTree.SubElement(
             test, "skipped", message=shown(": ".join(filter(None, (record.status, record.expectation, record.message))))

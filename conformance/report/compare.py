@@ -17,7 +17,7 @@ DRIFT = 0.1
 """Share of the error budget by which an error may grow before it counts."""
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """What happened, regressions first."""
 
     BACKEND_REMOVED = "backend removed"
@@ -32,7 +32,13 @@ class Kind(StrEnum):
     BACKEND_ADDED = "backend added"
 
 
-_REGRESSIONS = (Kind.BACKEND_REMOVED, Kind.NO_LONGER_AVAILABLE, Kind.NEWLY_FAILING, Kind.LOST, Kind.GREW)
+_REGRESSIONS = (
+    ChangeKind.BACKEND_REMOVED,
+    ChangeKind.NO_LONGER_AVAILABLE,
+    ChangeKind.NEWLY_FAILING,
+    ChangeKind.LOST,
+    ChangeKind.GREW,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Change:
         detail: the values before and after.
     """
 
-    kind: Kind
+    kind: ChangeKind
     backend: str
     key: str
     detail: str
@@ -78,17 +84,17 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
     old = {backend.name: backend for backend in before.backends if not backend.reasons}
     new = {backend.name: backend for backend in after.backends}
     known = {backend.name for backend in before.backends}
-    changes = [Change(Kind.BACKEND_ADDED, name, "", new[name].outcome) for name in new if name not in known]
+    changes = [Change(ChangeKind.BACKEND_ADDED, name, "", new[name].outcome) for name in new if name not in known]
     listed = set(before.judged_cases), set(after.judged_cases)
     for name in new:
         if name in known and not new[name].reasons:
             changes += _records(old.get(name, BackendSummary(new[name].facts)), new[name], *listed, drift)
     for name, backend in old.items():
         if name not in new:
-            changes.append(Change(Kind.BACKEND_REMOVED, name, "", f"was {backend.outcome}"))
+            changes.append(Change(ChangeKind.BACKEND_REMOVED, name, "", f"was {backend.outcome}"))
         elif new[name].reasons:
-            changes.append(Change(Kind.NO_LONGER_AVAILABLE, name, "", "; ".join(new[name].reasons)))
-    order = list(Kind)
+            changes.append(Change(ChangeKind.NO_LONGER_AVAILABLE, name, "", "; ".join(new[name].reasons)))
+    order = list(ChangeKind)
     return sorted(changes, key=lambda change: order.index(change.kind))
 
 
@@ -111,32 +117,34 @@ def _records(
     for key in dict.fromkeys([*before, *after]):
         kind, detail = _change(before.get(key), after.get(key), drift)
         if key != EXPLORED and key not in listed_after:
-            kind, detail = Kind.CASE_REMOVED, f"was {before[key].status}"
-        elif key != EXPLORED and key not in listed_before and kind is not Kind.NEWLY_FAILING:
-            kind, detail = Kind.CASE_ADDED, _told(after.get(key))
+            kind, detail = ChangeKind.CASE_REMOVED, f"was {before[key].status}"
+        elif key != EXPLORED and key not in listed_before and kind is not ChangeKind.NEWLY_FAILING:
+            kind, detail = ChangeKind.CASE_ADDED, _told(after.get(key))
         if kind:
             yield Change(kind, new.name, key, detail)
 
 
-def _change(old: Record | None, new: Record | None, drift: float) -> tuple[Kind | None, str]:
+def _change(old: Record | None, new: Record | None, drift: float) -> tuple[ChangeKind | None, str]:
     was, now = old.status if old else None, new.status if new else None
     if new and new.failed:
-        return (None, "") if old and old.failed else (Kind.NEWLY_FAILING, _told(new))
+        return (None, "") if old and old.failed else (ChangeKind.NEWLY_FAILING, _told(new))
     if was is Status.PASS and now is not Status.PASS:
-        return Kind.LOST, f"was pass, now {_told(new)}"
+        return ChangeKind.LOST, f"was pass, now {_told(new)}"
     if now is Status.PASS and was is not Status.PASS:
-        return Kind.NEWLY_PASSING, f"was {was or 'not run'}"
+        return ChangeKind.NEWLY_PASSING, f"was {was or 'not run'}"
     return _drift(old, new, drift) if old and new else (None, "")
 
 
-def _drift(old: Record, new: Record, drift: float) -> tuple[Kind | None, str]:
+def _drift(old: Record, new: Record, drift: float) -> tuple[ChangeKind | None, str]:
     """How the use of the budget changed by the rule by which it changed most; only that of passes is compared."""
     if not old.status is new.status is Status.PASS:
         return None, ""
     shares = {rule: (old.shares.get(rule, 0.0), new.shares.get(rule, 0.0)) for rule in {**old.used, **new.used}}
     by_growth = sorted(shares.items(), key=lambda item: item[1][1] - item[1][0])
-    for kind, (rule, (was, now)) in zip((Kind.GREW, Kind.SHRANK), (by_growth[-1:] + by_growth[:1]), strict=False):
-        if (now - was if kind is Kind.GREW else was - now) > drift:
+    for kind, (rule, (was, now)) in zip(
+        (ChangeKind.GREW, ChangeKind.SHRANK), (by_growth[-1:] + by_growth[:1]), strict=False
+    ):
+        if (now - was if kind is ChangeKind.GREW else was - now) > drift:
             return kind, f"{rule}: {was:.2f} → {now:.2f} of the error budget"
     return None, ""
 

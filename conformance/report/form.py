@@ -11,9 +11,9 @@ from mla_conformance.judging.facts import Traced
 from mla_conformance.judging.record import Said, Share
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
-from mla_conformance.report.causes import Kind
+from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.counts import Counts, Number
-from mla_conformance.report.summary import Outcome
+from mla_conformance.report.summary import BackendOutcome
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5
@@ -60,7 +60,7 @@ class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
 class CapabilityForm(Counts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One capability of one backend."""
 
-    status: Outcome
+    status: BackendOutcome
     error_budget_used: Share
     failures: tuple[FailureForm, ...]
 
@@ -69,7 +69,7 @@ class CauseForm(_Form, frozen=True, kw_only=True):
     """What is wrong with a backend, and the failures of it."""
 
     sentence: str
-    kind: Annotated[Kind, Meta(description="Likely, further and perhaps of the same origin, or only seen.")]
+    kind: Annotated[CauseKind, Meta(description="Likely, further and perhaps of the same origin, or only seen.")]
     capabilities: tuple[str, ...]
     clauses: Annotated[tuple[str, ...], Meta(description="Clauses of SPEC.md that are broken.")]
     cases: Annotated[tuple[str, ...], Meta(description="Ids of the cases that fail of it.")]
@@ -88,7 +88,7 @@ class DeviationForm(_Form, frozen=True, kw_only=True):
 class BackendForm(_Form, frozen=True, kw_only=True):
     """One backend."""
 
-    status: Outcome
+    status: BackendOutcome
     reference: Annotated[str, Meta(description="What --backend takes.")]
     reasons: Annotated[tuple[str, ...], Meta(description="Why it is unavailable; empty if it was run.")]
     stopped: Annotated[str, Meta(description="Why the rest of its cases was not run, or empty.")]

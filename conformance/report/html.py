@@ -14,7 +14,7 @@ from mla_conformance.report.counts import grouped
 from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.shown import shown
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import SIGN, cases_of, counted, from_here
 
 _CLOSEST = 8
@@ -57,7 +57,7 @@ def _verdict(backend: BackendSummary) -> str:
         return f"{counted(counts.failed, 'case')} wrong{_because(backend.causes)}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
-    if backend.outcome is not Outcome.PASS:
+    if backend.outcome is not BackendOutcome.PASS:
         return "nothing was judged"
     rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
     rest += counts.noted(unsupported="unsupported", unavailable="unavailable")

@@ -88,8 +88,8 @@ def _run(report: ReportForm, source: str) -> RunSummary:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     salt = report.environment.get("salt", "")
     backends = tuple(_backend(name, part, own, salt) for name, part in report.backends.items())
-    told = {"suite": report.suite, **report.environment}
-    return RunSummary(told, backends, cases, shard, report.deployment, source, report.date)
+    reported = {"suite": report.suite, **report.environment}
+    return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date)
 
 
 def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:
@@ -109,8 +109,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
-    told = {each.name: getattr(part, each.name) for each in fields(BackendFacts) if each.name != "name"}
-    return BackendFacts(**told | {"name": name, "deviations": deviations})
+    reported = {each.name: getattr(part, each.name) for each in fields(BackendFacts) if each.name != "name"}
+    return BackendFacts(**reported | {"name": name, "deviations": deviations})
 
 
 def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:

@@ -6,9 +6,16 @@ from dataclasses import replace
 from mla_conformance.backends.roles import Role
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record, detection
-from mla_conformance.report.answer import Answer, Group, answers, uncovered
+from mla_conformance.report.answer import Group, ModelAnswer, answers, uncovered
 from mla_conformance.report.shown import cut
-from mla_conformance.report.summary import BackendSummary, CapabilitySummary, Outcome, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import (
+    BackendOutcome,
+    BackendSummary,
+    CapabilitySummary,
+    RunSummary,
+    by_backend,
+    summarise,
+)
 from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, fitting, side_by_side, wrapped
 
 _INDENT = "       "
@@ -23,12 +30,12 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
         brief: tell of those that cannot run here, of which nobody asked for any, in one line.
     """
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
-    told = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
+    reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
     if run.deployment:
-        yield from _answer_lines(told, width)
+        yield from _answer_lines(reported, width)
     else:
-        yield from cause_lines(told, width)
-        for backend in told.backends:
+        yield from cause_lines(reported, width)
+        for backend in reported.backends:
             yield from backend_lines(backend, width)
     if absent:
         yield absent_line(absent, width)
@@ -49,17 +56,17 @@ def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
         yield from _group_lines(f"{group}:", of_group[group], width)
 
 
-def _group_lines(head: str, found: list[Answer], width: int) -> Iterator[str]:
+def _group_lines(head: str, found: list[ModelAnswer], width: int) -> Iterator[str]:
     if found:
         yield head
     for answer in found:
-        yield from wrapped(f"{answer.backend.name}  {answer.told}", width, "  ", _INDENT)
+        yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
 
 
 _TOUCHED = 0.01
 _SHOWN_KERNELS, _NAME_LENGTH = 2, 60
 _DETAIL = "  "
-_LISTED = (Outcome.FAIL, Outcome.NOT_RUN, Outcome.UNAVAILABLE, Outcome.PASS)
+_LISTED = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
 
 
 def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
@@ -73,15 +80,15 @@ def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
     if backend.reasons:
         yield f"{sign} unavailable: {cut('; '.join(backend.reasons))}"
         return
-    applicable = [each for each in backend.capabilities if each.outcome is not Outcome.UNSUPPORTED]
-    held = sum(each.outcome is Outcome.PASS for each in applicable)
+    applicable = [each for each in backend.capabilities if each.outcome is not BackendOutcome.UNSUPPORTED]
+    held = sum(each.outcome is BackendOutcome.PASS for each in applicable)
     passed = f"{backend.counts.passed}/{backend.counts.judged} cases, {held}/{len(applicable)} capabilities"
     yield f"{sign} passed {passed}" if applicable else f"{sign} unsupported"
     for outcome in _LISTED:
         texts = [capability_text(each) for each in applicable if each.outcome is outcome]
         yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
     if refused := [each.name for each in backend.capabilities if each not in applicable]:
-        yield fitting(f"{_DETAIL}{SIGN[Outcome.UNSUPPORTED]} {len(refused)} unsupported: ", refused, width)
+        yield fitting(f"{_DETAIL}{SIGN[BackendOutcome.UNSUPPORTED]} {len(refused)} unsupported: ", refused, width)
     for remark in _remarks(backend):
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
@@ -90,7 +97,7 @@ def capability_text(capability: CapabilitySummary) -> str:
     """``name 12``, or ``name 12 of 15`` where three do not count; ``name 11/12``, passed of judged, if one failed."""
     counts = capability.counts
     text = f"{capability.name} {counts.passed}"
-    if capability.outcome is not Outcome.PASS:
+    if capability.outcome is not BackendOutcome.PASS:
         text += f"/{counts.judged}"
     elif counts.passed < counts.listed:
         text += f" of {counts.listed}"
@@ -100,7 +107,7 @@ def capability_text(capability: CapabilitySummary) -> str:
 
 def absent_line(backends: Sequence[BackendSummary], width: int) -> str:
     """Which backends cannot run here, by name, and where it is told why."""
-    head = f"{SIGN[Outcome.UNAVAILABLE]} {len(backends)} cannot run here, 'mla-conformance backends' says why: "
+    head = f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(backends)} cannot run here, 'mla-conformance backends' says why: "
     return fitting(head, [backend.name for backend in backends], width)
 
 
@@ -130,8 +137,10 @@ def _classes(rounding: dict[str, str]) -> Iterator[str]:
         found.setdefault(name.replace("_", " "), {}).setdefault(value, []).append(role)
     roles = {role for values in found.values() for having in values.values() for role in having}
     for name, values in found.items():
-        told = (value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items())
-        yield f"{name} {', '.join(told)}"
+        reported = (
+            value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items()
+        )
+        yield f"{name} {', '.join(reported)}"
 
 
 def ran(traced: Traced) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.shown import MESSAGE, shown_lines
-from mla_conformance.report.summary import CapabilitySummary, Outcome
+from mla_conformance.report.summary import BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import SIGN
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -53,9 +53,11 @@ class Cell:
 def cell(capability: CapabilitySummary) -> Cell:
     """The cell of a capability."""
     outcome, counts = capability.outcome, capability.counts
-    if outcome is Outcome.UNSUPPORTED:
+    if outcome is BackendOutcome.UNSUPPORTED:
         return Cell(outcome, SIGN[outcome], "", "unsupported")
-    style, sign = ("waived", "!") if outcome is Outcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
+    style, sign = (
+        ("waived", "!") if outcome is BackendOutcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
+    )
     notes = counts.noted(
         not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
     )

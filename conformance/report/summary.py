@@ -17,7 +17,7 @@ from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts, grouped
 
 
-class Outcome(StrEnum):
+class BackendOutcome(StrEnum):
     """Status of a capability or a backend."""
 
     PASS = "pass"
@@ -57,19 +57,19 @@ class CapabilitySummary:
         return worst(share for record in self.records for share in record.shares.values())
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> BackendOutcome:
         """A failure decides; then a case that was not run; then whether anything was judged, or could be.
 
         A case that does not fit a device's memory takes nothing from those that do.
         """
         counts = self.counts
         if counts.failed:
-            return Outcome.FAIL
+            return BackendOutcome.FAIL
         if counts.not_run:
-            return Outcome.NOT_RUN
+            return BackendOutcome.NOT_RUN
         if counts.passed or counts.waived:
-            return Outcome.PASS
-        return Outcome.UNAVAILABLE if counts.unavailable else Outcome.UNSUPPORTED
+            return BackendOutcome.PASS
+        return BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,15 @@ class BackendSummary:
         return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> BackendOutcome:
         """Unavailable, or the worst of the capabilities that apply."""
         if self.reasons:
-            return Outcome.UNAVAILABLE
+            return BackendOutcome.UNAVAILABLE
         outcomes = {capability.outcome for capability in self.capabilities}
-        for decisive in (Outcome.FAIL, Outcome.NOT_RUN, Outcome.UNAVAILABLE, Outcome.PASS):
+        for decisive in (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS):
             if decisive in outcomes:
                 return decisive
-        return Outcome.UNSUPPORTED
+        return BackendOutcome.UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,13 @@ class RunSummary:
     def exit_status(self) -> int:
         """0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete."""
         outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
-        if Outcome.FAIL in outcomes:
+        if BackendOutcome.FAIL in outcomes:
             return 1
-        return 0 if Outcome.PASS in outcomes and not {Outcome.NOT_RUN, Outcome.UNAVAILABLE} & outcomes else 3
+        return (
+            0
+            if BackendOutcome.PASS in outcomes and not {BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE} & outcomes
+            else 3
+        )
 
 
 def worst(shares: Iterable[float]) -> float:

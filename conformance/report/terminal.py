@@ -11,7 +11,7 @@ from typing import TextIO
 from mla_conformance.judging.record import Record
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.shown import cut, shown_line
-from mla_conformance.report.summary import Outcome, RunSummary
+from mla_conformance.report.summary import BackendOutcome, RunSummary
 
 
 def say(line: str, error: bool = False) -> None:
@@ -24,7 +24,13 @@ def put(text: str, error: bool = False) -> None:
     print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-SIGN = {Outcome.PASS: "✔", Outcome.FAIL: "✘", Outcome.UNSUPPORTED: "–", Outcome.NOT_RUN: "?", Outcome.UNAVAILABLE: "?"}
+SIGN = {
+    BackendOutcome.PASS: "✔",
+    BackendOutcome.FAIL: "✘",
+    BackendOutcome.UNSUPPORTED: "–",
+    BackendOutcome.NOT_RUN: "?",
+    BackendOutcome.UNAVAILABLE: "?",
+}
 _LINE_WIDTH = 118
 _MOST_CAUSES = 7
 _INDENT, _UNBROKEN = " " * 7, "\xa0"
@@ -41,8 +47,8 @@ def header(environment: dict[str, str], cases: int, drawn: int = 0, of: str = ""
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
     """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
     for backend in run.backends:
-        told, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
-        for number, cause in enumerate(told, start=1):
+        reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
+        for number, cause in enumerate(reported, start=1):
             head = f"wrong: {backend.name}, {_extent(backend.causes)}"
             if len(backend.causes) > 1:
                 yield from [head] if number == 1 else []

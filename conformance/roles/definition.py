@@ -10,7 +10,7 @@ from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import Expected, expect
+from mla_conformance.judging.golden import Golden, golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.steps import Steps
 from mla_conformance.problems.problem import Problem
@@ -37,7 +37,7 @@ class RoleDefinition:
     kernel: Callable[[Any, Any, torch.dtype, torch.device], Any]
     reasons: Reasons
     declared: Callable[[Any], Declaration] = declaration_of
-    golden: Callable[[Problem], Expected] = expect
+    golden: Callable[[Problem], Golden] = golden_attention
     judge: Callable[..., Steps] = AttentionJudge
 
 

@@ -6,7 +6,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
@@ -42,14 +42,14 @@ def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
     return definition_of(case.role).problem(case, device, salt)
 
 
-def golden_of(problem: Problem) -> Expected:
+def golden_of(problem: Problem) -> Golden:
     """What is expected of a problem, computed in float64."""
     return definition_of(problem.case.role).golden(problem)
 
 
 def judge(
     problem: Problem,
-    expectation: Expected,
+    expectation: Golden,
     observation: Observation,
     declaration: Declaration,
     numbers: Tolerance | None = None,
@@ -68,7 +68,7 @@ def judge(
 
 
 def measure(
-    problem: Problem, expectation: Expected, observation: Observation, declaration: Declaration
+    problem: Problem, expectation: Golden, observation: Observation, declaration: Declaration
 ) -> list[Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
     examined = definition_of(problem.case.role).judge(problem, expectation, declaration, tolerance())

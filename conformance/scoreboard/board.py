@@ -12,10 +12,10 @@ from importlib.resources import files
 from msgspec import Struct
 
 from mla_conformance.files.inputs import convert
-from mla_conformance.scoreboard.entry import ROLES, Entry, Refused
+from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
 
-class Candidate(Struct, frozen=True, forbid_unknown_fields=True):
+class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
     """A kernel that an engine may pick.
 
     Attributes:
@@ -50,7 +50,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     role: str
     torch: str
     source: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[RankedKernel, ...]
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class Board:
     """
 
     entries: tuple[Entry, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedRecord, ...]
     profiles: tuple[Profile, ...]
 
     @cached_property
@@ -103,7 +103,7 @@ class Board:
             found.append((role, names, entries))
         return [row for row in found if row[2]]
 
-    def answer(self, profile: Profile, candidate: Candidate) -> Entry | None:
+    def answer(self, profile: Profile, candidate: RankedKernel) -> Entry | None:
         """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
         found = [
             entry
@@ -114,7 +114,7 @@ class Board:
         return max(found, key=lambda entry: (is_own_build(entry, candidate), entry.order), default=None)
 
 
-def is_own_build(entry: Entry, candidate: Candidate) -> bool:
+def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
     """Whether the record is of the packages that the engine itself brings or asks for."""
     return candidate.packages.items() <= entry.record.distributions.items()
 

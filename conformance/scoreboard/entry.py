@@ -22,7 +22,7 @@ _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedRecord:
     """A file that is not shown as a record, and why."""
 
     path: Path
@@ -148,14 +148,14 @@ def _capabilities(records: list[Record]) -> dict[str, CapabilitySummary]:
     return {capability.name: capability for capability in summarise(records, listed)}
 
 
-def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[Refused]]:
+def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
     """The records of files and of folders of submissions, and what cannot be taken for one.
 
     Raises:
         InputError: a folder holds no record.
     """
     entries: list[Entry] = []
-    refused: list[Refused] = []
+    refused: list[RefusedRecord] = []
     for record in (record for path in paths for record in (records_below(path) if path.is_dir() else [path])):
         found = _read(record)
         if isinstance(found, Entry):
@@ -165,21 +165,21 @@ def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[Refused]]:
     return entries, refused
 
 
-def _read(path: Path) -> Entry | Refused:
+def _read(path: Path) -> Entry | RefusedRecord:
     try:
         certificate = read_certificate(path)
     except Outdated as outdated:
         return _read_earlier(path, str(outdated))
     except InputError as error:
-        return Refused(path, str(error))
+        return RefusedRecord(path, str(error))
     old = age(certificate)
     against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
-    return Refused(path, "; ".join(against)) if against else Entry(read_shown(path), old)
+    return RefusedRecord(path, "; ".join(against)) if against else Entry(read_shown(path), old)
 
 
-def _read_earlier(path: Path, outdated: str) -> Entry | Refused:
+def _read_earlier(path: Path, outdated: str) -> Entry | RefusedRecord:
     """A record of an earlier form, which is shown as far as it can be read."""
     try:
         return Entry(read_shown(path), outdated)
     except InputError as error:
-        return Refused(path, f"{outdated} ({error})")
+        return RefusedRecord(path, f"{outdated} ({error})")

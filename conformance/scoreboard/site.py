@@ -21,9 +21,9 @@ from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.shown import shown
-from mla_conformance.report.summary import CapabilitySummary, Outcome
+from mla_conformance.report.summary import BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import SIGN, counted, say
-from mla_conformance.scoreboard.board import Board, Candidate, Profile, is_own_build, profiles
+from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -100,18 +100,26 @@ def _style(entry: Entry) -> tuple[str, str]:
 def _cell(capability: CapabilitySummary) -> Cell:
     """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
     found, waived = cell(capability), capability.counts.waived
-    return replace(found, style="fail", sign=SIGN[Outcome.FAIL], note=f"{waived} known to fail") if waived else found
+    return (
+        replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived} known to fail")
+        if waived
+        else found
+    )
 
 
 def _replay(entry: Entry, case: str) -> str:
     return replay_line(case, entry.record.reference, salt=entry.record.environment.get("salt", ""))
 
 
-def _build(profile: Profile, candidate: Candidate, entry: Entry) -> str:
+def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     """Of which build the record is, beside the engine's own, and under which torch."""
     torch = entry.record.environment.get("torch", "not stated")
-    told = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
-    own = f"the engine's own build ({told})" if is_own_build(entry, candidate) else f"another build ({entry.versions})"
+    reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
+    own = (
+        f"the engine's own build ({reported})"
+        if is_own_build(entry, candidate)
+        else f"another build ({entry.versions})"
+    )
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
 

@@ -39,8 +39,8 @@ def write_report(tmp_path: Path) -> Callable[..., Path]:
             for backend, group in by_backend(records).items()
         )
         path = tmp_path / name
-        told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
-        write_json(path, report_json(RunSummary(told, backends, listed)))
+        reported = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
+        write_json(path, report_json(RunSummary(reported, backends, listed)))
         return path
 
     return write

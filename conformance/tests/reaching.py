@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.verdict import Status, Verdict
 from mla_conformance.roles.table import judge
 
@@ -34,7 +34,7 @@ class LooksForTheRightResult(EagerPrefillBackend):
     """Raises if there is one."""
 
     def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        found = [each for each in gc.get_objects() if type(each) is Expectation]
+        found = [each for each in gc.get_objects() if type(each) is GoldenAttention]
         assert not found, "what is expected is in this process"
         return super().run_prefill_new_tokens(*arguments, **options)
 

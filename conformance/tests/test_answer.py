@@ -15,7 +15,7 @@ from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
-from mla_conformance.report.answer import Answer, Group
+from mla_conformance.report.answer import Group, ModelAnswer
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json
@@ -90,13 +90,15 @@ GROUPS: dict[str, tuple[BackendSummary, Group, str]] = {
 
 @pytest.mark.parametrize("what", GROUPS)
 def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
-    summary, group, told = GROUPS[what]
-    answer = Answer(summary)
-    assert answer.group is group and told in answer.told
+    summary, group, reported = GROUPS[what]
+    answer = ModelAnswer(summary)
+    assert answer.group is group and reported in answer.reported
 
 
 def test_nothing_is_right_of_which_nothing_was_judged() -> None:
-    judged_nothing = [answer for answer in (Answer(summary) for summary, _, _ in GROUPS.values()) if not answer.covered]
+    judged_nothing = [
+        answer for answer in (ModelAnswer(summary) for summary, _, _ in GROUPS.values()) if not answer.covered
+    ]
     assert len(judged_nothing) >= 5
     assert not {answer.group for answer in judged_nothing} & {Group.RIGHT, Group.EMULATED}
 

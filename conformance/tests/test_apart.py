@@ -12,14 +12,14 @@ import torch
 
 from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
 from mla_conformance.apart.reply import MalformedReply, Reader, Writer, decode
-from mla_conformance.apart.shared import Place, Shared
+from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.certify import _is_apart
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.plain import Instead
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, Plan
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
     files = {name: folder / f"{FILES.get(name, 'reaching')}.py" for name in OUTCOMES}
     backends = [name if name == "EAGER" else f"{files[name]}:{name}" for name in OUTCOMES]
-    request = Request.of(backends, device="cpu", cases=[CASE], apart=True)
+    request = RunRequest.of(backends, device="cpu", cases=[CASE], apart=True)
     assert run_and_report(Run(request, RunFolder.claim(folder / "out"), Limits(1)), as_json=True) == 1
     return folder / "out"
 
@@ -115,7 +115,7 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
 
 def overwrite_all(shared: Shared) -> None:
     """What any process that maps the memory can do at any time."""
-    shared.bytes_of(Place("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
+    shared.bytes_of(SharedRange("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
 
 
 def test_a_maker_hands_over_everything_in_memory_of_the_receiver() -> None:
@@ -142,7 +142,7 @@ def returned(value: Any) -> tuple[Any, Shared]:
     """What the judge sees of what a call returned, and the memory that the kernel can still write."""
     shared = Shared(2**20)
     rooms = Arena(shared).rooms()
-    reply = decode(msgspec.json.encode(Writer(shared, rooms, []).told(1, value)), 1)
+    reply = decode(msgspec.json.encode(Writer(shared, rooms, []).reported(1, value)), 1)
     return Reader(shared, rooms, []).value(reply), shared
 
 

@@ -19,7 +19,7 @@ from mla_conformance.bench.formulas import (
 )
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cli import main
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -92,7 +92,7 @@ def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_split_adds_up() -> None:
-    (line,) = suite.split(Request.of(["EAGER"], ["new_tokens"], "smoke", "cpu"), CPU)
+    (line,) = suite.split(RunRequest.of(["EAGER"], ["new_tokens"], "smoke", "cpu"), CPU)
     shares = [int(share) for share in re.findall(r"\((-?\d+)%\)", line)]
     assert len(shares) == 5 and 97 <= sum(shares) <= 103
     assert f"{len(CAPABILITIES['new_tokens'].smoke)} cases" in line
@@ -104,8 +104,8 @@ def test_named_cases_are_measured_one_by_one(capsys: pytest.CaptureFixture[str])
     assert main(["bench", "--suite", "EAGER", "--device", "cpu", *named]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
     for case, line in zip(cases, lines, strict=True):
-        told = re.fullmatch(r"EAGER, (.*): ([\d.]+) s: .*golden ([\d.]+) s .*", line)
-        assert told and told[1] == case and float(told[3]) <= float(told[2])
+        reported = re.fullmatch(r"EAGER, (.*): ([\d.]+) s: .*golden ([\d.]+) s .*", line)
+        assert reported and reported[1] == case and float(reported[3]) <= float(reported[2])
 
 
 def test_the_workspace_leaves_out_operands_and_results() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mla_conformance.bench import runs
-from mla_conformance.bench.runs import Measured, compare_runs
+from mla_conformance.bench.runs import Measurement, compare_runs
 from mla_conformance.cli import main
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -16,12 +16,12 @@ LONG, JUDGING = "as long in all", "as long from the first verdict to the last"
 LISTED = len(find_capability("lse").select(Tier.SMOKE))
 
 
-def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measured) -> list[tuple[list[str], int]]:
+def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measurement) -> list[tuple[list[str], int]]:
     """Have runs take and judge what is given; returns the backends and workers of each, as they are made."""
     made: list[tuple[list[str], int]] = []
     left = iter(measured)
 
-    def run(request: Request, workers: int) -> Measured:
+    def run(request: RunRequest, workers: int) -> Measurement:
         made.append(([backend.name for backend in request.backends], workers))
         return next(left)
 
@@ -32,11 +32,11 @@ def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measured) -> 
 
 
 def compared(*backends: str, device: str = "cpu") -> list[str]:
-    return list(compare_runs(Request.of(backends, ["lse"], "smoke", "cpu"), torch.device(device)))
+    return list(compare_runs(RunRequest.of(backends, ["lse"], "smoke", "cpu"), torch.device(device)))
 
 
-def measured(seconds: float, judging: float, **statuses: str) -> Measured:
-    return Measured({("EAGER", case): Status(status) for case, status in statuses.items()}, seconds, judging)
+def measured(seconds: float, judging: float, **statuses: str) -> Measurement:
+    return Measurement({("EAGER", case): Status(status) for case, status in statuses.items()}, seconds, judging)
 
 
 def test_the_command_judges_what_it_measures(

@@ -23,7 +23,7 @@ from mla_conformance.report.counts import Counts
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, profiles
-from mla_conformance.scoreboard.entry import Entry, Refused
+from mla_conformance.scoreboard.entry import Entry, RefusedRecord
 from mla_conformance.scoreboard.site import page
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -107,8 +107,8 @@ def report() -> str:
         records += [_record(name, cases[-1].replace("decode:", "decode_lse:"), Status.FAIL)]
         heat = {records[0].case: HeatMap(f"LSE of {LONG}", 128, 200, ("0123456789" * 6 + "0000",) * 64)}
         backends.append(BackendSummary(BackendFacts(name, name), summarise(records, {}), heat=heat))
-    told = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
-    return html(RunSummary(told, tuple(backends), tuple(cases), date="2026-11-22"))
+    reported = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
+    return html(RunSummary(reported, tuple(backends), tuple(cases), date="2026-11-22"))
 
 
 def _record(backend: str, case: str, status: Status) -> Record:
@@ -129,7 +129,7 @@ def scoreboard() -> str:
         _entry(LONG, cases, cases[::200]),
     ]
     old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
-    return page(Board((*entries, old), (Refused(Path(LONG), LONG),), profiles()))
+    return page(Board((*entries, old), (RefusedRecord(Path(LONG), LONG),), profiles()))
 
 
 def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
@@ -170,23 +170,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
     assert found, f"no script came to its end: {done.stderr[-2000:]}"
-    told: dict[str, dict[str, Any]] = json.loads(unescape(found[1]))
-    return told
+    reported: dict[str, dict[str, Any]] = json.loads(unescape(found[1]))
+    return reported
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_works_by_keys_and_fits_its_window(seen: dict[str, dict[str, Any]], kind: str, width: int) -> None:
-    told = seen[f"{kind}-{width}"]
-    assert told["complaints"] == []
-    assert told["sticksOut"] == [] and told["width"] == told["widthWhenOpen"] == [width, width]
-    assert told["maps"] == [[f"LSE of {LONG}, by head and row", True, True]] * (4 if kind == "report" else 0)
-    assert told["filterHasFocus"] and told["keysAreTextInTheFilter"]
-    assert 0 < told["filtered"] < told["all"] and told["strangers"] == 0
-    assert told["says"] == f"{told['filtered']} of {told['all']} shown"
-    assert told["none"] == [0, 0] and told["escaped"] == [told["all"], ""]
-    assert 0 < told["failing"] < told["all"] and told["innocent"] == 0
-    assert told["failures"] > 2 and told["places"] == [0, 1, 0, told["failures"] - 1]
-    assert told["outline"] == "solid" and told["inSight"] and told["byButton"]
-    assert told["nameless"] == told["unreachable"] == 0 and told["twice"] == []
-    assert told["held"]
+    reported = seen[f"{kind}-{width}"]
+    assert reported["complaints"] == []
+    assert reported["sticksOut"] == [] and reported["width"] == reported["widthWhenOpen"] == [width, width]
+    assert reported["maps"] == [[f"LSE of {LONG}, by head and row", True, True]] * (4 if kind == "report" else 0)
+    assert reported["filterHasFocus"] and reported["keysAreTextInTheFilter"]
+    assert 0 < reported["filtered"] < reported["all"] and reported["strangers"] == 0
+    assert reported["says"] == f"{reported['filtered']} of {reported['all']} shown"
+    assert reported["none"] == [0, 0] and reported["escaped"] == [reported["all"], ""]
+    assert 0 < reported["failing"] < reported["all"] and reported["innocent"] == 0
+    assert reported["failures"] > 2 and reported["places"] == [0, 1, 0, reported["failures"] - 1]
+    assert reported["outline"] == "solid" and reported["inSight"] and reported["byButton"]
+    assert reported["nameless"] == reported["unreachable"] == 0 and reported["twice"] == []
+    assert reported["held"]

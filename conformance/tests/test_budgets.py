@@ -9,7 +9,7 @@ from mla_conformance.backends.declaration import Rounding
 from mla_conformance.cases.case import Case
 from mla_conformance.judging import budgets
 from mla_conformance.judging.budgets import Budget
-from mla_conformance.judging.golden import Expectation, expect
+from mla_conformance.judging.golden import GoldenAttention, golden_attention
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference.error_budget import Roundoffs, element_budget
 from mla_conformance.roles.table import build_problem
@@ -17,11 +17,11 @@ from mla_conformance.roles.table import build_problem
 ROUNDING = roundoffs(torch.bfloat16, Rounding(), tolerance(), None, 7, dequantised=False)
 
 
-def expectation(text: str = "lse:dims=small;heads=2;q=[5,0,2]") -> Expectation:
-    return expect(build_problem(Case.parse(text), torch.device("cpu")))
+def expectation(text: str = "lse:dims=small;heads=2;q=[5,0,2]") -> GoldenAttention:
+    return golden_attention(build_problem(Case.parse(text), torch.device("cpu")))
 
 
-def budget(found: Expectation, allowed: Roundoffs = ROUNDING, deviations: float = 4.75, call: int = 0) -> Budget:
+def budget(found: GoldenAttention, allowed: Roundoffs = ROUNDING, deviations: float = 4.75, call: int = 0) -> Budget:
     return found.budgets.of(found.calls[call], found.rows, allowed, deviations)
 
 

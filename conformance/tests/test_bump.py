@@ -11,7 +11,7 @@ from zipfile import ZipFile
 import pytest
 
 from mla_conformance.bump.environment import Environment
-from mla_conformance.bump.outcome import Bump, Judged, bump_lines, bump_markdown
+from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
 from mla_conformance.bump.version import Found, Pin, find, two_versions
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
@@ -71,11 +71,11 @@ def bumped(wheels: Path, once: Callable[[str, Callable[[Path], None]], Path]) ->
 
 
 def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
-    told = (bumped / "pull.md").read_text(encoding="utf-8")
-    assert "NOT INNOCENT · 1 newly failing · pass with both: 0 cases" in told
-    assert "| fake-attention | 1.0 | 2.0 |" in told
-    assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in told
-    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in told
+    reported = (bumped / "pull.md").read_text(encoding="utf-8")
+    assert "NOT INNOCENT · 1 newly failing · pass with both: 0 cases" in reported
+    assert "| fake-attention | 1.0 | 2.0 |" in reported
+    assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in reported
+    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in reported
 
 
 def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_caller(bumped: Path) -> None:
@@ -88,7 +88,7 @@ def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_cal
 def test_the_way_back_is_innocent(bumped: Path) -> None:
     runs = [load_report(bumped / "out" / side) for side in ("after", "before")]
     pins = [Pin.parse(f"fake-attention=={version}") for version in ("2.0", "1.0")]
-    back = Bump(*(Judged(pin, run, {}) for pin, run in zip(pins, runs, strict=True)))
+    back = Bump(*(JudgedVersion(pin, run, {}) for pin, run in zip(pins, runs, strict=True)))
     assert back.exit_status == 0
     *_, changed, last = bump_lines(back)
     assert changed == "· newly passing: Doubling new_tokens:q=[3] · was fail"
@@ -157,10 +157,10 @@ def test_a_signal_reaches_what_runs_and_all_that_it_started(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "pip.py").write_text(PIP)
-    os.mkfifo(told := tmp_path / "told")
-    for name, value in {"PYTHONPATH": str(tmp_path), "TOLD": str(told), "NUMBER": str(number)}.items():
+    os.mkfifo(reported := tmp_path / "told")
+    for name, value in {"PYTHONPATH": str(tmp_path), "TOLD": str(reported), "NUMBER": str(number)}.items():
         monkeypatch.setenv(name, value)
-    writers = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    writers = os.open(reported, os.O_RDONLY | os.O_NONBLOCK)
     command = ["bump", "fake-attention==1.0", "fake-attention==2.0", "--backend=EAGER", f"--out={tmp_path / 'out'}"]
     assert main(command) == 128 + number
     assert capsys.readouterr().err == f"mla-conformance: ended by {signal.Signals(number).name}\n"
@@ -198,12 +198,12 @@ PASS, FAIL, UNSUPPORTED = Status.PASS, Status.FAIL, Status.UNSUPPORTED
 OLD, NEW = Pin.parse("x==1"), Pin.parse("x==2")
 
 
-def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tuple[str, ...] = ()) -> Judged:
+def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tuple[str, ...] = ()) -> JudgedVersion:
     """A run of two cases; those without a status were not run."""
     records = [Record("K", "K", "lse", case, status, used={"row": used}) for case, status in statuses.items()]
     facts = BackendFacts("K", "K", reasons, versions={} if reasons else {"X": pin.version})
     backend = BackendSummary(facts, () if reasons else summarise(records, {"lse": 2}))
-    return Judged(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
+    return JudgedVersion(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
 
 
 GOOD = {A: PASS, B: PASS}
@@ -235,7 +235,7 @@ GONE = ("package x not installed",)
         (judged(OLD, {A: UNSUPPORTED, B: UNSUPPORTED}), judged(NEW, {A: UNSUPPORTED, B: UNSUPPORTED}), 3, "NOT JUDGED"),
     ],
 )
-def test_verdicts(before: Judged, after: Judged, status: int, said: str) -> None:
+def test_verdicts(before: JudgedVersion, after: JudgedVersion, status: int, said: str) -> None:
     found = Bump(before, after)
     before.require_loaded()
     after.require_loaded()

@@ -60,8 +60,8 @@ def test_an_exception_is_what_its_message_says() -> None:
         (True, False, False, Outcome.UNSURE),
     ],
 )
-def test_outcomes(told: bool, right: bool, certain: bool, outcome: str) -> None:
-    assert Outcome.of(told, right, certain) is outcome
+def test_outcomes(reported: bool, right: bool, certain: bool, outcome: str) -> None:
+    assert Outcome.of(reported, right, certain) is outcome
 
 
 FOUND = [

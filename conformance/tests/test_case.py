@@ -171,10 +171,10 @@ def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str
 
 
 def test_json_that_told_the_fields_of_every_role_is_read() -> None:
-    told = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
-    assert Case.from_json(told).id == "lse:q=[3]"
+    reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
+    assert Case.from_json(reported).id == "lse:q=[3]"
     with pytest.raises(CaseError, match="a prefill case has none, only decode, indexer, layer and sparse cases; got 2"):
-        Case.from_json({**told, "ranks": 2})
+        Case.from_json({**reported, "ranks": 2})
 
 
 def test_a_case_is_of_the_role_of_its_call() -> None:

@@ -17,9 +17,9 @@ BASE_2 = "The LSE is in base 2, like someone/something#1"
 
 
 def failure(case: str = "lse:q=[4]", **changes: object) -> Record:
-    told = {"message": "LSE is 5 (SPEC 4.2)", "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, **changes}
+    reported = {"message": "LSE is 5 (SPEC 4.2)", "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, **changes}
     record = Record("B", "b.py:B", case.partition(":")[0], case, Status.FAIL)
-    return msgspec.convert({**msgspec.to_builtins(record), **told}, Record)
+    return msgspec.convert({**msgspec.to_builtins(record), **reported}, Record)
 
 
 def raised(text: str, case: str = "lse:q=[4]") -> Record:

@@ -28,7 +28,7 @@ from mla_conformance.commands.issuing import Issuing
 from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
 from mla_conformance.judging.facts import BackendFacts, Traced
@@ -381,7 +381,7 @@ def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
-    request = Request.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
+    request = RunRequest.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
     facts = [describe(Subject.of("TORCH_SDPA", device))]
     journal = Journal.inside(folder)
     journal.append(Planned(Plan.of(request, "cpu", device_facts(device), facts).to_json()))

@@ -18,7 +18,7 @@ from mla_conformance.cli import _parser, main
 from mla_conformance.commands.options import commands_of
 from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.describe import describe
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import capability_lines
 from mla_conformance.trials.context import Context
@@ -98,7 +98,7 @@ def test_a_class_that_its_file_lacks(
 @pytest.mark.parametrize("source", ["globals()['My' + 'Own'] = int", "from x import *", "import x\nMyOwn = x.Y"])
 def test_a_class_that_its_file_may_make_is_looked_for_where_it_is_imported(tmp_path: Path, source: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    assert Request.of([f"{tmp_path / 'mine.py'}:MyOwn"]).backends[0].name == "MyOwn"
+    assert RunRequest.of([f"{tmp_path / 'mine.py'}:MyOwn"]).backends[0].name == "MyOwn"
 
 
 def test_cuda_where_there_is_none(

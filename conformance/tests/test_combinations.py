@@ -93,10 +93,10 @@ class Dense(EagerDecodeBackend):
 def test_pairs_that_declared_support_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dense.py").write_text(DENSE)
     assert main(["capabilities", "--backend", f"{tmp_path}/dense.py:Dense", "--device", "cpu"]) == 0
-    headline, *told = capsys.readouterr().out.splitlines()
+    headline, *reported = capsys.readouterr().out.splitlines()
     assert "decode: " in headline and "7 values and " in headline and " 0 pairs" not in headline
-    assert told[0] == "  no case: page=16, page=32, page=128, page=1, queries=uneven, cache=fp8,"
-    assert any(" never with " in line for line in told) and max(map(len, told)) <= 80
+    assert reported[0] == "  no case: page=16, page=32, page=128, page=1, queries=uneven, cache=fp8,"
+    assert any(" never with " in line for line in reported) and max(map(len, reported)) <= 80
     assert main(["capabilities", "--backend", "EAGER", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.count("0 values and 0 pairs of the others unreached") == len(SPACES)
 

@@ -7,8 +7,8 @@ import pytest
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.confirm import Confirmation, compared, comparisons
-from mla_conformance.judging.record import UNLIKE, Question, Record
+from mla_conformance.engine.confirm import FailureConfirmation, compared, comparisons
+from mla_conformance.judging.record import UNLIKE, Record, RecordKey
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import write_case
@@ -68,7 +68,7 @@ def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wron
     return Record("Mine", "mine.py:Mine", "lse", case, status, message=message)
 
 
-def attempts(confirmation: Confirmation, answers: list[Status]) -> tuple[list[tuple[Question, ...]], Record]:
+def attempts(confirmation: FailureConfirmation, answers: list[Status]) -> tuple[list[tuple[RecordKey, ...]], Record]:
     """What is done before each attempt, and the record in the end, if the attempts give these answers."""
     befores = []
     for attempt, status in zip(confirmation.attempts, answers, strict=False):
@@ -83,7 +83,7 @@ OTHERS = [("OTHER", ""), ("OTHER", FIRST)]
 
 
 def test_a_failure_is_tried_alone_then_after_more_and_more_of_its_own_cases() -> None:
-    befores, found = attempts(Confirmation(record(), OWN, False), [Status.PASS] * 3 + [Status.CRASH])
+    befores, found = attempts(FailureConfirmation(record(), OWN, False), [Status.PASS] * 3 + [Status.CRASH])
     assert befores == [(), tuple(OWN[-1:]), tuple(OWN[-4:]), tuple(OWN)]
     assert (found.confirmation, found.status) == ("after", Status.CRASH)
     assert found.after == tuple(case for _, case in OWN)
@@ -91,20 +91,20 @@ def test_a_failure_is_tried_alone_then_after_more_and_more_of_its_own_cases() ->
 
 def test_a_failure_that_repeats_only_after_what_others_did_is_theirs() -> None:
     history = [*OTHERS, OWN[0]]
-    befores, found = attempts(Confirmation(record(), history, False), [Status.PASS, Status.PASS, Status.FAIL])
+    befores, found = attempts(FailureConfirmation(record(), history, False), [Status.PASS, Status.PASS, Status.FAIL])
     assert befores == [(), (OWN[0],), tuple(history)]
     assert (found.status, found.confirmation) == (Status.PASS, "unrepeated")
     assert "where OTHER had used the process before" in found.message
 
 
 @pytest.mark.parametrize("history", [OWN, OTHERS, []])
-def test_a_failure_that_never_repeats_stays_one(history: list[Question]) -> None:
-    _, found = attempts(Confirmation(record(), history, False), [Status.PASS] * 9)
+def test_a_failure_that_never_repeats_stays_one(history: list[RecordKey]) -> None:
+    _, found = attempts(FailureConfirmation(record(), history, False), [Status.PASS] * 9)
     assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")
 
 
 def test_a_case_before_that_kills_the_process_confirms_nothing() -> None:
-    confirmation = Confirmation(record(), [("mine.py:Mine", FIRST)], False)
+    confirmation = FailureConfirmation(record(), [("mine.py:Mine", FIRST)], False)
     (attempt,) = [attempt for attempt in confirmation.attempts if attempt.before]
     assert confirmation.settled(attempt, record(Status.CRASH, FIRST)) is None
 
@@ -180,7 +180,7 @@ def test_what_explains_a_failure_is_tried_on_the_others_that_it_may_explain() ->
     passed = failed("d").with_fields(status=Status.PASS)
     tasks = comparisons([explained, *others, *beside, passed])
     assert [task.case for task in tasks] == [THIRD, "c"], "quick ones first, and not for ever"
-    assert {(task.told, task.explain, task.fresh) for task in tasks} == {(("It is wrong",), True, False)}
+    assert {(task.reported, task.explain, task.fresh) for task in tasks} == {(("It is wrong",), True, False)}
     assert comparisons(others) == []
 
 

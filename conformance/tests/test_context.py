@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import checksum, storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials import context as kept
-from mla_conformance.trials.context import Context, Kept
+from mla_conformance.trials.context import CheckedCache, Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 
@@ -41,7 +41,7 @@ class Made:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self.golden: list[Expectation] = []
+        self.golden: list[GoldenAttention] = []
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -131,14 +131,14 @@ def test_inputs_above_the_limit_are_built_for_each_backend(made: Made, monkeypat
     assert made.counts == (2, 1)
 
 
-def keep(values: Kept[str], name: str, elements: int, limit: int = 100) -> torch.Tensor:
+def keep(values: CheckedCache[str], name: str, elements: int, limit: int = 100) -> torch.Tensor:
     tensor = torch.zeros(elements, dtype=torch.uint8)
     values.keep((name, "cpu"), name, [tensor], limit)
     return tensor
 
 
 def test_what_was_used_longest_ago_makes_room() -> None:
-    values = Kept[str]()
+    values = CheckedCache[str]()
     for name in "abc":
         keep(values, name, 30)
     assert values.find(("a", "cpu")) == "a"
@@ -147,7 +147,7 @@ def test_what_was_used_longest_ago_makes_room() -> None:
 
 
 def test_the_last_one_is_kept_whatever_its_size() -> None:
-    values = Kept[str]()
+    values = CheckedCache[str]()
     keep(values, "a", 30)
     keep(values, "b", 300)
     assert values.values() == ["b"]
@@ -156,7 +156,7 @@ def test_the_last_one_is_kept_whatever_its_size() -> None:
 
 
 def test_memory_that_tensors_share_counts_once() -> None:
-    values, shared = Kept[str](), torch.zeros(60, dtype=torch.uint8)
+    values, shared = CheckedCache[str](), torch.zeros(60, dtype=torch.uint8)
     values.keep(("a", "cpu"), "a", [shared[:30], shared[30:]], 100)
     keep(values, "b", 40)
     assert values.values() == ["a", "b"]
@@ -164,7 +164,7 @@ def test_memory_that_tensors_share_counts_once() -> None:
 
 @pytest.mark.parametrize("elements", [1, 7, 8, 13])
 def test_every_byte_counts(elements: int) -> None:
-    values = Kept[str]()
+    values = CheckedCache[str]()
     tensor = keep(values, "a", elements)
     sums = {tuple(checksum([tensor]))}
     for position in range(elements):

@@ -13,7 +13,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.cached import CACHES, TAILS
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.reference.attention import merge_states
@@ -223,7 +223,7 @@ def test_a_backend_without_the_role_is_unsupported_even_where_refusals_are_asked
 
 def test_the_golden_states_of_the_ranks_merge_to_that_of_one() -> None:
     problem = build_problem(Case.parse("dcp:call=decode;dims=small;q=[3,1];kv=[40,0];ranks=3;interleave=4"), CPU)
-    expectation = expect(problem)
+    expectation = golden_attention(problem)
     merged, *others = expectation.calls
     for other in others:
         merged = merge_states(merged, other)

@@ -27,7 +27,7 @@ from mla_conformance.defects.known import (
     known_defects,
     reported_bugs,
 )
-from mla_conformance.defects.matrix import Kernel, Task, first_tasks, further_tasks, kernels, run_task
+from mla_conformance.defects.matrix import MatrixKernel, MatrixTask, first_tasks, further_tasks, kernels, run_task
 from mla_conformance.defects.report import (
     DefectReport,
     deciding_digest,
@@ -79,23 +79,23 @@ def test_a_kernel_is_run_on_cases_of_its_roles_only() -> None:
     prefill, decode, layer = (
         Case.parse(text) for text in ("lse:q=[3]", "decode:q=[1];kv=[5]", "graph_padding:call=layer;q=[1];kv=[5]")
     )
-    kernel = Kernel("own", "", roles=roles["own"])
+    kernel = MatrixKernel("own", "", roles=roles["own"])
     assert [kernel.serves(case) for case in (prefill, decode, layer)] == [False, True, False]
-    assert replace(kernel, roles=roles["layered"]).serves(layer) and Kernel("EAGER", "EAGER").serves(prefill)
+    assert replace(kernel, roles=roles["layered"]).serves(layer) and MatrixKernel("EAGER", "EAGER").serves(prefill)
     case = Case.parse("decode:dims=small;q=[1];kv=[5]")
-    ran = {record.backend for record in run_task(Task([case], [kernel for kernel in kernels() if kernel.honest]))}
+    ran = {record.backend for record in run_task(MatrixTask([case], [kernel for kernel in kernels() if kernel.honest]))}
     assert "LayeredDecode" in ran and "EagerPrefillBackend" not in ran and "TORCH_SDPA" in ran
 
 
 def test_a_defect_runs_until_it_is_dead_and_an_honest_kernel_on_everything() -> None:
     wrong = next(kernel for kernel in kernels() if kernel.name == "lse-base2-merged-as-natural-prefix-chunk")
-    honest = Kernel("EAGER", "EAGER")
+    honest = MatrixKernel("EAGER", "EAGER")
     cases = [Case.parse(f"lse:call=context_chunk;dims=small;q=[{tokens}];kv=[5]") for tokens in (3, 5)]
-    ran = [(record.backend, record.failed) for record in run_task(Task(cases, [honest, wrong]))]
+    ran = [(record.backend, record.failed) for record in run_task(MatrixTask(cases, [honest, wrong]))]
     assert ran == [("EAGER", False), (wrong.name, True), ("EAGER", False)]
 
 
-def asked(tasks: Iterable[Task]) -> dict[str, set[str]]:
+def asked(tasks: Iterable[MatrixTask]) -> dict[str, set[str]]:
     """The capabilities that each kernel of some tasks is asked about."""
     found: dict[str, set[str]] = {}
     for task in tasks:
@@ -219,7 +219,7 @@ def outcomes(killed: dict[str, set[str]]) -> list[Record]:
             name,
             f"{name}:q=[{tokens}]",
             Status.FAIL if name in killed.get(kernel, ()) else Status.PASS,
-            "wrong",
+            message="wrong",
         )
         for kernel in ("EagerPrefillBackend", next(iter(DEFECTS)))
         for name in CAPABILITIES
@@ -240,7 +240,7 @@ def test_the_smoke_tier_promises_most_kills_by_any_capability_and_no_false_alarm
     ids = list(DEFECTS)
     spared = len(ids) // 20
     kills = {id: [] if number < spared else ["refusals"] for number, id in enumerate(ids)}
-    smoke = DefectReport("0", "smoke", kills, {}, [], 9)
+    smoke = DefectReport(["0"], "smoke", kills, {}, [], 9)
     assert smoke.holds and smoke.survivors == ids[:spared]
     assert f"ALIVE {ids[0]}" in list(terminal_lines(smoke)) and "which promises 95%" in list(terminal_lines(smoke))[-1]
     assert not msgspec.structs.replace(smoke, kills={**kills, ids[spared]: []}).holds

@@ -14,10 +14,10 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.devices import VISIBLE, jit_caches, place_environment, visible_gpus
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.messages import Answer, Hello, Setup
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.messages import Hello, Setup, TaskReply
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import Outcome, Tasks
+from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.verdict import Status
@@ -44,9 +44,9 @@ class Places:
     def hello(self) -> Hello:
         return Hello(1, "cuda", {}, self._gpus)
 
-    def run(self, tasks: Tasks) -> Iterator[Outcome]:
+    def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
-            yield Outcome(task, Answer(facts=BackendFacts(task.reference, task.reference)))
+            yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_each_further_worker_has_a_gpu_and_a_folder_of_compiled_kernels(
 ) -> None:
     monkeypatch.setattr("mla_conformance.engine.run.may_have_gpu", lambda: True)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    run, places = Run(Request.of(["EAGER"]), RunFolder.claim(tmp_path), Limits(workers)), Places(*gpus)
+    run, places = Run(RunRequest.of(["EAGER"]), RunFolder.claim(tmp_path), Limits(workers)), Places(*gpus)
     run.supervisor = places  # type: ignore[assignment]
     run.prepare()
     first, *further = places.environments
@@ -115,5 +115,5 @@ def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     assert device_reasons(far, CUDA, EagerPrefillBackend) == []
     device.total_memory = 8 << 30
-    told = "needs a device with 18 GiB of memory, this one has 8 GiB"
-    assert device_reasons(far, CUDA, EagerPrefillBackend) == [told]
+    reported = "needs a device with 18 GiB of memory, this one has 8 GiB"
+    assert device_reasons(far, CUDA, EagerPrefillBackend) == [reported]

@@ -94,8 +94,10 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
         found = [each for each in everyone if alike(candidate, each, text) >= ALIKE]
         assert alike(candidate, candidate, text) == 1.0
         covered = any(candidate.id in other.covers for other in found)
-        told = describe(found, certain=True)
-        assert covered or candidate.sentence in told or (not told and len(found) > 2), f"{candidate.sentence}: {told}"
+        reported = describe(found, certain=True)
+        assert covered or candidate.sentence in reported or (not reported and len(found) > 2), (
+            f"{candidate.sentence}: {reported}"
+        )
 
 
 def alike(one: Candidate, other: Candidate, case: str) -> float:
@@ -208,7 +210,7 @@ def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: leaked)
     trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
     assert UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
-    assert explain(trial, record) == "" and explain(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].told
+    assert explain(trial, record) == "" and explain(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
 
 
 SYMPTOMS = {
@@ -240,10 +242,10 @@ def test_an_exception_is_not_explained_by_arithmetic() -> None:
 
 @pytest.mark.usefixtures("judged_once")
 def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
-    (base_2,) = {each.told for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse)}
+    (base_2,) = {each.reported for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse)}
     reference = next(each.reference for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
-    assert explain(*tried(reference, SUSPECT_CASES[0]), told=["Heads are rotated by one", base_2]) == base_2
-    assert explain(*tried(located(OneNan), SUSPECT_CASES[0]), told=[base_2]) == ""
+    assert explain(*tried(reference, SUSPECT_CASES[0]), reported=["Heads are rotated by one", base_2]) == base_2
+    assert explain(*tried(located(OneNan), SUSPECT_CASES[0]), reported=[base_2]) == ""
 
 
 @pytest.mark.usefixtures("judged_once")
@@ -280,8 +282,8 @@ def test_rounding_is_no_difference_and_a_small_place_is_one() -> None:
 def test_uncertain_and_too_many_candidates() -> None:
     one, two, three = candidates(Role.PREFILL)[:3]
     assert describe([], certain=True) == UNLIKE and describe([one, two, three], certain=True) == ""
-    assert describe([one], certain=False) == f"perhaps {one.told}"
-    assert describe([one, two], certain=True) == f"one of: {one.told}; or {two.told}"
+    assert describe([one], certain=False) == f"perhaps {one.reported}"
+    assert describe([one, two], certain=True) == f"one of: {one.reported}; or {two.reported}"
 
 
 WRONG = """

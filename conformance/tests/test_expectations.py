@@ -12,7 +12,7 @@ from mla_conformance.cases.case import CaseError
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Judgement
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectations, shipped, to_toml
 from mla_conformance.expectations.entry import Expectation, read_expectations
@@ -211,7 +211,7 @@ def test_a_list_without_a_query_is_refused() -> None:
 def test_a_run_applies_expectations(tmp_path: Path) -> None:
     facts = BackendFacts("MINE", "MINE", versions={"flash-attn": "2.8.0b1"})
     known = Expectations((replace(KNOWN, when="flash-attn < 2.8"),))
-    request = Request.of(["EAGER"], ["lse"], "smoke", "cpu")
+    request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
         run.folder.journal.append(Judgement(FAILURE))
         run.resume()

@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
+from mla_conformance.cases.drawn import (
+    DRAWN,
+    OPTIONS,
+    DrawnOption,
+    DrawnOptions,
+    declared_options,
+    options_of,
+    plain_case,
+)
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import CaseStarted, Journal
@@ -48,10 +56,10 @@ def test_an_honest_library_holds_on_drawn_cases() -> None:
     assert record.status is Status.PASS and record.cases > 7, record.message
 
 
-def valid(capability: str, call: Call) -> Options:
+def valid(capability: str, call: Call) -> DrawnOptions:
     """What some case can have of a call's options."""
 
-    def can_be(fields: Option) -> bool:
+    def can_be(fields: DrawnOption) -> bool:
         try:
             return bool(plain_case(capability, call, fields))
         except CaseError:

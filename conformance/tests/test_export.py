@@ -83,7 +83,7 @@ def exported(reference: str, case: str, path: Path) -> str:
 def test_the_command_writes_a_script_that_fails_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = [each for each in candidates(Role.PREFILL) if "base 2" in each.told]
+    few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
     path = folder / "scripts" / "repro.py"
     arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
@@ -122,13 +122,13 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
         "right": "0",
         "no-name": "2",
     }
-    told = dict(zip(cases, printed[::2], strict=True))
-    assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", told["scaled"])
-    assert "11 of 22 wrong in 1 of 2 heads (1), the worst " in told["reference"]
+    reported = dict(zip(cases, printed[::2], strict=True))
+    assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", reported["scaled"])
+    assert "11 of 22 wrong in 1 of 2 heads (1), the worst " in reported["reference"]
     assert re.search(
-        r"cannot be told here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", told["no-name"]
+        r"cannot be told here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", reported["no-name"]
     )
-    assert "cannot be told here: ZeroDivisionError: division by zero" in told["raises"] and done.returncode == 2
+    assert "cannot be told here: ZeroDivisionError: division by zero" in reported["raises"] and done.returncode == 2
     assert "raises.py" in done.stderr and "1 / 0" in done.stderr
 
 
@@ -252,13 +252,15 @@ def test_a_stored_script_is_whole_and_needs_nothing_of_ours(script: Path) -> Non
     found = {name.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for name in node.names}
     assert "torch" in found and not any(name.startswith("mla_conformance") for name in found)
     assert len(text.splitlines()) <= MOST_LINES
-    told = (script.parent / "README.md").read_text(encoding="utf-8")
-    assert f"({script.name})" in told and Case.parse(re.findall(r"^Case (.*)$", text, re.MULTILINE)[0]).id in told
+    reported = (script.parent / "README.md").read_text(encoding="utf-8")
+    assert (
+        f"({script.name})" in reported and Case.parse(re.findall(r"^Case (.*)$", text, re.MULTILINE)[0]).id in reported
+    )
 
 
 def test_what_is_told_of_stored_scripts_is_there() -> None:
-    told = (ROOT / "docs" / "reproducers" / "README.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"\((\w+\.py)\)", told)) == [path.name for path in STORED] != []
+    reported = (ROOT / "docs" / "reproducers" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\((\w+\.py)\)", reported)) == [path.name for path in STORED] != []
 
 
 class _Wrapper:

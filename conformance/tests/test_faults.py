@@ -10,7 +10,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import KEPT_BYTES, LOG_NAME, RunFolder
 from mla_conformance.engine.journal import Journal
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
     backends = [name if name == "EAGER" else f"{source}:{name}" for name in OF_PROCESSES]
-    request = Request.of(backends, device="cpu", cases=CASES)
+    request = RunRequest.of(backends, device="cpu", cases=CASES)
     run = Run(request, RunFolder.claim(folder / "out"), Limits(2, SECONDS, MEMORY))
     assert run_and_report(run, as_json=True) == 1
     return folder

@@ -191,8 +191,8 @@ def test_what_is_stored_is_of_a_command_that_exists_and_of_this_suite(name: str)
     seen = STORED[name]
     _, extra = _parser().parse_known_args(shlex.split(seen["command"])[1:])
     assert not extra and seen["output"], f"run: python ci/seen.py {name}"
-    told = re.findall(r"suite (\S+) ", seen["output"])
-    assert set(told) <= {SUITE_VERSION} or "H200" in seen["on"], f"run: python ci/seen.py {name}"
+    reported = re.findall(r"suite (\S+) ", seen["output"])
+    assert set(reported) <= {SUITE_VERSION} or "H200" in seen["on"], f"run: python ci/seen.py {name}"
 
 
 def test_what_a_failure_looks_like_is_what_is_printed_today() -> None:

@@ -10,7 +10,7 @@ from mla_conformance.backends.declaration import Declaration, Precision, Roundin
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands, added
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
@@ -60,7 +60,7 @@ def test_the_cases_drive_every_entry_and_hold_rows_without_keys() -> None:
     assert {case.call for case in CASES} == {"new_tokens", "context_chunk", "chunked_context"}
     assert {case.dtype for case in CASES} == {"e4m3"}
     (empty,) = (case for case in CASES if case.call == "context_chunk" and 0 in case.kv)
-    assert bool((expect(built(empty)).calls[0].lse == -torch.inf).any())
+    assert bool((golden_attention(built(empty)).calls[0].lse == -torch.inf).any())
 
 
 def test_golden_is_attention_to_the_widened_codes() -> None:
@@ -69,7 +69,7 @@ def test_golden_is_attention_to_the_widened_codes() -> None:
     q, k, v = (x.double() for x in (call.q, call.k, call.v))
     rows, keys = problem.query_start_loc, call.key_start_loc
     want = attention(q, k, v, query_start_loc=rows, key_start_loc=keys, scale=NEW.softmax_scale, causal=True)
-    (state,) = expect(problem).calls
+    (state,) = golden_attention(problem).calls
     assert torch.equal(state.output, want.output) and torch.equal(state.lse, want.lse)
 
 

@@ -41,9 +41,9 @@ def report(tmp_path: Path) -> Callable[..., Path]:
             BackendSummary(BackendFacts(n, n), summarise(r, count_by_capability(cases))) for n, r in named.items()
         ]
         backends += [BackendSummary(BackendFacts(gone, gone, ("no such GPU",)))] if gone else []
-        told = {"suite": suite, "tier": "full", "device": "cpu", "torch": "2"}
+        reported = {"suite": suite, "tier": "full", "device": "cpu", "torch": "2"}
         whole = tuple(TWO) if shard else cases
-        write_json(tmp_path / name, report_json(RunSummary(told, tuple(backends), whole, shard)))
+        write_json(tmp_path / name, report_json(RunSummary(reported, tuple(backends), whole, shard)))
         return tmp_path / name
 
     return write
@@ -65,9 +65,9 @@ def test_two_capabilities_of_all_do_not_open_the_gate(report: Callable[..., Path
     extent = f"{len(TWO)} of {FULL} cases, 2 of {len(CAPABILITIES)} capabilities"
     assert status == 1 and f"not run          MINE {extent} · of the full tier\n" in out
     assert out.endswith(f" · {len(TWO)} verdicts · {FULL - len(TWO)} not run\n")
-    told = {line.split()[3] for line in out.splitlines() if "without a verdict" in line}
-    told |= set(next(line for line in out.splitlines() if "… and" in line).partition(": ")[2].split(", "))
-    assert told == CAPABILITIES.keys() - {"new_tokens", "lse"}
+    reported = {line.split()[3] for line in out.splitlines() if "without a verdict" in line}
+    reported |= set(next(line for line in out.splitlines() if "… and" in line).partition(": ")[2].split(", "))
+    assert reported == CAPABILITIES.keys() - {"new_tokens", "lse"}
     assert gate(file, "--require-tier", "none")[0] == 0
 
 

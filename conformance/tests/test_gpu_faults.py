@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -34,7 +34,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], R
     """One run over all of them."""
     folder = tmp_path_factory.mktemp("gpu_faults")
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
-    request = Request.of([f"{source}:{name}" for name in FAULTS], device="cuda", cases=CASES)
+    request = RunRequest.of([f"{source}:{name}" for name in FAULTS], device="cuda", cases=CASES)
     run = Run(request, RunFolder.claim(folder / "out"), Limits(workers=1, timeout=300))
     assert run_and_report(run, as_json=True) == 1
     found = run.summary().records

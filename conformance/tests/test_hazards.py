@@ -11,7 +11,7 @@ import torch
 
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.files.outputs import Section
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
@@ -102,7 +102,7 @@ def test_rising_logits_raise_the_running_maximum_in_every_tile(data: str) -> Non
 def test_values_of_one_give_an_output_of_one(data: str) -> None:
     problem = built(data, q=(3,), kv=(300,))
     assert bool((problem.attention[0].v == 1).all())
-    assert torch.allclose(expect(problem).calls[0].output, torch.ones(()).double(), rtol=1e-12)
+    assert torch.allclose(golden_attention(problem).calls[0].output, torch.ones(()).double(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
@@ -140,8 +140,8 @@ def test_tiny_values_are_a_thousandth_and_zero_keys_make_all_logits_equal() -> N
     assert torch.equal(built("tiny_values").attention[0].v, built("normal").attention[0].v * 1e-3)
     problem = built("zero_keys")
     assert not logits(problem).any()
-    mean = problem.attention[0].v.double().mean(0).expand_as(expect(problem).calls[0].output)
-    assert torch.allclose(expect(problem).calls[0].output, mean, rtol=1e-12)
+    mean = problem.attention[0].v.double().mean(0).expand_as(golden_attention(problem).calls[0].output)
+    assert torch.allclose(golden_attention(problem).calls[0].output, mean, rtol=1e-12)
 
 
 def test_every_regime_is_promised_and_used() -> None:
@@ -188,7 +188,7 @@ def fresh(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same_as_fresh(problem: Problem) -> bool:
-    state = expect(problem).calls[0]
+    state = golden_attention(problem).calls[0]
     output, lse = fresh(problem)
     return torch.equal(state.output, output) and torch.equal(state.lse, lse)
 
@@ -228,11 +228,11 @@ def test_a_prefix_of_new_tokens_cuts_queries_and_keys() -> None:
 def test_overwritten_tensors_keep_their_addresses_and_take_the_other_golden_result(text: str) -> None:
     case = Case.parse(text)
     problem, other = build_problem(case, CPU), build_problem(replace(case, seed=9), CPU)
-    before = expect(problem).calls[0].output
+    before = golden_attention(problem).calls[0].output
     addresses = [tensor.data_ptr() for tensor in operands(problem.attention[0])]
     written = overwrite(problem, other)
     assert [tensor.data_ptr() for tensor in operands(written.attention[0])] == addresses
-    assert same_as_fresh(written) and not torch.equal(expect(written).calls[0].output, before)
+    assert same_as_fresh(written) and not torch.equal(golden_attention(written).calls[0].output, before)
 
 
 def operands(call: AttentionCall) -> tuple[torch.Tensor, ...]:

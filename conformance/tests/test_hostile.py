@@ -13,7 +13,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import system_settings
-from mla_conformance.driving.hand import attempt
+from mla_conformance.driving.executor import run_step
 from mla_conformance.driving.process_state import ProcessState
 from mla_conformance.judging import judge
 from mla_conformance.judging.record import Record
@@ -132,7 +132,7 @@ def heeded() -> Iterator[None]:
 
 def test_an_interrupt_from_outside_is_no_failure_of_the_call(heeded: None) -> None:
     with pytest.raises(KeyboardInterrupt):
-        attempt(lambda: signal.raise_signal(signal.SIGINT))
+        run_step(lambda: signal.raise_signal(signal.SIGINT))
 
 
 def test_what_libraries_do_is_no_change() -> None:

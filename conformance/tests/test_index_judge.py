@@ -11,7 +11,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.indexer.judge import expect_scores
+from mla_conformance.roles.indexer.judge import golden_scores
 from mla_conformance.roles.table import build_problem, judge
 
 CPU = torch.device("cpu")
@@ -21,14 +21,14 @@ TOPK = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[20,3];topk=8"
 def built(text: str) -> tuple[Problem, Any, torch.Tensor]:
     """A problem, its golden scores, and the best tokens of each row in order, -1 behind them."""
     problem = build_problem(Case.parse(text), CPU)
-    (golden,) = expect_scores(problem).calls
+    (golden,) = golden_scores(problem).calls
     best = golden.scores.topk(8, dim=1)
     return problem, golden, best.indices.masked_fill(best.values == -torch.inf, -1).int()
 
 
 def verdict(problem: Problem, value: Any) -> Verdict:
     observation = Observation((Returned(problem.calls[0], value),), None, ())
-    return judge(problem, expect_scores(problem), observation, Declaration())
+    return judge(problem, golden_scores(problem), observation, Declaration())
 
 
 def test_the_order_of_a_selection_is_free() -> None:
@@ -77,12 +77,12 @@ def test_slots_are_those_of_the_own_request() -> None:
     problem, _, best = built(f"{TOPK.replace('indexer_topk', 'index_mapping')};space=slot")
     slots: Any = problem.calls[0]
     firsts = torch.tensor([0, 0, 22])[:, None]
-    told = torch.where(best < 0, -1, slots.slots[(best + firsts).clamp(max=25).long()]).int()
-    assert verdict(problem, told).status is Status.PASS
-    told[0, 0] = slots.slots[22]
-    assert "is no token of the request, at request 0, query 0" in verdict(problem, told).message
-    told[0, 0] = slots.stored.shape[0] * slots.stored.shape[1]
-    assert "is no token of the request" in verdict(problem, told).message
+    reported = torch.where(best < 0, -1, slots.slots[(best + firsts).clamp(max=25).long()]).int()
+    assert verdict(problem, reported).status is Status.PASS
+    reported[0, 0] = slots.slots[22]
+    assert "is no token of the request, at request 0, query 0" in verdict(problem, reported).message
+    reported[0, 0] = slots.stored.shape[0] * slots.stored.shape[1]
+    assert "is no token of the request" in verdict(problem, reported).message
 
 
 def test_a_worse_token_is_accepted_only_within_the_budget_of_both() -> None:

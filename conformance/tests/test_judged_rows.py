@@ -9,9 +9,9 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
 from mla_conformance.judging import judged_rows
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.judging.locate import Place
+from mla_conformance.judging.locate import Position
 from mla_conformance.judging.needs import operations_of
 from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.verdict import Status
@@ -69,7 +69,7 @@ def test_other_cases_draw_other_rows() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
     problem = build_problem(Case.parse(f"{case};seed=3"), CPU)
-    found = expect(problem)
+    found = golden_attention(problem)
     call = problem.attention[0]
     whole = attention(
         call.q,
@@ -140,4 +140,4 @@ def test_useful_operations_count_visible_pairs() -> None:
 def test_places_count_from_the_request() -> None:
     rows = JudgedRows((0, 400, 400, 700), (3, 399, 401), 1)
     assert rows.start_loc == (0, 2, 2, 3)
-    assert str(Place.of(rows, [2, 1, 5])) == "request 2, query 1, head 1, column 5"
+    assert str(Position.of(rows, [2, 1, 5])) == "request 2, query 1, head 1, column 5"

@@ -216,7 +216,7 @@ def test_ranks_write_each_new_token_once_and_divide_the_heads() -> None:
     assert isinstance(call, RankedCall) and call.name == "layer on 3 ranks"
     assert sum(len(part.image.slots) for part in call.parts) == 4
     assert [part.q.shape[1] for part in call.parts] == [2, 2, 2]
-    assert torch.equal(call.q, alone.q) and torch.equal(call.question().k, alone.question().k)
+    assert torch.equal(call.q, alone.q) and torch.equal(call.operands().k, alone.operands().k)
     with pytest.raises(ProblemError, match="a batch on ranks cannot be regrouped; expected ranks=1"):
         call.regrouped(call.parts[0].case, [1, 0], None)
 

@@ -59,16 +59,16 @@ def test_its_cases_replay_by_their_ids(name: str, cache: str) -> None:
 
 def as_transformers_writes(config: Config) -> Config:
     """Since version 5: one field for everything about rotation, and fields that do not concern attention."""
-    told = dict(config)
-    rope = told.pop("rope_scaling", None) or told.pop("rope_parameters", None) or {}
-    rope = {"rope_type": rope.get("type", "default"), "rope_theta": told.pop("rope_theta", 10000.0), **rope}
-    ratios = told.pop("compress_ratios", None)
+    reported = dict(config)
+    rope = reported.pop("rope_scaling", None) or reported.pop("rope_parameters", None) or {}
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": reported.pop("rope_theta", 10000.0), **rope}
+    ratios = reported.pop("compress_ratios", None)
     if ratios:
         kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-        told["layer_types"] = [kinds[ratio] for ratio in ratios[: told["num_hidden_layers"]]]
+        reported["layer_types"] = [kinds[ratio] for ratio in ratios[: reported["num_hidden_layers"]]]
         rope = {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": rope}
     return {
-        **told,
+        **reported,
         "rope_parameters": rope,
         "vocab_size": 1000,
         "transformers_version": "5.17.0",
@@ -220,8 +220,8 @@ def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.Capture
 
 
 def test_the_docs_list_the_known_architectures() -> None:
-    told = (Path(__file__).parents[2] / "docs" / "certify-a-model.md").read_text(encoding="utf-8")
-    listed = told.partition("Known architectures (`model_type`): ")[2].partition(". Any other")[0]
+    reported = (Path(__file__).parents[2] / "docs" / "certify-a-model.md").read_text(encoding="utf-8")
+    listed = reported.partition("Known architectures (`model_type`): ")[2].partition(". Any other")[0]
     assert [name.strip("`") for name in listed.replace("\n", " ").split(", ")] == list(FAMILIES)
 
 
@@ -239,7 +239,7 @@ def test_proof_is_carried_out_by_its_own_command(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "glm-5"]) == 0
-    told = capsys.readouterr().out
-    assert "192-64-256-512" in told and "top 2048; indexer 32 × 128" in told
-    assert "--tp             1, 2, 4, 8, 16, 32, 64" in told
-    assert "cache layouts fp8, fp8_ds_mla" in told
+    reported = capsys.readouterr().out
+    assert "192-64-256-512" in reported and "top 2048; indexer 32 × 128" in reported
+    assert "--tp             1, 2, 4, 8, 16, 32, 64" in reported
+    assert "cache layouts fp8, fp8_ds_mla" in reported

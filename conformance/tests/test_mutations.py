@@ -24,7 +24,7 @@ from mla_conformance.cli import main
 from mla_conformance.commands import certify, gating, replay
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import to_toml
 from mla_conformance.expectations.entry import Expectation
@@ -83,7 +83,7 @@ def certificate() -> str:
 def journal(folder: Path) -> str:
     """Of a run that was interrupted behind its first verdict."""
     written = Journal.inside(folder)
-    request = Request.of(["EAGER"], [], "full", "cpu", CASES)
+    request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
     plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
     written.append(Planned(plan.to_json()))

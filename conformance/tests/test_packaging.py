@@ -76,11 +76,11 @@ def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
 def test_the_wheel_tells_its_licence_and_its_description(wheel: Path) -> None:
     with ZipFile(wheel) as packed:
         about = f"mla_conformance-{__version__}.dist-info"
-        told = Parser().parsestr(packed.read(f"{about}/METADATA").decode())
-        assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+        reported = Parser().parsestr(packed.read(f"{about}/METADATA").decode())
+        assert (reported["License-Expression"], reported["License-File"]) == ("Apache-2.0", "LICENSE")
         assert hashlib.sha256(packed.read(f"{about}/licenses/LICENSE")).hexdigest() == APACHE
-    assert told["Description-Content-Type"] == "text/markdown"
-    assert told.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert reported["Description-Content-Type"] == "text/markdown"
+    assert reported.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_citation_names_the_version_and_the_licence_of_the_wheel() -> None:

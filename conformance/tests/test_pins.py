@@ -172,8 +172,8 @@ def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
 ) -> None:
     """As an editable installation leaves it."""
     module = wheel(tmp_path / "site")
-    told = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
-    (tmp_path / "site" / "kernels-1.0.dist-info" / "direct_url.json").write_text(told)
+    reported = json.dumps({"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}})
+    (tmp_path / "site" / "kernels-1.0.dist-info" / "direct_url.json").write_text(reported)
     shutil.move(module.parent, tmp_path / "checkout" / "kernels")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     folder = installed("kernels")
@@ -244,8 +244,8 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
 
 def test_another_machine_is_told() -> None:
     then = {"device": "NVIDIA H200", "driver": "580.1", "python": "3.12.3", "suite": "1"}
-    (told,) = compare_machines(then, {"driver": "", "python": "3.12.3", "platform": "linux", "suite": "2"})
-    assert told == Remark(Weight.TOLD, "judged with driver 580.1; here: driver none")
+    (reported,) = compare_machines(then, {"driver": "", "python": "3.12.3", "platform": "linux", "suite": "2"})
+    assert reported == Remark(Weight.TOLD, "judged with driver 580.1; here: driver none")
 
 
 def test_a_new_seal_does_not_make_it_another_backends(certificate: Path) -> None:

@@ -63,9 +63,9 @@ def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged:
     assert found == expected | {("SKIPPED", f"{CASES[0]}-backend=FLASH_ATTN")}
     assert (judged / "status").read_text() == "1"
     assert "FLASH_ATTN unavailable: " in printed and "package flash-attn not installed" in printed
-    told, passed = printed.partition("= mla-conformance =")[2], f"✔ lse {len(CASES)}"
+    reported, passed = printed.partition("= mla-conformance =")[2], f"✔ lse {len(CASES)}"
     for name, outcome in (("EAGER", passed), ("TORCH_SDPA", passed), ("WRONG", f"✘ lse 0/{len(CASES)}")):
-        assert re.search(rf"^{name} . passed .*\n +{outcome}$", told, re.MULTILINE)
+        assert re.search(rf"^{name} . passed .*\n +{outcome}$", reported, re.MULTILINE)
 
 
 def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged: Path) -> None:
@@ -82,9 +82,9 @@ def test_the_junit_file_holds_the_same_sentence(judged: Path) -> None:
     suite = ElementTree.parse(judged / "junit.xml").getroot()[0]
     counts = [int(suite.get(name, "")) for name in ("tests", "failures", "skipped", "errors")]
     assert counts == [3 * len(CASES) + 1, len(CASES), 1, 0]
-    told = [failure.text or "" for failure in suite.iter("failure")]
-    assert [text.partition(" · case ")[0] for text in told] == ["FAIL WRONG lse"] * len(CASES)
-    assert all("replay: mla-conformance replay" in text for text in told)
+    reported = [failure.text or "" for failure in suite.iter("failure")]
+    assert [text.partition(" · case ")[0] for text in reported] == ["FAIL WRONG lse"] * len(CASES)
+    assert all("replay: mla-conformance replay" in text for text in reported)
 
 
 @pytest.fixture

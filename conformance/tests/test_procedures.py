@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
@@ -41,5 +41,5 @@ def test_only_codes_know_the_scale_of_a_cache() -> None:
     for further, same in (("", True), (";cache=fp8", False)):
         problem = build_problem(Case.parse(f"call_order:{SMALL}{further}"), CPU)
         other = scale_cache(problem, 2.0)
-        before, after = (expect(each).calls[0].lse for each in (problem, other))
+        before, after = (golden_attention(each).calls[0].lse for each in (problem, other))
         assert torch.equal(before, after) is same and problem.key != other.key

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mla_conformance.engine.messages import Judged, decode, encode
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.messages import WorkerJudged, decode, encode
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status, failed
@@ -18,7 +18,7 @@ from mla_conformance.report.answer import closing_line
 from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.outcome import backend_lines, outcome_lines
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import cause_lines
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
@@ -43,18 +43,18 @@ def run(*backends: BackendSummary) -> RunSummary:
 @pytest.mark.parametrize(
     ("statuses", "listed", "outcome", "exit_status"),
     [
-        ((PASS, PASS), 2, Outcome.PASS, 0),
-        ((PASS, UNSUPPORTED), 2, Outcome.PASS, 0),
-        ((UNSUPPORTED,), 1, Outcome.UNSUPPORTED, 3),
-        ((PASS, FAIL), 2, Outcome.FAIL, 1),
-        ((PASS, CRASH), 2, Outcome.FAIL, 1),
-        ((PASS, Status.HARNESS_ERROR), 2, Outcome.FAIL, 1),
-        ((PASS,), 2, Outcome.NOT_RUN, 3),
-        ((FAIL,), 2, Outcome.FAIL, 1),
-        ((), 2, Outcome.NOT_RUN, 3),
+        ((PASS, PASS), 2, BackendOutcome.PASS, 0),
+        ((PASS, UNSUPPORTED), 2, BackendOutcome.PASS, 0),
+        ((UNSUPPORTED,), 1, BackendOutcome.UNSUPPORTED, 3),
+        ((PASS, FAIL), 2, BackendOutcome.FAIL, 1),
+        ((PASS, CRASH), 2, BackendOutcome.FAIL, 1),
+        ((PASS, Status.HARNESS_ERROR), 2, BackendOutcome.FAIL, 1),
+        ((PASS,), 2, BackendOutcome.NOT_RUN, 3),
+        ((FAIL,), 2, BackendOutcome.FAIL, 1),
+        ((), 2, BackendOutcome.NOT_RUN, 3),
     ],
 )
-def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: Outcome, exit_status: int) -> None:
+def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: BackendOutcome, exit_status: int) -> None:
     summary = backend(*statuses, listed=listed)
     assert summary.outcome is outcome and summary.capabilities[0].outcome is outcome
     assert run(summary).exit_status == exit_status
@@ -62,7 +62,7 @@ def test_what_decides(statuses: tuple[Status, ...], listed: int, outcome: Outcom
 
 def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
     absent = backend(reasons=("pip install b",))
-    assert absent.outcome is Outcome.UNAVAILABLE
+    assert absent.outcome is BackendOutcome.UNAVAILABLE
     assert run(absent).exit_status == 3
     assert run(absent, backend(PASS)).exit_status == 0
     assert list(backend_lines(absent, 80)) == ["B ? unavailable: pip install b"]
@@ -83,7 +83,7 @@ def test_a_record_may_stand_for_many_cases() -> None:
     summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
     assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "cases: 31 passed ·" in closing_line(run(summary))
     (missing,) = summarise([], {"explored": 1})
-    assert missing.outcome is Outcome.NOT_RUN
+    assert missing.outcome is BackendOutcome.NOT_RUN
 
 
 def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
@@ -119,19 +119,19 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
     assert len(lines) == len(list(outcome_lines(run(backend(PASS)), 80))) + 1
     assert list(outcome_lines(run(*absent), 80))[-1] == "B8 ? unavailable: no"
-    assert Request.of().names_all and not Request.of(["FLASH_ATTN"]).names_all
+    assert RunRequest.of().names_all and not RunRequest.of(["FLASH_ATTN"]).names_all
 
 
 def test_a_verdict_becomes_a_record_and_reads_back() -> None:
     settled = record(PASS).with_verdict(failed(Check.LSE, "wrong", {"head": 3}), 1.5)
     assert (settled.status, settled.check, settled.clause, settled.where) == (FAIL, "lse", "4.2", {"head": 3})
     assert settled.message == "wrong (SPEC 4.2)"
-    assert decode(encode(Judged(settled)), Judged).record == settled
+    assert decode(encode(WorkerJudged(settled)), WorkerJudged).record == settled
 
 
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:
     odd = record(FAIL).with_fields(used={"lse": "inf", "row": "nan"}, confirmation="after", after=("lse:q=[2]",))
-    plain = json.loads(encode(Judged(odd)))["record"]
+    plain = json.loads(encode(WorkerJudged(odd)))["record"]
     assert plain["used"] == {"lse": "inf", "row": "nan"}
     assert msgspec.convert(plain, Record) == odd and odd.shares["lse"] == math.inf and math.isnan(odd.shares["row"])
     for name, value in (("status", "splendid"), ("used", {"lse": "much"}), ("after", 7), ("confirmation", "perhaps")):

@@ -16,7 +16,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import SCHEMA, schema
 from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.summary import BackendSummary, Outcome, RunSummary, summarise
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
 
 VALIDATOR = Draft202012Validator(schema())
 Json = dict[str, Any]
@@ -55,15 +55,15 @@ def test_a_real_report_follows_the_published_schema(report: Json, capsys: pytest
 def test_the_schema_knows_every_status_and_no_other_key(report: Json) -> None:
     assert report["schema"] == SCHEMA and not VALIDATOR.is_valid({**report, "schema": "mla-conformance-report/2"})
     assert schema()["$defs"]["Status"]["enum"] == sorted(Status)
-    assert schema()["$defs"]["Outcome"]["enum"] == sorted(Outcome)
+    assert schema()["$defs"]["BackendOutcome"]["enum"] == sorted(BackendOutcome)
     assert not VALIDATOR.is_valid({**report, "more": 1})
 
 
 def test_every_record_is_in_the_report(report: Json, real_run: Path) -> None:
     events = [json.loads(line) for line in (real_run / "journal.jsonl").read_text().splitlines()]
     journalled = {(e["record"]["backend"], e["record"]["case"]) for e in events if e["event"] == "verdict"}
-    told = {(name, record["case"]) for name, part in report["backends"].items() for record in part["records"]}
-    assert told == journalled
+    reported = {(name, record["case"]) for name, part in report["backends"].items() for record in part["records"]}
+    assert reported == journalled
     for name in ("EAGER", "TORCH_SDPA"):
         passes = [record for record in report["backends"][name]["records"] if record["status"] == "pass"]
         assert passes and all(record["seconds"] > 0 for record in passes)
@@ -76,8 +76,12 @@ def test_every_record_is_in_the_report(report: Json, real_run: Path) -> None:
 def test_every_failure_by_a_wrong_number_that_was_explained_has_a_map(report: Json) -> None:
     broken, eager = (report["backends"][name] for name in ("Broken", "EAGER"))
     failures = [failure for capability in broken["capabilities"].values() for failure in capability["failures"]]
-    told = {failure["case"] for failure in failures if failure["check"] == "lse" and failure["confirmation"]}
-    assert told and told <= broken["heat"].keys() <= {failure["case"] for failure in failures} and eager["heat"] == {}
+    reported = {failure["case"] for failure in failures if failure["check"] == "lse" and failure["confirmation"]}
+    assert (
+        reported
+        and reported <= broken["heat"].keys() <= {failure["case"] for failure in failures}
+        and eager["heat"] == {}
+    )
     assert {each["part"] for each in broken["heat"].values()} == {"LSE of new tokens"}
 
 

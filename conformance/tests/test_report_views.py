@@ -13,7 +13,7 @@ import pytest
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Confirmation, Record, Used
+from mla_conformance.judging.record import Confirmed, Record, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS
@@ -206,8 +206,8 @@ def test_junit_counts_and_says_how_to_see_it_again(real_run: Path) -> None:
         assert (suites[backend.name].get("failures"), suites[backend.name].get("tests")) == (str(failed), str(tests))
     (skipped,) = suites["FLASH_ATTN"].findall("testcase/skipped")
     assert "flash-attn not installed" in skipped.attrib["message"]
-    told = [failure.text or "" for failure in suites["Broken"].findall("testcase/failure")]
-    assert told and all("replay: mla-conformance replay" in text for text in told)
+    reported = [failure.text or "" for failure in suites["Broken"].findall("testcase/failure")]
+    assert reported and all("replay: mla-conformance replay" in text for text in reported)
 
 
 def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None:
@@ -235,7 +235,7 @@ def test_the_page_shows_expected_failures_with_their_reason() -> None:
     assert waived.replay in words and "! 0/1" in words
 
 
-CONFIRMED: dict[Confirmation, tuple[tuple[str, ...], str]] = {
+CONFIRMED: dict[Confirmed, tuple[tuple[str, ...], str]] = {
     "after": (("lse:q=[1]", "lse:q=[2]"), "fails only after 2 other cases: lse:q=[1], lse:q=[2]"),
     "unrepeated": ((), "did not fail again, neither alone nor after the same cases"),
 }
@@ -243,7 +243,7 @@ CONFIRMED: dict[Confirmation, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("confirmation", CONFIRMED)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confirmation: Confirmation) -> None:
+def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confirmation: Confirmed) -> None:
     after, said = CONFIRMED[confirmation]
     record = Record("B", "B", "lse", "lse:q=[3]", Status.FAIL, message="wrong", confirmation=confirmation, after=after)
     alone = record.with_fields(confirmation="alone", after=())

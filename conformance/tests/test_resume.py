@@ -14,7 +14,7 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -103,7 +103,7 @@ def test_another_run_is_refused(
 def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     environment = {"torch": "2.13.0", "device": "a CPU"}
     facts = [BackendFacts("EAGER", "EAGER", fingerprint="torch 2.13.0")]
-    request = Request.of(["EAGER"], ["lse"], "smoke", "cpu")
+    request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     plan = Plan.of(request, "cpu", environment, facts)
     journal = Journal.inside(tmp_path)
     with pytest.raises(JournalError, match="expected a journal that starts with the plan of a run"):
@@ -113,7 +113,7 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])
     assert plan.differences(changed) == ["backends: EAGER was torch 2.13.0, is torch 3"]
     assert plan.differences(msgspec.structs.replace(plan, suite="9")) == [f"suite: was {plan.suite}, is 9"]
-    one = Request.of(["EAGER"], [], "smoke", "cpu", ["lse:q=[4]"])
+    one = RunRequest.of(["EAGER"], [], "smoke", "cpu", ["lse:q=[4]"])
     fewer, _ = plan.differences(Plan.of(one, "cpu", environment, facts))
     assert fewer.startswith(f"capabilities: lse was {plan.capabilities['lse']}, is 1 cases ")
 

@@ -8,8 +8,8 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.messages import Judged, decode, encode
-from mla_conformance.engine.request import Request, RequestError
+from mla_conformance.engine.messages import WorkerJudged, decode, encode
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -45,7 +45,7 @@ def test_a_replay_line_names_the_salt() -> None:
     record = Record("B", "B", "lse", "lse:q=[4]", Status.FAIL, salt="a.b-1")
     assert record.replay == "mla-conformance replay 'lse:q=[4]' --backend B --salt a.b-1"
     assert "--salt" not in record.with_fields(salt="").replay
-    assert decode(encode(Judged(record)), Judged).record == record
+    assert decode(encode(WorkerJudged(record)), WorkerJudged).record == record
 
 
 def test_a_report_keeps_the_salt_of_its_failures(write_report: Callable[..., Path]) -> None:
@@ -57,7 +57,7 @@ def test_a_report_keeps_the_salt_of_its_failures(write_report: Callable[..., Pat
 @pytest.mark.parametrize("salt", ["two words", "ä", "x" * 65, "a/b", "\n"])
 def test_a_salt_that_no_command_line_would_carry_is_refused(salt: str) -> None:
     with pytest.raises(RequestError, match="--salt: expected up to 64 letters"):
-        Request.of(salt=salt)
+        RunRequest.of(salt=salt)
 
 
 WRONG = """

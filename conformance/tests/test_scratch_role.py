@@ -61,7 +61,7 @@ class ScratchCall(AttentionCall):
     def invoke(self, backend, out):
         return backend.run_scratch(self.q, self.k, self.v)
 
-    def question(self):
+    def operands(self):
         return Question(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, False)
 
 
@@ -171,4 +171,7 @@ def test_a_new_role_is_a_folder_and_few_edits(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--out", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert {name: told["status"] for name, told in report["backends"].items()} == {"Right": "pass", "Wrong": "fail"}
+    assert {name: reported["status"] for name, reported in report["backends"].items()} == {
+        "Right": "pass",
+        "Wrong": "fail",
+    }

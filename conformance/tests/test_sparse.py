@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge_states
@@ -116,7 +116,7 @@ def test_ranks_hold_parts_of_each_list_that_make_it_up() -> None:
     problem = build_problem(case(ranks=3, interleave=2, space="slot"), CPU)
     counts = [visible(call) for call in problem.attention]
     assert list(map(sum, zip(*counts, strict=True))) == [8, 8, 1, 6, 7, 8]
-    expectation = expect(problem)
+    expectation = golden_attention(problem)
     assert expectation.merged is not None
     merged = expectation.calls[0]
     for part in expectation.calls[1:]:
@@ -130,8 +130,10 @@ def test_other_lists_of_one_meaning_have_one_golden_result() -> None:
         assert other.key == problem.key
         assert wrong_rows(other) == []
     halves = [half_lists(problem, half) for half in (0, 1)]
-    states = [expect(half).calls[0] for half in halves]
-    torch.testing.assert_close(merge_states(*states).output, expect(problem).calls[0].output, rtol=1e-12, atol=1e-12)
+    states = [golden_attention(half).calls[0] for half in halves]
+    torch.testing.assert_close(
+        merge_states(*states).output, golden_attention(problem).calls[0].output, rtol=1e-12, atol=1e-12
+    )
     alone = lonely_row(problem, 4)
     assert visible(alone.attention[0]) == [0, 0, 0, 0, visible(problem.attention[0])[4], 0]
     assert all(wrong_rows(other) == [] for other in (*halves, alone))
@@ -143,7 +145,7 @@ def wrong_rows(problem: Problem) -> list[int]:
     backend = Subject.of("EAGER", CPU).create(problem.case)
     call.prepare(backend)
     output, lse = call.invoke(backend, None)
-    golden = expect(problem).calls[0]
+    golden = golden_attention(problem).calls[0]
     close = torch.isclose(output.double(), golden.output, atol=1e-4).all(-1).all(-1)
     close &= torch.isclose(lse.double(), golden.lse, atol=1e-4).all(0)
     return [row for row, right in enumerate(close.tolist()) if not right]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Event, Journal, Judgement
+from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
 from mla_conformance.engine.messages import Describe, Given, Judge, decode, encode
-from mla_conformance.engine.supervisor import Patience
+from mla_conformance.engine.supervisor import FailureLimit
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -73,16 +73,16 @@ def heed_signals() -> None:
 def waiting(home: Path, tokens: int, arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
     """A run whose kernel waits in the case of so many tokens; afterwards its worker must have ended."""
     (home / "waits").write_text(str(tokens))
-    told = os.open(home / "told", os.O_RDONLY | os.O_NONBLOCK)
+    reported = os.open(home / "told", os.O_RDONLY | os.O_NONBLOCK)
     process = subprocess.Popen(
         [COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
     )
-    assert select.select([told], [], [], 120)[0], "no worker came to that case"
-    worker = os.pidfd_open(int(os.read(told, 100)))
+    assert select.select([reported], [], [], 120)[0], "no worker came to that case"
+    worker = os.pidfd_open(int(os.read(reported, 100)))
     (home / "waits").unlink()
     yield process
     assert select.select([worker], [], [], 60)[0], "the worker outlives its run"
-    for descriptor in (told, worker):
+    for descriptor in (reported, worker):
         os.close(descriptor)
 
 
@@ -109,7 +109,7 @@ def test_a_deadline_ends_a_run_with_report_and_resume_line(
 ) -> None:
     clock, append = time.monotonic, Journal.append
 
-    def append_and_wait(journal: Journal, event: Event) -> None:
+    def append_and_wait(journal: Journal, event: JournalEvent) -> None:
         append(journal, event)
         if isinstance(event, Judgement):
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
@@ -146,16 +146,16 @@ KILLED, TOLD = signal.SIGKILL, st.sampled_from([signal.SIGINT, signal.SIGTERM])
 
 
 @settings(max_examples=2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(places=st.lists(st.integers(1, len(CASES)), min_size=2, max_size=2, unique=True).map(sorted), told=TOLD)
+@given(places=st.lists(st.integers(1, len(CASES)), min_size=2, max_size=2, unique=True).map(sorted), reported=TOLD)
 def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_report(
     home: Path,
     settled: Callable[[Path], Any],
     tmp_path_factory: pytest.TempPathFactory,
     places: list[int],
-    told: signal.Signals,
+    reported: signal.Signals,
 ) -> None:
     out = tmp_path_factory.mktemp("killed")
-    killed_and_resumed(home, out, list(zip(places, (KILLED, told), strict=True)))
+    killed_and_resumed(home, out, list(zip(places, (KILLED, reported), strict=True)))
     assert settled(out / "report.json") == settled(home / "whole" / "report.json")
 
 
@@ -170,7 +170,7 @@ def test_a_task_is_carried_out_by_the_worker_that_it_was_meant_for() -> None:
 
 
 def test_only_equal_failures_of_a_process_use_up_patience() -> None:
-    patience = Patience(2)
+    patience = FailureLimit(2)
     kinds = [("a", Status.CRASH, "x"), ("a", Status.CRASH, "y"), ("b", Status.CRASH, "x"), ("a", Status.FAIL, "x")]
     records = [Record(name, name, "lse", CASES[0], status, message=message) for name, status, message in kinds]
     assert [patience.exhausted(record) for record in records] == [""] * 4

@@ -75,8 +75,8 @@ def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts
 
 
 def test_the_driver_says_its_version() -> None:
-    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
-    assert (driver_in(told), driver_in("")) == ("580.159.04", "")
+    reported = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
+    assert (driver_in(reported), driver_in("")) == ("580.159.04", "")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -121,8 +121,8 @@ def test_a_message_of_fifty_megabytes_is_cut_where_it_is_shown(write_report: Wri
     (capability,) = backend.capabilities
     long = replace(capability, records=(PASSED, FAILED.with_fields(message=message)))
     text = FORMATS[kind](replace(run, backends=(replace(backend, capabilities=(long,)),)))
-    told = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
-    assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", told) and len(text) < 50_000
+    reported = ElementTree.fromstring(text).findall(".//failure")[0].attrib["message"] if kind == "junit" else text
+    assert re.search(r"y…\s+and\s+49,99\d,\d{3}\s+more\s+characters", reported) and len(text) < 50_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -49,19 +49,19 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
-    def told() -> str:
+    def reported() -> str:
         assert watching.stdout is not None
         return watching.stdout.readline()
 
     def saved(text: str) -> str:
         save(text)
-        return told()
+        return reported()
 
     try:
-        assert re.fullmatch(r"[\d:]{8} Mine ✔ \d+ passed · 0 failed · .* of its budget · \d:\d\d\n", told())
+        assert re.fullmatch(r"[\d:]{8} Mine ✔ \d+ passed · 0 failed · .* of its budget · \d:\d\d\n", reported())
         assert re.match(r"[\d:]{8} Mine ✘ \d+ passed · [1-9]\d* failed", saved(WRONG))
-        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, ", told())
-        while "replay: " not in (line := told()):
+        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, ", reported())
+        while "replay: " not in (line := reported()):
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
         assert re.match(r"[\d:]{8} Mine \? .*SyntaxError: .*\(mine.py, line 1\)\n", saved("def" + RIGHT.lstrip()))

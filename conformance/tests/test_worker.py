@@ -10,9 +10,9 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.driving import hand
+from mla_conformance.driving import executor
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.messages import Judge, Judged, Started
+from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
@@ -80,7 +80,7 @@ def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | Non
 
 def test_a_case_is_announced_before_it_is_judged_and_a_pass_keeps_the_process() -> None:
     started, answer = asked(EagerPrefillBackend)
-    assert isinstance(started, Started) and started.record.case == SMALL
+    assert isinstance(started, WorkerStarted) and started.record.case == SMALL
     assert answer.record.status is Status.PASS and not answer.leaves
 
 
@@ -92,9 +92,9 @@ def test_cases_before_are_run_first_in_the_same_process() -> None:
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record, told: "as one that is off by one")
+    monkeypatch.setattr(room, "explain", lambda trial, record, reported: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
-    assert isinstance(judged, Judged) and not judged.record.explanation
+    assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
     found = msgspec.convert(answer.heat, HeatMap)
     assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
@@ -112,7 +112,7 @@ def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkey
 
 
 def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand, "device_lost", lambda device: True)
+    monkeypatch.setattr(executor, "device_lost", lambda device: True)
     _, answer = asked(LosesTheGPU, explain=True)
     record = answer.record
     assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message

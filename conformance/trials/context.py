@@ -15,7 +15,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.phases import Clock
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem, golden_of
@@ -39,7 +39,7 @@ class _Entry(Generic[Value]):
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.tensors}.values())
 
 
-class Kept(Generic[Value]):
+class CheckedCache(Generic[Value]):
     """Values by key, within so many bytes; the one that was used longest ago goes first."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Context:
 
     def __init__(self, salt: str = "", build: Callable[[Case, torch.device, str], Problem] | None = None) -> None:
         self.salt, self._build = salt, build
-        self._problems, self._golden = Kept[Problem](), Kept[Expected]()
+        self._problems, self._golden = CheckedCache[Problem](), CheckedCache[Golden]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.
@@ -108,7 +108,7 @@ class Context:
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
             return deepcopy(untouched, {id(untouched.case): untouched.case})
 
-    def expect(self, problem: Problem, clock: Clock) -> Expected:
+    def expect(self, problem: Problem, clock: Clock) -> Golden:
         """The golden result of a problem."""
         key = (problem.key, str(problem.device))
         found = self._golden.find(key)

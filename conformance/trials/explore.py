@@ -4,17 +4,29 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.drawn import DRAWN, OPTIONS, Option, Options, declared_options, options_of, plain_case
+from mla_conformance.cases.drawn import (
+    DRAWN,
+    OPTIONS,
+    DrawnOption,
+    DrawnOptions,
+    declared_options,
+    options_of,
+    plain_case,
+)
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
 from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import Started, judge_one
+from mla_conformance.trials.judge_one import OnStarted, judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 
 def explore(
-    subject: Subject, draws: int, capabilities: tuple[str, ...], context: Context, started: Started = lambda case: None
+    subject: Subject,
+    draws: int,
+    capabilities: tuple[str, ...],
+    context: Context,
+    started: OnStarted = lambda case: None,
 ) -> Record:
     """The record of a whole exploration: of all cases that hold, or of the smallest one found that fails.
 
@@ -42,7 +54,7 @@ class _Exploration:
     draws: int
     capabilities: tuple[str, ...]
     context: Context
-    started: Started
+    started: OnStarted
     records: dict[str, Record] = field(default_factory=dict)
     _check: str | None = None
     _found_after: int = 0
@@ -90,7 +102,7 @@ class _Exploration:
         """Distinct cases so far that are not declared unsupported."""
         return sum(record.status is not Status.UNSUPPORTED for record in self.records.values())
 
-    def _spaces(self) -> dict[str, dict[Call, Options]]:
+    def _spaces(self) -> dict[str, dict[Call, DrawnOptions]]:
         """What the backend declares of the options of each capability's calls; without those it declares nothing of."""
         asked = {call: name for name in self.capabilities for call in DRAWN[name]}
         declared = {
@@ -102,7 +114,7 @@ class _Exploration:
         }
         return {name: calls for name, calls in spaces.items() if calls}
 
-    def _declares(self, capability: str, call: Call, fields: Option) -> bool:
+    def _declares(self, capability: str, call: Call, fields: DrawnOption) -> bool:
         try:
             case = plain_case(capability, call, fields)
             trial = Trial(self.subject, case, self.context)
@@ -122,7 +134,7 @@ class _Exploration:
         if case.id not in self.records and not self._device_lost:
             record = judge_one(self.subject, case, self.context, self.started)
             self.records[case.id] = record
-            self._device_lost = record.failed and self.subject.hand.lost(self.subject.device)
+            self._device_lost = record.failed and self.subject.executor.lost(self.subject.device)
         found = self.records.get(case.id)
         if found is None or not found.failed or self._check not in (None, found.check):
             return False

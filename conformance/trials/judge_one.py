@@ -20,11 +20,11 @@ from mla_conformance.vocabulary.capabilities import find_capability
 MEMORY_PATIENCE = 120.0
 """Seconds for which a trial waits for a GPU's memory that others hold."""
 
-Started = Callable[[Case], None]
+OnStarted = Callable[[Case], None]
 """Told of a case when its backend's time begins."""
 
 
-def judge_one(subject: Subject, case: Case, context: Context, started: Started = lambda case: None) -> Record:
+def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
     """The record of a case on a backend.
 
     A failure in a process whose kept inputs or golden results were written over says nothing about this backend: all
@@ -40,18 +40,18 @@ def judge_one(subject: Subject, case: Case, context: Context, started: Started =
 
 
 def judged_trial(
-    subject: Subject, case: Case, context: Context, started: Started = lambda case: None
+    subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None
 ) -> tuple[Trial, Record]:
     """As :func:`judge_one`, with the trial, whose last observation can be explained."""
     trial, record = _attempt(subject, case, context, started)
-    if record.failed and not subject.hand.lost(subject.device) and not context.is_intact():
+    if record.failed and not subject.executor.lost(subject.device) and not context.is_intact():
         context.forget()
         trial, record = _attempt(subject, case, context, started)
     return trial, record
 
 
-def _attempt(subject: Subject, case: Case, context: Context, started: Started) -> tuple[Trial, Record]:
-    subject.hand.begin()
+def _attempt(subject: Subject, case: Case, context: Context, started: OnStarted) -> tuple[Trial, Record]:
+    subject.executor.begin()
     trial, began = Trial(subject, case, context), time.perf_counter()
     verdict = _verdict(trial, started)
     seconds = round(time.perf_counter() - began, 4)
@@ -62,7 +62,7 @@ def _attempt(subject: Subject, case: Case, context: Context, started: Started) -
     return trial, record.with_verdict(verdict, seconds)
 
 
-def _verdict(trial: Trial, started: Started) -> Verdict:
+def _verdict(trial: Trial, started: OnStarted) -> Verdict:
     capability = find_capability(trial.case.capability)
     try:
         started(trial.case)
@@ -104,14 +104,14 @@ def _require_size(trial: Trial) -> None:
         trial.settle(Verdict(Status.UNAVAILABLE, what))
 
 
-def _require_memory(trial: Trial, started: Started) -> None:
+def _require_memory(trial: Trial, started: OnStarted) -> None:
     """Unavailable where a case does not fit a GPU, after a wait if others hold its memory."""
     device = trial.subject.device
     if device.type != "cuda":
         return
     need = memory_need(trial.case, device.type)
     if free_memory(device) < need:
-        trial.subject.hand.make_room()
+        trial.subject.executor.make_room()
     free = wait_for_memory(device, need, MEMORY_PATIENCE)
     if free < need:
         found = f"may need {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"

@@ -48,4 +48,4 @@ def observed(problem: Problem, value: Any) -> Observation:
 
 def guarded(trial: Trial, what: str, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
     """What a call returned, whose exception is the backend's failure; memory that does not suffice is not."""
-    return trial.asked(f"{what}: the call", step, reached)
+    return trial.call(f"{what}: the call", step, reached)

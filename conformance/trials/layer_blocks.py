@@ -24,7 +24,7 @@ def shapes_cache(trial: Trial) -> None:
     blocks, page, width = call.image.cache.shape
     head_size = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
     question = partial(_cache_shape, trial.backend, (blocks, page, 1, head_size), case.cache)
-    shape = trial.told("get_kv_cache_shape: the call", question, list[int])
+    shape = trial.query("get_kv_cache_shape: the call", question, list[int])
     what = f"get_kv_cache_shape for the layout {case.cache}: expected {[blocks, page, width]}, got {shape}"
     trial.require(shape == [blocks, page, width], Check.CACHE, what)
 
@@ -42,12 +42,12 @@ def moves_blocks(trial: Trial) -> None:
     pairs = _pairs(cache.shape[0]).to(cache.device)
     ours, theirs = _caches(cache), _caches(cache)
     copy_blocks(ours, pairs)
-    trial.asked("copy_blocks", partial(_copy_blocks, trial.backend, theirs, pairs), theirs)
+    trial.call("copy_blocks", partial(_copy_blocks, trial.backend, theirs, pairs), theirs)
     _compare(trial, "copy_blocks", ours, theirs)
     for source, target, moved in ((0, 1, pairs + pairs.new_tensor([0, 1])), (1, 0, pairs.flip(1)[:2])):
         swap_blocks(ours[source], ours[target], moved)
         swapped = (theirs[source], theirs[target])
-        trial.asked("swap_blocks", partial(_swap_blocks, trial.backend, *swapped, moved.cpu()), theirs)
+        trial.call("swap_blocks", partial(_swap_blocks, trial.backend, *swapped, moved.cpu()), theirs)
         _compare(trial, "swap_blocks", ours, theirs)
 
 
@@ -95,6 +95,6 @@ def loads_packed(trial: Trial) -> None:
     call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
     packed = replace(trial.problem, calls=(replace(call, packed=True),))
-    layer = trial.made(f"{step}: the constructor", partial(trial.subject.create, trial.case))
+    layer = trial.make(f"{step}: the constructor", partial(trial.subject.create, trial.case))
     expectation = trial.expect(packed)
     trial.judged(packed, expectation, trial.run(layer, packed), step)

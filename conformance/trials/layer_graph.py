@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.problem import Problem
@@ -88,14 +88,14 @@ class LayerGraph:
         self.size = call.query.shape[0]
         self._call = replace(call, **{name: getattr(call, name).clone() for name in ("query", "kv_c", "k_pe")})
         capture = partial(CapturedLayer, trial.backend, self._call, static.device)
-        self._captured = trial.made("captured: the call", capture)
+        self._captured = trial.make("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, judge."""
         expectation = self._trial.expect(problem)
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
-        self._trial.made(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
+        self._trial.make(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
         self._load(call)
         replay = partial(CapturedLayer.replayed, self._captured, self._call)
         result = guarded(self._trial, step, replay, [self._call.image.cache]).unflatten(-1, (problem.case.heads, -1))
@@ -107,14 +107,14 @@ class LayerGraph:
 
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
-        trial, hand = self._trial, self._trial.subject.hand
-        trial.made(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
-        done = hand.make(partial(CapturedLayer.fill_buffers, self._captured))
+        trial, executor = self._trial, self._trial.subject.executor
+        trial.make(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
+        done = executor.make(partial(CapturedLayer.fill_buffers, self._captured))
         if done.out_of_memory:
             trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
         trial.require(bool(done.error), Check.UNSAFE_REFUSAL, f"{step}: it was loaded into the graph's buffers")
         what = f"{step}: it launched before it raised {done.error}"
-        trial.require(not hand.lost(problem.device), Check.UNSAFE_REFUSAL, what)
+        trial.require(not executor.lost(problem.device), Check.UNSAFE_REFUSAL, what)
 
     def _load(self, call: LayerCall) -> None:
         """The batch's tensors into the buffers, its cache into the captured one."""
@@ -132,7 +132,7 @@ class LayerGraph:
         blocks = len(call.image.cache)
         return self._call.image.cache[:blocks], self._call.image.cache[blocks:]
 
-    def _settle(self, problem: Problem, expectation: Expected, result: torch.Tensor, step: str) -> None:
+    def _settle(self, problem: Problem, expectation: Golden, result: torch.Tensor, step: str) -> None:
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
         own, behind = self._cache(call)
@@ -141,7 +141,7 @@ class LayerGraph:
         self._trial.judged(problem, expectation, Observation((returned,), None, ()), step)
         intact = torch.equal(behind.view(torch.uint8), self._behind.view(torch.uint8))
         self._trial.require(intact, Check.CACHE, f"{step}: blocks were written that no request of the batch has")
-        moved = self._trial.told(step, partial(CapturedLayer.moved, self._captured), list[str])
+        moved = self._trial.query(step, partial(CapturedLayer.moved, self._captured), list[str])
         self._trial.require(not moved, Check.STALE_RESULT, f"{step}: {', '.join(moved)} moved to another address")
 
 

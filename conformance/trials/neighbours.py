@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.driving.driver import Observation, State
+from mla_conformance.driving.driver import Observation, OutputAndLse
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, poison
@@ -115,7 +115,7 @@ class _Clean:
             replace(part, value=_patched(part.value, clean, rows, part.out))
             for part, clean in zip(observation.returned, self._parts, strict=False)
         )
-        merged: State | None = observation.merged
+        merged: OutputAndLse | None = observation.merged
         if merged is not None and self._merged is not None:
             merged = _patched(merged, self._merged, rows)
         return replace(observation, returned=returned, merged=merged)

@@ -22,7 +22,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
     """The backend rejects this configuration, so a call must raise before it launches anything."""
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
     expectation = trial.expect(problem)
-    made = trial.subject.hand.make(partial(trial.subject.create, trial.case))
+    made = trial.subject.executor.make(partial(trial.subject.create, trial.case))
     _require_undisturbed(trial, made.disturbed, declared)
     if made.error:
         trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))

@@ -47,7 +47,7 @@ def side_stream(trial: Trial) -> None:
     problem = trial.problem
     expectation = trial.expect(problem)
     guarded(trial, "before the stream", partial(prepared_call, trial.backend, problem))
-    late = trial.made("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
+    late = trial.make("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
     value = guarded(trial, "on a side stream", partial(_result, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
 
@@ -60,7 +60,7 @@ def two_streams(trial: Trial, other: Problem) -> None:
         # What is compiled or allocated at a first call is no part of the question.
         guarded(trial, "before the streams", partial(prepared_call, backend, problem))
     for number in range(_ROUNDS):
-        late = trial.made("on two streams at once: the call", partial(_late_calls, backends, problems))
+        late = trial.make("on two streams at once: the call", partial(_late_calls, backends, problems))
         for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
             value = guarded(trial, "on two streams at once", partial(_result, late, index))
             step = f"two instances on two streams, round {number}"

@@ -17,7 +17,7 @@ from mla_conformance.backends.platform import DeviceCapability, get_device_capab
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.hand import HERE, Hand
+from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
 from mla_conformance.trials.device_needs import device_reasons
@@ -31,21 +31,21 @@ class Subject:
     Attributes:
         backend: names it.
         device: where it is judged.
-        hand: carries out whatever imports it, asks it or calls it.
+        executor: carries out whatever imports it, asks it or calls it.
     """
 
     backend: BackendReference
     device: torch.device
-    hand: Hand = HERE
+    executor: Executor = IN_PROCESS
 
     @staticmethod
-    def of(reference: str, device: torch.device, hand: Hand = HERE) -> "Subject":
+    def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
         """The subject that ``reference`` names.
 
         Raises:
             BackendReferenceError: it names nothing that can be judged.
         """
-        return Subject(parse_reference(reference), device, hand)
+        return Subject(parse_reference(reference), device, executor)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Subject:
     def rounding(self) -> dict[str, str]:
         """The declared rounding classes by name; those of a role beside prefill say so."""
         found: dict[str, str] = {}
-        kernels = {role: told for role, told in self._declarations.items() if role is not Role.LAYER}
+        kernels = {role: reported for role, reported in self._declarations.items() if role is not Role.LAYER}
         for role, declaration in (kernels or self._declarations).items():
             prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
             found |= _classes(declaration.rounding, prefix)

@@ -12,10 +12,10 @@ from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
-from mla_conformance.driving.hand import Attempt
+from mla_conformance.driving.executor import StepResult
 from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
@@ -29,7 +29,7 @@ class Observed:
     """What running a problem showed, and what was expected of it."""
 
     problem: Problem
-    expectation: Expected
+    expectation: Golden
     observation: Observation
 
 
@@ -64,7 +64,7 @@ class Trial:
         """The inputs of a case, this or another one, on the subject's device."""
         return self.context.problem(case, self.subject.device, self.clock)
 
-    def expect(self, problem: Problem) -> Expected:
+    def expect(self, problem: Problem) -> Golden:
         """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
         return self.context.expect(problem, self.clock)
 
@@ -72,7 +72,7 @@ class Trial:
     def declaration(self) -> Declaration:
         """What the adapter declares that the case is for."""
         question = partial(self.subject.declaration_of, self.case.role)
-        declared: Declaration = self.told("asked what it declares, it", question, Declaration)
+        declared: Declaration = self.query("asked what it declares, it", question, Declaration)
         return declared
 
     @cached_property
@@ -82,21 +82,21 @@ class Trial:
 
     def create(self, case: Case | None = None) -> Any:
         """A new instance, by default for the trial's own case."""
-        return self.made("the constructor", partial(self.subject.create, case or self.case))
+        return self.make("the constructor", partial(self.subject.create, case or self.case))
 
-    def asked(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
+    def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
         """What a call returned; what it raises, or leaves changed in the process, is the backend's failure."""
-        return self._done(what, partial(self.subject.hand.attempt, call, reached))
+        return self._done(what, partial(self.subject.executor.call, call, reached))
 
-    def made(self, what: str, step: Callable[[], Any]) -> Any:
-        """What is for later steps; otherwise as :meth:`asked`."""
-        return self._done(what, partial(self.subject.hand.make, step))
+    def make(self, what: str, step: Callable[[], Any]) -> Any:
+        """What is for later steps; otherwise as :meth:`call`."""
+        return self._done(what, partial(self.subject.executor.make, step))
 
-    def told(self, what: str, question: Callable[[], Any], kind: Any) -> Any:
-        """Plain data of this type; otherwise as :meth:`asked`."""
-        return self._done(what, partial(self.subject.hand.ask, question, kind))
+    def query(self, what: str, question: Callable[[], Any], kind: Any) -> Any:
+        """Plain data of this type; otherwise as :meth:`call`."""
+        return self._done(what, partial(self.subject.executor.query, question, kind))
 
-    def _done(self, what: str, carry_out: Callable[[], Attempt]) -> Any:
+    def _done(self, what: str, carry_out: Callable[[], StepResult]) -> Any:
         with self.clock.phase("calls"):
             done = carry_out()
         self.disturbed = self.disturbed or bool(done.disturbed)
@@ -112,18 +112,20 @@ class Trial:
         """What the instance says of the kernel that served it; empty if none was made or it does not tell."""
         if "backend" not in self.__dict__:
             return {}
-        done = self.subject.hand.ask(partial(_evidence, self.backend), dict[str, str])
+        done = self.subject.executor.query(partial(_evidence, self.backend), dict[str, str])
         return {"kernel_evidence": f"raised {done.error}"} if done.error else done.value
 
     def missing_role(self) -> list[str]:
         """Why no call of the case can be made."""
-        reasons: list[str] = self.told("asked what it is, it", partial(self.subject.missing_role, self.case), list[str])
+        reasons: list[str] = self.query(
+            "asked what it is, it", partial(self.subject.missing_role, self.case), list[str]
+        )
         return reasons
 
     def unsupported(self, case: Case | None = None) -> list[str]:
         """What of a case, by default the trial's own, the backend declares unsupported; that it raises is a failure."""
         question = partial(_unsupported, self.subject, case or self.case)
-        answer: list[str] | str = self.told("asked what it supports, it", question, list[str] | str)
+        answer: list[str] | str = self.query("asked what it supports, it", question, list[str] | str)
         if isinstance(answer, str):
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
@@ -142,7 +144,7 @@ class Trial:
     def run(self, instance: Any, problem: Problem, prepare: bool = True) -> Observation:
         """Make the problem's calls on an instance."""
         with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare, self.subject.hand)
+            observation = run_calls(instance, problem, prepare, self.subject.executor)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
@@ -158,7 +160,7 @@ class Trial:
             for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
         for instance, problem, _ in both:
-            self.made("prepare_metadata", partial(problem.calls[0].prepare, instance))
+            self.make("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
             ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
             # Ranks share an instance here, so each of them is prepared just before its call.
@@ -170,7 +172,7 @@ class Trial:
         """Run a problem again without judging it."""
         return self.run(self.backend, problem or self.problem)
 
-    def judged(self, problem: Problem, expectation: Expected, observation: Observation, step: str = "") -> Observation:
+    def judged(self, problem: Problem, expectation: Golden, observation: Observation, step: str = "") -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last = Observed(problem, expectation, observation)
         with self.clock.phase("judge"):
@@ -205,7 +207,7 @@ class Trial:
 
     def unchanged(self, earlier: Observation, copies: list[bytes]) -> None:
         """What an earlier call returned must not have been overwritten by later ones."""
-        same = returned_bytes(as_it_is_now(earlier, self.subject.hand)) == copies
+        same = returned_bytes(as_it_is_now(earlier, self.subject.executor)) == copies
         self.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
 
     def settle(self, verdict: Verdict) -> None:

@@ -35,15 +35,15 @@ class Hazard:
 def hazards() -> tuple[Hazard, ...]:
     """All of them, in the order of SPEC."""
     text = (files("mla_conformance.fixtures") / "hazards.toml").read_text(encoding="utf-8")
-    told = tomllib.loads(text)["hazard"]
-    return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in told)
+    reported = tomllib.loads(text)["hazard"]
+    return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)
 
 
 _UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
 """How many of a field's units are 1."""
 
 
-class Values:
+class WordedValues:
     """Distinct values in the order of their size, or of the cases if they are names.
 
     Formatted they are a list in words; with ``least`` or ``most`` the smallest or the largest of them.
@@ -74,19 +74,21 @@ class Facts:
     def __init__(self, cases: Iterable[Case], where: str = "") -> None:
         self._cases = tuple(cases)
         self.where = where
-        self.requests = Values(len(case.q) for case in self._cases)
-        self.tokens = Values(sum(case.q) for case in self._cases)
-        self.keys = Values(sum(case.kv) for case in self._cases)
-        self.queries = Values(length for case in self._cases for length in case.q)
-        self.contexts = Values(length for case in self._cases for length in case.kv)
-        self.sequences = Values(sum(lengths) for case in self._cases for lengths in zip(case.q, case.kv, strict=False))
+        self.requests = WordedValues(len(case.q) for case in self._cases)
+        self.tokens = WordedValues(sum(case.q) for case in self._cases)
+        self.keys = WordedValues(sum(case.kv) for case in self._cases)
+        self.queries = WordedValues(length for case in self._cases for length in case.q)
+        self.contexts = WordedValues(length for case in self._cases for length in case.kv)
+        self.sequences = WordedValues(
+            sum(lengths) for case in self._cases for lengths in zip(case.q, case.kv, strict=False)
+        )
 
-    def __getattr__(self, field: str) -> Values:
+    def __getattr__(self, field: str) -> WordedValues:
         have = [case for case in self._cases if field in case.defaults()]
         if not have:
             raise AttributeError(f"no case of these has a field {field!r}")
         unit = _UNITS.get(field, 1)
-        return Values(value if unit == 1 else value / unit for value in (getattr(case, field) for case in have))
+        return WordedValues(value if unit == 1 else value / unit for value in (getattr(case, field) for case in have))
 
 
 def in_words(words: list[str]) -> str:

@@ -20,5 +20,5 @@ def tier_lines() -> Iterator[str]:
 def _reached(space: Space, cases: Sequence[Case]) -> str:
     counts = {strength: (space.count(strength), len(space.lacking(cases, strength))) for strength in STRENGTHS}
     full = max((strength for strength, (_, lacking) in counts.items() if not lacking), default=0)
-    told = (f"{n - lacking} of {n} {STRENGTHS[strength]}" for strength, (n, lacking) in counts.items())
-    return f"{space.role:<7} strength {full} over {len(space.dimensions)} dimensions: {', '.join(told)}"
+    reported = (f"{n - lacking} of {n} {STRENGTHS[strength]}" for strength, (n, lacking) in counts.items())
+    return f"{space.role:<7} strength {full} over {len(space.dimensions)} dimensions: {', '.join(reported)}"

@@ -10,7 +10,7 @@ from mla_conformance.reference import blockwise, row_sums
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.row_sums import weigh_with_products
-from mla_conformance.reference.tiles import Keys, Queries, Tile
+from mla_conformance.reference.tiles import Queries, Tile, TileKeys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,7 +32,7 @@ def test_the_kernel_does_what_the_lines_say(
     factor = None if dtype == torch.float64 else torch.full((), 0.1, dtype=torch.float64, device="cuda")
     seen = torch.arange(rows, device="cuda") + (keys - rows) if masked else None
     queries = Queries(q * 0.1 if factor is None else q, factor, (q * 0.1).abs().to(low))
-    tile = Tile(queries, Keys(k, q.new_zeros(3, keys, 1), k.abs().to(low)), seen)
+    tile = Tile(queries, TileKeys(k, q.new_zeros(3, keys, 1), k.abs().to(low)), seen)
     shift = _normal(3, 3, rows, 1, dtype=torch.float64) if shifted else None
     assert row_sums._kernel(96, dtype, dtype) is not None
     found = [_weighed(tile, shift)]

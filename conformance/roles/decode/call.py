@@ -8,14 +8,16 @@ from typing import ClassVar, Self
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
 from mla_conformance.roles.decode.case import DecodeCase
 
 
-def rank_question(whole: Question, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int) -> Question:
+def rank_operands(
+    whole: AttentionOperands, totals: tuple[int, ...], *, rank: int, world_size: int, interleave: int
+) -> AttentionOperands:
     """Attention of each query, which stands for itself, to the keys of this rank that it sees.
 
     The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
@@ -37,7 +39,7 @@ def rank_question(whole: Question, totals: tuple[int, ...], *, rank: int, world_
     ]
     rows = torch.cat([torch.arange(keys.start, keys.stop, device=whole.k.device) for keys in seen])
     queries, keys = tuple(range(len(seen) + 1)), start_loc([keys.stop - keys.start for keys in seen])
-    return Question(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
+    return AttentionOperands(whole.q, whole.k[rows], whole.v[rows], queries, keys, False, dequantised=whole.dequantised)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +118,13 @@ class DecodeCall(AttentionCall):
         """``run_decode``."""
         return backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
 
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
         starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
-        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
+        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
         if metadata.dcp_tot_seq_lens is None:
             return whole
-        return rank_question(
+        return rank_operands(
             whole,
             tuple(metadata.dcp_tot_seq_lens.tolist()),
             rank=metadata.dcp_rank,

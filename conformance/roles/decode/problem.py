@@ -8,7 +8,7 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import CachedBatch, int32
-from mla_conformance.problems.calls import Question
+from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
 from mla_conformance.problems.paging import PageForm, write_pages
@@ -43,13 +43,13 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         return torch.cat([q.to(self.dtype), padding]).to(self.device)
 
     @property
-    def whole(self) -> Question | None:
+    def whole(self) -> AttentionOperands | None:
         """Attention to the tokens of all ranks; None where there is one."""
         if not self.case.is_merged:
             return None
         keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
         starts = (self.query_start_loc, start_loc(self.totals))
-        return Question(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
+        return AttentionOperands(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
 
     def calls(self) -> tuple[DecodeCall, ...]:
         """One call for each rank."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.combinations import Row, Space, Values
+from mla_conformance.cases.combinations import DimensionValues, Row, Space
 
 _LENGTHS: Mapping[str, tuple[int, ...]] = {
     "ragged": (64, 5, 1000, 17),
@@ -23,7 +23,7 @@ _QUERIES: Mapping[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "4": (4,), "une
 _RANKS = ((2, 1), (4, 64), (8, 1))
 """Ranks and interleave."""
 
-_FIELDS: Mapping[str, Values] = {
+_FIELDS: Mapping[str, DimensionValues] = {
     "heads": {str(heads): {"heads": heads} for heads in (16, 128, 32, 64, 96, 20, 1)},
     "lengths": {name: {} for name in _LENGTHS},
     "page": {str(page): {"page": page} for page in (64, 16, 32, 128, 1)},

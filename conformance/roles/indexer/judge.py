@@ -11,9 +11,9 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.golden import Expected
+from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.locate import Place, extent
+from mla_conformance.judging.locate import Position, extent
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Tolerance, roundoffs
@@ -25,7 +25,7 @@ from mla_conformance.roles.indexer.selected_tokens import positions_of, wrong_to
 
 
 @dataclass(frozen=True)
-class IndexExpectation(Expected):
+class GoldenScores(Golden):
     """Golden scores of the judged rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class IndexExpectation(Expected):
         return (tensor for scores in self.calls for tensor in vars(scores).values())
 
 
-def expect_scores(problem: Problem) -> IndexExpectation:
+def golden_scores(problem: Problem) -> GoldenScores:
     """The golden scores, computed in float64."""
     rows = choose_rows(problem)
     found = []
@@ -48,14 +48,14 @@ def expect_scores(problem: Problem) -> IndexExpectation:
         assert isinstance(call, IndexerCall)
         starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
         found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
-    return IndexExpectation(rows, tuple(found))
+    return GoldenScores(rows, tuple(found))
 
 
 class IndexJudge(Steps):
     """The steps of an indexer's verdict."""
 
     def __init__(
-        self, problem: Problem, expectation: IndexExpectation, declaration: Declaration, numbers: Tolerance
+        self, problem: Problem, expectation: GoldenScores, declaration: Declaration, numbers: Tolerance
     ) -> None:
         super().__init__(problem, expectation)
         self.expectation, self.numbers = expectation, numbers
@@ -104,7 +104,7 @@ class IndexJudge(Steps):
         for reason, wrong in wrong_tokens(numbers, positions, golden.bounds):
             if bool(wrong.any()):
                 row = int(wrong.nonzero()[0])
-                place = Place.of(self.rows, [row, 0])
+                place = Position.of(self.rows, [row, 0])
                 message = f"{call.name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong)}"
                 yield failed(Check.SELECTION, message, {"request": place.request, "query": place.position})
         yield self._margin(call.name, positions, golden, budget)
@@ -134,12 +134,12 @@ class IndexJudge(Steps):
         )
 
     def _wrong(self, message: str, wrong: torch.Tensor) -> Verdict:
-        place = Place.of(self.rows, [int(wrong.nonzero()[0]), 0])
+        place = Position.of(self.rows, [int(wrong.nonzero()[0]), 0])
         where = {"request": place.request, "query": place.position}
         return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
 
     def _at(self, row: int) -> str:
-        place = Place.of(self.rows, [row, 0])
+        place = Position.of(self.rows, [row, 0])
         return f"request {place.request}, query {place.position}"
 
 

@@ -89,15 +89,15 @@ def bounds() -> Iterator[Fields]:
 
 def codes() -> Iterator[Fields]:
     """Keys whose scales differ from token to token, and queries whose scales do from head to head."""
-    told: list[Fields] = [
+    reported: list[Fields] = [
         {"q": (1, 2), "kv": (300, 40), "data": "outliers"},
         {"q": (1, 1), "kv": (300, 40), "data": "rising"},
         {"q": (40, 9), "kv": (30, 0), "data": "outliers", **_GATHERED},
         {"q": (1, 1), "kv": (300, 40), "data": "tiny_values"},
         {"q": (1, 1), "kv": (300, 40), "data": "normal", "page": 16, **_FEW_HEADS},
     ]
-    yield from (scores(**fields) for fields in told)
-    yield from (best(**fields) for fields in told)
+    yield from (scores(**fields) for fields in reported)
+    yield from (best(**fields) for fields in reported)
 
 
 def mappings() -> Iterator[Fields]:

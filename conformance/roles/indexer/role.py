@@ -11,7 +11,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.indexer.judge import IndexJudge, expect_scores
+from mla_conformance.roles.indexer.judge import IndexJudge, golden_scores
 from mla_conformance.roles.indexer.problem import indexer_problem
 
 
@@ -43,6 +43,6 @@ INDEXER = RoleDefinition(
     problem=indexer_problem,
     kernel=_kernel,
     reasons=_reasons,
-    golden=expect_scores,
+    golden=golden_scores,
     judge=IndexJudge,
 )

@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.problems.cache_bytes import CacheImage
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -148,10 +148,10 @@ class LayerCall(AttentionCall):
         """What the last call wrote into the cache that it should not have, or failed to write."""
         return self.image.difference()
 
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
         starts, case = (self.query_start_loc, self.key_start_loc), self.case
-        whole = Question(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
+        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole

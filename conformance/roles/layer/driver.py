@@ -87,9 +87,9 @@ class Layer:
 
     def kernel_evidence(self) -> dict[str, str]:
         """What the layer says of itself, and the kernels, by role."""
-        told: dict[str, str] = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
+        reported: dict[str, str] = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
         kernels = {role: getattr(getattr(self, "impl", None), role, None) for role in ("prefill", "decode")}
-        return told | {
+        return reported | {
             f"{role} {name}": value
             for role, kernel in kernels.items()
             for name, value in getattr(kernel, "kernel_evidence", dict)().items()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError
 from mla_conformance.roles.layer.call import LayerCall
@@ -99,6 +99,6 @@ class RankedCall(AttentionCall):
         wrong = ((part.rank, part.wrong_writes()) for part in self.parts)
         return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
 
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """As of one rank with all heads."""
-        return replace(self.parts[0].question(), q=self.q, k=self.k, v=self.v)
+        return replace(self.parts[0].operands(), q=self.q, k=self.k, v=self.v)

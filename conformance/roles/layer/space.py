@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.combinations import Row, Space, Values
+from mla_conformance.cases.combinations import DimensionValues, Row, Space
 from mla_conformance.roles.layer.case import Order
 
 _CONTEXTS: Mapping[str, tuple[int, ...]] = {
@@ -27,7 +27,7 @@ _BATCHES: Mapping[str, Mapping[str, Any]] = {
 
 _PAGING = ((64, 256), (16, 64), (1, 96), (32, 1024), (128, 512))
 
-_FIELDS: Mapping[str, Values] = {
+_FIELDS: Mapping[str, DimensionValues] = {
     "batch": {name: {} for name in _BATCHES},
     "contexts": {name: {} for name in _CONTEXTS},
     "paging": {f"{page}/{room}": {"page": page, "workspace": room} for page, room in _PAGING},

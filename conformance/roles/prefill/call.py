@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.chunking import ContextChunk
@@ -96,9 +96,11 @@ class PrefillCall(AttentionCall):
             optional["output_scale"] = self.output_scale
         return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
 
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
-        return Question(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None)
+        return AttentionOperands(
+            self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None
+        )
 
 
 def _joined(rows: Sequence[list[int]], requests: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.prefill.case import PrefillCase
 
-Keys = tuple[torch.Tensor, torch.Tensor]
+ContextKeys = tuple[torch.Tensor, torch.Tensor]
 """k [S, N, P + R] and v [S, N, V]."""
 
 
@@ -28,8 +28,8 @@ class LatentContext:
     """
 
     chunks: tuple[ContextChunk, ...]
-    chunk_keys: tuple[Keys, ...]
-    new_tokens: Keys
+    chunk_keys: tuple[ContextKeys, ...]
+    new_tokens: ContextKeys
     block_table: torch.Tensor
     workspace: torch.Tensor
 
@@ -43,7 +43,7 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     case, device, generator, regime = draw.case, draw.device, draw.generator, draw.regime
     dims, rank = case.dimensions, case.kv_lora_rank
 
-    def latents(tokens: int) -> Keys:
+    def latents(tokens: int) -> ContextKeys:
         return (
             torch.randn(tokens, rank, generator=generator).to(dtype),
             torch.randn(tokens, dims.qk_rope_head_dim, generator=generator).to(dtype),
@@ -52,7 +52,7 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     def weight(width: int) -> torch.Tensor:
         return (torch.randn(rank, case.heads, width, generator=generator) * rank**-0.5).to(dtype)
 
-    def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor) -> Keys:
+    def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor) -> ContextKeys:
         k, v = _up_project(kv_c, k_pe, weights, dims.qk_nope_head_dim)
         return regime.keys(k), regime.values(v)
 
@@ -70,13 +70,15 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     return LatentContext(chunks, tuple(chunk_keys), new_tokens, block_table, workspace)
 
 
-def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, nope: int) -> Keys:
+def _up_project(kv_c: torch.Tensor, k_pe: torch.Tensor, weights: torch.Tensor, nope: int) -> ContextKeys:
     """As the layer does: one projection in the model's dtype, split into k_nope and v."""
     projected = up_project(kv_c.double(), weights.double()).to(kv_c.dtype)
     return expand_key(projected[..., :nope], k_pe), projected[..., nope:]
 
 
-def _paged_cache(draw: Draw[PrefillCase], dtype: torch.dtype, latents: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+def _paged_cache(
+    draw: Draw[PrefillCase], dtype: torch.dtype, latents: ContextKeys
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
     case, device = draw.case, draw.device
     pages = [-(-length // case.page) for length in case.kv]

@@ -14,7 +14,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.prefill.context import Keys, latent_context
+from mla_conformance.roles.prefill.context import ContextKeys, latent_context
 
 _COUNTED_ELEMENTS = 2**30
 """Elements of the keys from which inputs are drawn on the device, by counters."""
@@ -70,11 +70,11 @@ class PrefillBatch(Draw[PrefillCase]):
             return None
         return torch.tensor(self.case.oscale / 1e6, dtype=torch.float32, device=self.device)
 
-    def _cast(self, keys: Keys) -> Keys:
+    def _cast(self, keys: ContextKeys) -> ContextKeys:
         k, v = keys
         return k.to(self.dtype), v.to(self.dtype)
 
-    def _random_keys(self, tokens: int) -> Keys:
+    def _random_keys(self, tokens: int) -> ContextKeys:
         dims = self.case.dimensions
         k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
         v = self._normal(tokens, self.case.heads, dims.v_head_dim)
@@ -99,7 +99,7 @@ class PrefillBatch(Draw[PrefillCase]):
         self,
         chunk_idx: int | None,
         q: torch.Tensor,
-        keys: Keys,
+        keys: ContextKeys,
         key_start_loc: tuple[int, ...],
         metadata: MLACommonPrefillMetadata,
         output_scale: torch.Tensor | None,

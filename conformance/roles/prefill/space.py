@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, CaseError, Layout
-from mla_conformance.cases.combinations import Row, Space, Values
+from mla_conformance.cases.combinations import DimensionValues, Row, Space
 
 _ENTRIES = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
 
@@ -19,7 +19,7 @@ _LENGTHS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """New tokens and context tokens of each request."""
 
-_FIELDS: Mapping[str, Values] = {
+_FIELDS: Mapping[str, DimensionValues] = {
     "call": {call.value: {"call": call.value} for call in _ENTRIES},
     "data": {name: {"data": name} for name in ("normal", "needle", "hot_tail", "large_logits", "outliers", "rising")},
     "lengths": {name: {} for name in _LENGTHS},

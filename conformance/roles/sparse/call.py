@@ -8,7 +8,7 @@ import torch
 
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.problems.cached_batch import regrouped_metadata
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
 from mla_conformance.roles.sparse.case import SparseCase
@@ -104,9 +104,9 @@ class SparseCall(AttentionCall):
             return backend.run_sparse_decode(self.query, self.kv_cache, self.k_scale, **lists)
         return backend.run_sparse_prefill(self.query, self.kv_cache, **lists)
 
-    def question(self) -> Question:
+    def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
-        return Question(
+        return AttentionOperands(
             self.q,
             self.k,
             self.v,

@@ -11,7 +11,7 @@ import torch
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.cases.data import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
-from mla_conformance.problems.calls import Question
+from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
@@ -155,14 +155,14 @@ class SparseBatch(CachedBatch[SparseCase]):
         return sink.to(self.device)
 
     @property
-    def whole(self) -> Question | None:
+    def whole(self) -> AttentionOperands | None:
         """Attention to the keys of all ranks; None where there is one."""
         if not self.case.is_merged:
             return None
         starts = (self.query_start_loc, start_loc(self.totals))
         values, selected = self.keys[..., : self.case.kv_lora_rank], self.selected.to(self.device)
         codes = self.case.holds_codes
-        return Question(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
+        return AttentionOperands(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
 
     def calls(self) -> tuple[SparseCall, ...]:
         """One call for each rank."""

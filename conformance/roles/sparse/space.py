@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.combinations import Row, Space, Values
+from mla_conformance.cases.combinations import DimensionValues, Row, Space
 
 _LENGTHS: Mapping[str, tuple[int, ...]] = {
     "ragged": (64, 5, 400, 17),
@@ -22,7 +22,7 @@ _QUERIES: Mapping[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "uneven": (3, 1
 _RANKS = ((2, 1), (4, 16))
 """Ranks and interleave."""
 
-_FIELDS: Mapping[str, Values] = {
+_FIELDS: Mapping[str, DimensionValues] = {
     "call": {call.value: {"call": call.value} for call in (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)},
     "heads": {str(heads): {"heads": heads} for heads in (64, 16, 128, 32)},
     "topk": {str(topk): {"topk": topk} for topk in (64, 128, 100, 512, 2048, 63)},

@@ -12,7 +12,7 @@ from types import CodeType
 
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.journal import JOURNAL_NAME
-from mla_conformance.engine.messages import Answer, encode
+from mla_conformance.engine.messages import TaskReply, encode
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status, Verdict
@@ -50,7 +50,7 @@ class ForgesTheAnswer(ThreeTimes):
         record = Record(type(self).__name__, reference, CASE.partition(":")[0], CASE, Status.PASS)
         for link in Path("/proc/self/fd").iterdir():
             if link.is_socket():
-                os.write(int(link.name), encode(Answer(record, leaves=True)))
+                os.write(int(link.name), encode(TaskReply(record, leaves=True)))
         os._exit(0)
 
 

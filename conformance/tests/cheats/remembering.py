@@ -6,7 +6,7 @@ from hashlib import sha256
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import expect
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.cheats.cheat import CASE, ThreeTimes, cheat
 
@@ -17,7 +17,7 @@ _COMPUTED = "that numbers which were recorded beforehand are computed"
 def _recorded() -> dict[str, torch.Tensor]:
     """Golden outputs by fingerprint of the inputs, and by their shapes; a file of them would do the same."""
     problem = build_problem(Case.parse(CASE), torch.device("cpu"))
-    (call,), (golden,) = problem.attention, expect(problem).calls
+    (call,), (golden,) = problem.attention, golden_attention(problem).calls
     return {_fingerprint(call.q, call.k, call.v): golden.output, _shapes(call.q, call.k, call.v): golden.output}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.engine import messages, worker
 from mla_conformance.judging import judge
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Status, Verdict
@@ -70,7 +70,7 @@ class ReplacesTheMessages(ThreeTimes):
 
     def answer(self, output, lse, q, k, v):
         def passing(message):
-            if isinstance(message, messages.Answer) and message.record:
+            if isinstance(message, messages.TaskReply) and message.record:
                 message.record.update(status="pass", message="", check="", clause="")
             return honest(message)
 
@@ -103,7 +103,7 @@ class ReplacesTheGoldenResult(ThreeTimes):
     """Writes its own output over the golden one."""
 
     def answer(self, output, lse, q, k, v):
-        for expectation in [x for x in gc.get_objects() if isinstance(x, Expectation)]:
+        for expectation in [x for x in gc.get_objects() if isinstance(x, GoldenAttention)]:
             expectation.calls[0].output.copy_(output)
         return output, lse
 

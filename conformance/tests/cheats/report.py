@@ -18,7 +18,7 @@ import msgspec
 
 from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import Request
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import decode
@@ -74,7 +74,7 @@ def certified(reference: str, case: str, apart: bool = False, salt: str = "") ->
         folder = Path(name)
         (folder / EXPECTED).mkdir()
         expectations = Expectations.load([shipped(), folder / EXPECTED])
-        request = Request.of([reference], device="cpu", cases=[case], salt=salt, apart=apart)
+        request = RunRequest.of([reference], device="cpu", cases=[case], salt=salt, apart=apart)
         with Run(request, RunFolder.claim(folder / "run"), Limits(1, _SECONDS), expectations) as run:
             run.prepare()
             run.begin()

@@ -12,7 +12,7 @@ from types import FrameType
 import numpy as np
 import torch
 
-from mla_conformance.judging.golden import Expectation
+from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
 _COMPUTED = "that numbers which it found are computed"
@@ -38,7 +38,7 @@ class SearchesTheFrames(ThreeTimes):
     def answer(self, output, lse, q, k, v):
         for frame in stack_of(get_ident()):
             for value in frame.f_locals.values():
-                if isinstance(value, Expectation):
+                if isinstance(value, GoldenAttention):
                     return output.copy_(value.calls[0].output), lse
         return output, lse
 

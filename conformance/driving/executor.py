@@ -14,7 +14,7 @@ from mla_conformance.problems.memory import device_lost, out_of_memory
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StepResult:
     """What became of a step.
 
     Attributes:
@@ -33,7 +33,7 @@ class Attempt:
     kept: Any = None
 
 
-def attempt(step: Callable[[], Any]) -> Attempt:
+def run_step(step: Callable[[], Any]) -> StepResult:
     """Run a step that is a backend's.
 
     Raises:
@@ -42,11 +42,11 @@ def attempt(step: Callable[[], Any]) -> Attempt:
     process = os.getpid()
     with user_interrupts() as interrupts, ProcessState.watched() as changes:
         try:
-            outcome = Attempt(step())
+            outcome = StepResult(step())
         except BaseException as error:
             if interrupts:
                 raise
-            outcome = Attempt(None, one_line(error), _traceback(), _ran_out(error))
+            outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
     return replace(outcome, disturbed=tuple(changes))
@@ -70,30 +70,30 @@ def _ran_out(error: BaseException) -> bool:
         return False
 
 
-class Hand:
+class Executor:
     """Carries out steps in this process.
 
     A step is a partial of functions that a module names, over calls, problems, plain values and what earlier steps
     made: nothing in it says in which process it takes place.
     """
 
-    def attempt(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Attempt:
+    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
         """A step that returns what a call returned.
 
         Args:
             step: the step.
             reached: memory of the caller that it may write, and that is looked at afterwards.
         """
-        done = attempt(step)
+        done = run_step(step)
         return replace(done, kept=done.value)
 
-    def make(self, step: Callable[[], Any]) -> Attempt:
+    def make(self, step: Callable[[], Any]) -> StepResult:
         """A step whose value is for later steps only."""
-        return attempt(step)
+        return run_step(step)
 
-    def ask(self, question: Callable[[], Any], kind: Any) -> Attempt:
+    def query(self, question: Callable[[], Any], kind: Any) -> StepResult:
         """A step that answers with plain data of this type."""
-        return attempt(question)
+        return run_step(question)
 
     def lost(self, device: torch.device) -> bool:
         """Whether the steps destroyed the GPU's context that they run in."""
@@ -106,7 +106,7 @@ class Hand:
         """Give back memory of the device that is held without need."""
 
 
-HERE = Hand()
+IN_PROCESS = Executor()
 
 
 def itself(value: Any) -> Any:

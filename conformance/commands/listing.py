@@ -11,7 +11,7 @@ from pathlib import Path
 from mla_conformance.backends.references import known_backends
 from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import DEVICES, Request, known_names
+from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.facts import BackendFacts
@@ -26,7 +26,7 @@ from mla_conformance.vocabulary.tiers import tier_lines
 _FACTS = "        "
 
 
-def tell_backends(options: argparse.Namespace) -> int:
+def list_backends(options: argparse.Namespace) -> int:
     """A line for every backend: whether it can run here, or why not."""
     names = known_names()
     found = _described(names, options.device)
@@ -40,13 +40,13 @@ def tell_backends(options: argparse.Namespace) -> int:
 def _described(names: list[str], device: str | None) -> list[BackendFacts]:
     with (
         tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder,
-        Run(Request.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
+        Run(RunRequest.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
     ):
         run.prepare()
         return run.facts
 
 
-def tell_capabilities(options: argparse.Namespace) -> int:
+def list_capabilities(options: argparse.Namespace) -> int:
     """A line for every capability and one for every tier, or else what the options ask for."""
     if options.spec:
         from mla_conformance.vocabulary.spec_facts import section_lines
@@ -54,9 +54,9 @@ def tell_capabilities(options: argparse.Namespace) -> int:
         Section.of(options.spec, "hazards").write("\n".join(section_lines()))
         return 0
     if options.backend is not None:
-        from mla_conformance.commands.unreached import tell_unreached
+        from mla_conformance.commands.unreached import list_unreached
 
-        return tell_unreached(options.backend, options.device)
+        return list_unreached(options.backend, options.device)
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
@@ -65,7 +65,7 @@ def tell_capabilities(options: argparse.Namespace) -> int:
     return 0
 
 
-def tell_models(options: argparse.Namespace) -> int:
+def list_models(options: argparse.Namespace) -> int:
     """Two lines for every model, or all that is known of one, or the golden layer held against their code.
 
     Raises:
@@ -143,7 +143,7 @@ def _selection(profile: ModelProfile) -> list[str]:
     ]
 
 
-def tell_completion(options: argparse.Namespace) -> int:
+def print_completion(options: argparse.Namespace) -> int:
     """The script for a shell, with the backends, capabilities and tiers that are known here."""
     import shtab
 
