@@ -7,7 +7,8 @@ from itertools import chain
 
 import torch
 
-from mla_conformance.bench import golden, runs, suite
+from mla_conformance.bench import runs, suite
+from mla_conformance.commands.options import require_tests
 from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import RunError
@@ -38,16 +39,19 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _lines(options: argparse.Namespace, request: RunRequest, device: torch.device) -> Iterator[str]:
-    if options.scale:
-        return golden.scale(device.type)
-    if options.sparse:
-        return golden.sparse(device.type)
     if options.kernels:
         return suite.throughput(device)
     if options.suite:
         return suite.split(request, device)
     if options.runs:
         return runs.compare_runs(request, device)
+    require_tests("bench of the golden pass")
+    from mla_conformance.tests.bench import golden
+
+    if options.scale:
+        return golden.scale(device.type)
+    if options.sparse:
+        return golden.sparse(device.type)
     return chain(golden.compare(device.type), suite.plugin_cost())
 
 

@@ -1,9 +1,8 @@
 """``cheats``: kernels that cheat, certified as a user would, and what catches them; they stand among the tests."""
 
 import argparse
-from importlib.resources import files
 
-from mla_conformance.files.inputs import InputError
+from mla_conformance.commands.options import require_tests
 
 
 def try_cheats(options: argparse.Namespace) -> int:
@@ -12,11 +11,7 @@ def try_cheats(options: argparse.Namespace) -> int:
     Raises:
         InputError: the tests are not here, as in what a wheel installs.
     """
-    if not (files("mla_conformance") / "tests").is_dir():
-        raise InputError(
-            "cheats: they stand among the tests, which no wheel holds; run it where a checkout is installed: "
-            "pip install -e ."
-        )
+    require_tests("cheats")
     from mla_conformance.tests.cheats import report
 
     return report.try_cheats(options)

@@ -13,7 +13,6 @@ from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.files.outputs import Section
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.deployment import Deployment
@@ -48,11 +47,6 @@ def _described(names: list[str], device: str | None) -> list[BackendFacts]:
 
 def list_capabilities(options: argparse.Namespace) -> int:
     """A line for every capability and one for every tier, or else what the options ask for."""
-    if options.spec:
-        from mla_conformance.vocabulary.spec_facts import section_lines
-
-        Section.of(options.spec, "hazards").write("\n".join(section_lines()))
-        return 0
     if options.backend is not None:
         from mla_conformance.commands.unreached import list_unreached
 

@@ -4,8 +4,11 @@ import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -103,3 +106,16 @@ def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tu
     for room in rooms:
         for word, inner in room.choices.items():
             yield from commands_of(inner, f"{words} {word}".lstrip())
+
+
+def require_tests(what: str) -> None:
+    """Refuse what stands among the tests where these are not.
+
+    Raises:
+        InputError: this is what a wheel installed, which holds no tests.
+    """
+    if not (files("mla_conformance") / "tests").is_dir():
+        raise InputError(
+            f"{what}: it stands among the tests, which no wheel holds; run it where a checkout is installed: "
+            "pip install -e ."
+        )

@@ -141,7 +141,6 @@ COMMANDS = (
         "list the capabilities with their definitions",
         "mla_conformance.commands.listing:list_capabilities",
         (
-            path("--spec", "FILE", "only write the hazards between this file's markers"),
             option("--backend", _REFERENCE, "instead, the pairs of values that its declared support leaves unreached"),
             option("--device", "cpu|cuda", "of --backend"),
         ),

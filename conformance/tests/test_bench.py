@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from mla_conformance.bench import formulas, golden, suite, timing
-from mla_conformance.bench.formulas import (
+from mla_conformance.bench.timing import Timing, timed
+from mla_conformance.cli import main
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.tests.bench.formulas import (
     FORMULAS,
     SPARSE_FORMULAS,
     Operands,
@@ -17,10 +21,6 @@ from mla_conformance.bench.formulas import (
     materialised,
     plain,
 )
-from mla_conformance.bench.timing import Timing, timed
-from mla_conformance.cli import main
-from mla_conformance.engine.request import RunRequest
-from mla_conformance.reference.attention import AttentionState
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")

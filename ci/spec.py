@@ -1,14 +1,15 @@
-"""What the case lists run, as words for the sentences of SPEC section 5, and that section written with them."""
+"""Write the hazards of SPEC section 5 from ``ci/hazards.toml`` and the case lists: ``python ci/spec.py``."""
 
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from mla_conformance.cases.case import Case
+from mla_conformance.files.outputs import Section
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -34,7 +35,7 @@ class Hazard:
 @cache
 def hazards() -> tuple[Hazard, ...]:
     """All of them, in the order of SPEC."""
-    text = (files("mla_conformance.fixtures") / "hazards.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("hazards.toml").read_text(encoding="utf-8")
     reported = tomllib.loads(text)["hazard"]
     return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)
 
@@ -121,3 +122,7 @@ def section_lines() -> Iterator[str]:
 
 def _line(hazard: Hazard, facts: dict[str, Any]) -> str:
     return f"- **5.{hazard.clause} {hazard.id}** {hazard.sentence.format_map(facts)}"
+
+
+if __name__ == "__main__":
+    Section.of(Path(__file__).parents[1] / "conformance" / "SPEC.md", "hazards").write("\n".join(section_lines()))

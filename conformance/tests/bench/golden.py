@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from mla_conformance.bench.formulas import (
+from mla_conformance.bench.timing import REPETITIONS, timed
+from mla_conformance.tests.bench.formulas import (
     FORMULAS,
     SPARSE_FORMULAS,
     Operands,
@@ -21,7 +22,6 @@ from mla_conformance.bench.formulas import (
     SparseShape,
     golden,
 )
-from mla_conformance.bench.timing import REPETITIONS, timed
 
 _SHAPES = {
     "cpu": (Shape(16, 512, 512), Shape(16, 1024, 2048)),
@@ -88,7 +88,7 @@ def _process(device: str, name: str, shape: Shape) -> Figures:
     if device == "cuda":
         torch.cuda.empty_cache()
         return _measure(torch.device("cuda", torch.cuda.current_device()), name, shape)
-    command = [sys.executable, "-m", "mla_conformance.bench.golden", device, name]
+    command = [sys.executable, "-m", "mla_conformance.tests.bench.golden", device, name]
     command += map(str, (shape.heads, shape.queries, shape.keys))
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode:
