@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_conformance.bench import formulas, golden, suite, timing
+from mla_conformance.bench import suite, timing
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cli import main
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.reference.attention import AttentionState
+from mla_conformance.tests.bench import formulas, golden
 from mla_conformance.tests.bench.formulas import (
     FORMULAS,
     SPARSE_FORMULAS,
