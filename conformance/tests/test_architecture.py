@@ -151,3 +151,17 @@ def test_no_case_test_or_judge_names_a_backend() -> None:
     for path in files:
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not names & {value for value in strings if isinstance(value, str)}, path.name
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    """Public classes and type aliases; vLLM dictates those of its generations, a kernel of the defects is its id's."""
+    named: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if module.startswith(("mla_conformance.backends.generations", "mla_conformance.defects")):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            alias = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            name = node.name if isinstance(node, ast.ClassDef) else node.targets[0].id if alias else ""
+            if re.match(r"[A-Z]\w*[a-z]", name):
+                named.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in named.items() if len(modules) > 1} == {}
