@@ -52,7 +52,7 @@ def test_an_exception_is_what_its_message_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "right", "certain", "outcome"),
+    ("reported", "right", "certain", "outcome"),
     [
         (False, False, True, Outcome.SILENT),
         (True, True, False, Outcome.RIGHT),
