@@ -10,7 +10,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.commands import cheats as command
+from mla_conformance.commands import options
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.supervisor import Supervisor, Tasks
 from mla_conformance.files.outputs import Section
@@ -36,7 +36,7 @@ def test_every_family_is_listed() -> None:
 def test_where_there_are_no_tests_it_is_said_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "files", lambda package: tmp_path)
+    monkeypatch.setattr(options, "files", lambda package: tmp_path)
     assert main(["cheats"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
 
