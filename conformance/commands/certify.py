@@ -16,9 +16,8 @@ from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import read_config
-from mla_conformance.models.deployment import Deployment
-from mla_conformance.models.library import find_model
+from mla_conformance.models.config import find_model, read_config
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import read_cases
 

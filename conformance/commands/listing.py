@@ -15,9 +15,8 @@ from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.deployment import Deployment
-from mla_conformance.models.library import find_model, model_names
-from mla_conformance.models.profile import ModelProfile
+from mla_conformance.models.config import find_model, model_names
+from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 from mla_conformance.vocabulary.tiers import tier_lines

@@ -20,7 +20,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.summary import count_by_capability
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 

@@ -10,8 +10,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.fields import Fields, Listed, with_fields
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.dense_cases import decodes, layers, prefills, weights
-from mla_conformance.models.deployment import Deployment
-from mla_conformance.models.profile import ModelProfile
+from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.sparse_cases import indexing, sparse_decodes, sparse_prefills
 from mla_conformance.reference.dimensions import PRESETS
 

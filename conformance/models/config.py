@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from mla_conformance.backends.references import unknown
 from mla_conformance.files.inputs import InputError, convert, decode, read_text
 from mla_conformance.models.families import FAMILIES, Attends, Family
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
@@ -196,3 +198,29 @@ class _Reader:
         kinds = [kind.replace(" ", "_") for kind, _ in self._layers()]
         second = tuple(columns[kind] for kind in columns if kind in kinds)
         return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)
+
+
+_STORED = files("mla_conformance.fixtures") / "models"
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    published: str
+    source: str
+    config: dict[str, Any]
+
+
+def model_names() -> tuple[str, ...]:
+    """The names, sorted."""
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in _STORED.iterdir()))
+
+
+def find_model(name: str) -> ModelProfile:
+    """The profile of the model of this name.
+
+    Raises:
+        InputError: there is none; the message says which one may be meant, or lists the names.
+    """
+    if name not in model_names():
+        raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
+    stored = msgspec.json.decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), type=_Stored)
+    return profile_of(stored.config, name, source=f"{stored.published}: {stored.source}")

@@ -1,6 +1,12 @@
 """What a model asks of kernels, as its configuration tells it. No torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from mla_conformance.files.inputs import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +95,37 @@ class ModelProfile:
 
 
 _PACKED_LATENT = 512
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run was asked about, as its plan and its report hold it.
+
+    Attributes:
+        model: the model's name, or the file that describes it.
+        tp: ranks that share its heads.
+        kv_cache: what its cache is called.
+        heads: heads of a rank.
+    """
+
+    model: str
+    tp: Annotated[int, Meta(ge=1)]
+    kv_cache: str
+    heads: Annotated[int, Meta(ge=1)]
+
+    @staticmethod
+    def of(profile: ModelProfile, tp: int, kv_cache: str) -> "Deployment":
+        """A model on ``tp`` ranks.
+
+        Raises:
+            InputError: its heads cannot be shared so, or it has no cache of that name.
+        """
+        if profile.heads % tp:
+            shares = ", ".join(map(str, profile.tensor_parallel_sizes))
+            raise InputError(f"--tp {tp}: {profile.name} has {profile.heads} heads; expected one of {shares}")
+        if kv_cache not in profile.cache_layouts:
+            known = ", ".join(profile.cache_layouts)
+            raise InputError(f"--kv-cache {kv_cache}: expected one of {known} for {profile.name}")
+        return Deployment(model=profile.name, tp=tp, kv_cache=kv_cache, heads=profile.heads // tp)
+
+    def __str__(self) -> str:
+        return f"{self.model} at TP {self.tp}" + (f", {self.kv_cache} cache" if self.kv_cache != "auto" else "")

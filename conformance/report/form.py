@@ -10,7 +10,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import Traced
 from mla_conformance.judging.record import Said, Share
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.counts import Counts, Number
 from mla_conformance.report.summary import BackendOutcome

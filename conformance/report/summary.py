@@ -12,7 +12,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.counts import Counts, grouped
 

@@ -14,7 +14,7 @@ from mla_conformance.commands import certify
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.answer import Group, ModelAnswer
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html

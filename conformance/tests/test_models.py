@@ -18,11 +18,9 @@ from mla_conformance.commands import proof
 from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.models.caselist import cases_of, dims_of
-from mla_conformance.models.config import read_config
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.config import find_model, model_names, read_config
 from mla_conformance.models.families import FAMILIES
-from mla_conformance.models.library import find_model, model_names
-from mla_conformance.models.profile import ModelProfile
+from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Config = dict[str, Any]

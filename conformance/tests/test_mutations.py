@@ -33,7 +33,7 @@ from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.judging.facts import BackendFacts, Traced
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.models.deployment import Deployment
+from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.shown import LINE

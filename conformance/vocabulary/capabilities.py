@@ -4,8 +4,9 @@ Adding a capability is one entry in ``capabilities.toml``; if none of the proced
 ``trials/procedures.py``. No torch: cases are listed without it.
 """
 
+import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -22,7 +23,25 @@ from mla_conformance.roles.layer.space import LAYER
 from mla_conformance.roles.prefill.space import PREFILL
 from mla_conformance.roles.sparse.space import SPARSE
 from mla_conformance.vocabulary import lists
-from mla_conformance.vocabulary.smoke import smoke_cases, with_killing
+
+_FIRST = 2
+
+
+def smoke_cases(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The first cases, the first of each role, since a decode has its laws too, and those that kill; in their order."""
+    first = {case.role: case for case in reversed(cases)}
+    return with_killing(cases, (*cases[:_FIRST], *first.values()))
+
+
+def with_killing(cases: Sequence[Case], taken: Collection[Case]) -> tuple[Case, ...]:
+    """The cases that are taken anyway and those that kill; in their order."""
+    return tuple(case for case in cases if case in taken or case.id in _killing())
+
+
+@cache
+def _killing() -> frozenset[str]:
+    text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
+    return frozenset(json.loads(text)["killing_cases"].values())
 
 
 class Tier(StrEnum):
