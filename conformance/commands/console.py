@@ -15,11 +15,10 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
-from mla_conformance.report.answer import closing_line
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
-from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, header, near, put, say, side_by_side
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mla_conformance.judging.record import Record
-from mla_conformance.report.shown import shown
-from mla_conformance.report.terminal import say
+from mla_conformance.report.terminal import say, shown
 
 _PER_SECOND = 4
 

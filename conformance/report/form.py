@@ -12,8 +12,7 @@ from mla_conformance.judging.record import Said, Share
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import CauseKind
-from mla_conformance.report.counts import Counts, Number
-from mla_conformance.report.summary import BackendOutcome
+from mla_conformance.report.summary import BackendOutcome, Counts, Number
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5

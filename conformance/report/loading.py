@@ -28,8 +28,8 @@ from mla_conformance.report.form import (
     ReportForm,
 )
 from mla_conformance.report.json_report import report_form
-from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.terminal import shown
 
 
 def report_file(path: Path) -> Path:

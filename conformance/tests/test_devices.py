@@ -24,8 +24,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
-from mla_conformance.trials.device_needs import device_reasons
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, device_reasons
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")

@@ -19,7 +19,7 @@ from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.facts import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

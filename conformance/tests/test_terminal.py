@@ -17,9 +17,9 @@ from mla_conformance.commands.progress import Progress, clock, live
 from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import backend_lines, declared
+from mla_conformance.report.outcome import backend_lines, cause_lines, declared
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import cause_lines, painted, say
+from mla_conformance.report.terminal import painted, say
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LINE = "MyBackend ✘ passed 2/5 cases · 3 failed · 1 NOT RUN"
