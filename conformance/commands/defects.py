@@ -1,6 +1,7 @@
-"""``defects``: the judge judged, by known wrong kernels and honest ones."""
+"""``defects`` and ``cheats``: the judge judged, by known wrong kernels, honest ones, and kernels that cheat."""
 
 import argparse
+from importlib.resources import files
 
 import msgspec
 
@@ -29,3 +30,19 @@ def run_defects(options: argparse.Namespace) -> int:
     for line in terminal_lines(report):
         say(line)
     return 0 if report.holds else 1
+
+
+def try_cheats(options: argparse.Namespace) -> int:
+    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise.
+
+    Raises:
+        InputError: the tests are not here, as in what a wheel installs.
+    """
+    if not (files("mla_conformance") / "tests").is_dir():
+        raise InputError(
+            "cheats: they stand among the tests, which no wheel holds; run it where a checkout is installed: "
+            "pip install -e ."
+        )
+    from mla_conformance.tests.cheats import report
+
+    return report.try_cheats(options)

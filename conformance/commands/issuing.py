@@ -14,7 +14,7 @@ from mla_conformance.certificate.submission import write_submission
 from mla_conformance.engine.run import Run
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
-from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import say

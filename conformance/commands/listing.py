@@ -14,7 +14,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.files.outputs import Section
-from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.models.library import find_model, model_names

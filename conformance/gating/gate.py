@@ -10,8 +10,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare

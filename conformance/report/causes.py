@@ -15,7 +15,8 @@ from mla_conformance.report.terminal import MESSAGE
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
-_K, _T = TypeVar("_K"), TypeVar("_T")
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 CauseKind = Literal["likely", "further", "seen"]
 
 

@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import Traced
-from mla_conformance.judging.record import Said, Share
+from mla_conformance.judging.record import Said, Share, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import CauseKind

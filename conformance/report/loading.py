@@ -15,8 +15,7 @@ from mla_conformance.cases.grammar import require_id
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record, Said
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record, detection
+from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.summary import (

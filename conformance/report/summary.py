@@ -12,8 +12,7 @@ from msgspec import Meta, Struct
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.causes import Cause, causes, grouped
@@ -282,7 +281,7 @@ def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
     return dict(Counter(case.partition(":")[0] for case in cases))
 
 
-def summarise(records: Sequence[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
+def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
     """Group the records of one backend; ``listed`` gives the cases of each selected capability."""
     groups: dict[str, list[Record]] = {name: [] for name in listed}
     for record in records:

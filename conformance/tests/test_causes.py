@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.ci_views import annotations, markdown

@@ -31,8 +31,7 @@ from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.subject import Subject

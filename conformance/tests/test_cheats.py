@@ -10,7 +10,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.commands import cheats as command
+from mla_conformance.commands import defects as command
 from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.supervisor import Supervisor, Tasks
 from mla_conformance.files.outputs import Section

@@ -29,8 +29,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.deployment import Deployment
 from mla_conformance.report.json_report import report_json, to_text

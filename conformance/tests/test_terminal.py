@@ -14,8 +14,7 @@ import pytest
 
 from mla_conformance.commands import progress
 from mla_conformance.commands.progress import Progress, clock, live
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import backend_lines, cause_lines, declared
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

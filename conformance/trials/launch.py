@@ -1,13 +1,11 @@
 """A call without the driver's synchronisation and snapshots, for tests that place it on a stream or in a graph."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials.trial import Trial
 
 
 def prepare(backend: Any, problem: Problem) -> None:
@@ -44,8 +42,3 @@ def cut(value: Any, rows: slice) -> Any:
 def observed(problem: Problem, value: Any) -> Observation:
     """What a call returned, as the judge takes it."""
     return Observation((Returned(problem.calls[0], value),), None, ())
-
-
-def guarded(trial: Trial, what: str, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
-    """What a call returned, whose exception is the backend's failure; memory that does not suffice is not."""
-    return trial.call(f"{what}: the call", step, reached)

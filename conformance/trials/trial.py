@@ -14,7 +14,6 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
 from mla_conformance.driving.executor import StepResult
-from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
@@ -22,7 +21,7 @@ from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, St
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
 
