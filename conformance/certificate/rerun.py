@@ -73,7 +73,7 @@ def _run(request: RunRequest) -> RunSummary:
             run.prepare()
             _require_runnable(run.facts)
             run.begin()
-            run.judge(lambda record: None)
+            run.judge()
         return run.summary()
 
 

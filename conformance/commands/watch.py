@@ -10,8 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands.console import BROKEN, status_of
-from mla_conformance.commands.progress import Progress, clock, live
+from mla_conformance.commands.console import BROKEN, Progress, clock, live, status_of
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge

@@ -184,7 +184,11 @@ class Run:
             self._keep(event)
         self._write(journal.Resumed())
 
-    def judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None] = lambda what: None) -> None:
+    def judge(
+        self,
+        on_record: Callable[[Record], None] = lambda record: None,
+        on_phase: Callable[[str], None] = lambda what: None,
+    ) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
         Args:

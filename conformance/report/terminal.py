@@ -60,14 +60,6 @@ _LINE_WIDTH = 118
 _UNBROKEN = "\xa0"
 
 
-def header(environment: dict[str, str], cases: int, drawn: int = 0, of: str = "") -> str:
-    """One line on where the run takes place, and of how many cases; ``of`` says what they are of, a tier or a model."""
-    asked = [of, counted(cases, "case") + (f" and {drawn} drawn ones" if drawn else "")]
-    asked += [f"salt {environment['salt']}"] if "salt" in environment else []
-    where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
-    return " · ".join(filter(None, [*where, *asked, "golden float64", environment.get("judge", "")]))
-
-
 def near(path: Path) -> Path:
     """A path as one would write it in the current folder, if it is below that."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -24,7 +24,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
-from mla_conformance.commands.issuing import Issuing
+from mla_conformance.commands.certify import Issuing
 from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned

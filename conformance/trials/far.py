@@ -19,8 +19,7 @@ from mla_conformance.problems.memory import device_lost, poison
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.roles.prefill.call import PrefillCall
-from mla_conformance.trials.launch import cut, observed, prepared_call
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, cut, observed, prepared_call
 
 _ALIGNMENT = 64
 

@@ -16,8 +16,7 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials.launch import cut, invoke, observed, prepare, tensors
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, cut, invoke, observed, prepare, tensors
 
 _WARM_CALLS = 2
 _stream: Any = torch.cuda.Stream

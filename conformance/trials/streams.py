@@ -12,8 +12,7 @@ import torch
 
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials.launch import observed, prepared_call, tensors
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, observed, prepared_call, tensors
 
 _SPIN_CYCLES = 20_000_000
 """About 10 ms of a GPU: longer than any launch and any copy of a case."""

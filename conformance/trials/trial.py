@@ -1,4 +1,4 @@
-"""A trial: one subject on one case, as the procedures see it."""
+"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
+from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, run_calls
 from mla_conformance.driving.executor import StepResult
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.judging.golden import Golden
@@ -266,3 +266,39 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def results(observation: Observation) -> list[torch.Tensor]:
     """Output, and LSE if there is one, of the only call of an observation."""
     return list(parts_of(observation.returned[0].value))
+
+
+def prepare(backend: Any, problem: Problem) -> None:
+    """Hand over the metadata of the problem's only call."""
+    problem.calls[0].prepare(backend)
+
+
+def invoke(backend: Any, problem: Problem) -> Any:
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    return problem.calls[0].invoke(backend, None)
+
+
+def prepared_call(backend: Any, problem: Problem) -> Any:
+    """Both."""
+    prepare(backend, problem)
+    return invoke(backend, problem)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned."""
+    found = value if isinstance(value, tuple | list) else (value,)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def cut(value: Any, rows: slice) -> Any:
+    """These rows of an output [T, N, V], and of an LSE [N, T] if there is one; anything else as it is."""
+    parts = tensors(value)
+    if isinstance(value, torch.Tensor):
+        return value[rows]
+    whole = isinstance(value, tuple | list) and parts and len(parts) == len(value)
+    return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
+
+
+def observed(problem: Problem, value: Any) -> Observation:
+    """What a call returned, as the judge takes it."""
+    return Observation((Returned(problem.calls[0], value),), None, ())
