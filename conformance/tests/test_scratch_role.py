@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.problems.calls import AttentionCall, Question
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.operands import Draw, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.definition import RoleDefinition, kernel_sizes
@@ -62,7 +62,7 @@ class ScratchCall(AttentionCall):
         return backend.run_scratch(self.q, self.k, self.v)
 
     def operands(self):
-        return Question(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, False)
+        return AttentionOperands(self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, False)
 
 
 def scratch_problem(case, device, salt):
