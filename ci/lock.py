@@ -29,10 +29,9 @@ from mla_conformance.certificate.digests import installed_digests  # noqa: E402
 from mla_conformance.defects.honest import HONEST  # noqa: E402
 from mla_conformance.defects.known import judged_roles, known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel  # noqa: E402
-from mla_conformance.driving.phases import Clock  # noqa: E402
 from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
-from mla_conformance.trials.context import Context  # noqa: E402
+from mla_conformance.trials.context import Clock, Context  # noqa: E402
 from mla_conformance.trials.judge_one import judge_one  # noqa: E402
 from mla_conformance.trials.subject import Subject  # noqa: E402
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier  # noqa: E402

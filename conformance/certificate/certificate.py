@@ -10,11 +10,10 @@ from msgspec import Meta, Struct
 
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.facts import Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Record, Traced
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
 from mla_conformance.report.form import DeviationForm
+from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 
 _NAME, _VERSION = "mla-conformance-certificate", 6

@@ -11,7 +11,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.certificate.pins import Pins, harness
 from mla_conformance.files.installed import Installed, file_digest, installed, module_file, source_digest, source_name
 from mla_conformance.files.places import find_place, is_of_the_machine
-from mla_conformance.judging.facts import Traced
+from mla_conformance.judging.record import Traced
 
 _OF_A_MACHINE = ("device", "compute_capability", "driver", "cuda", "cudnn", "torch", "python")
 

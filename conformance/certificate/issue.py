@@ -9,8 +9,7 @@ from mla_conformance.certificate.certificate import Certificate, Finding, Unjudg
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import DeviationForm
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary

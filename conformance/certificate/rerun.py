@@ -13,8 +13,7 @@ from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import RunSummary
 
@@ -74,7 +73,7 @@ def _run(request: RunRequest) -> RunSummary:
             run.prepare()
             _require_runnable(run.facts)
             run.begin()
-            run.judge(lambda record: None)
+            run.judge()
         return run.summary()
 
 

@@ -11,7 +11,7 @@ from mla_conformance.certificate.digests import LOCKED, locked_digests, seal, un
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 

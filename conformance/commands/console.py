@@ -2,11 +2,12 @@
 
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mla_conformance.commands.progress import Progress, clock, live
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import Plan
 from mla_conformance.engine.request import RequestError
@@ -15,13 +16,12 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
-from mla_conformance.report.answer import closing_line
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
-from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import columns, header, near, put, say, side_by_side
+from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -66,9 +66,15 @@ def run_and_report(
 
 
 def _header(run: Run) -> str:
-    asked = run.request
-    shard = f" · shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
-    return header(run.environment, len(asked.judged_ids), asked.explore, asked.of_what) + shard
+    """One line on where the run takes place, and of how many cases of what: of a tier or a model."""
+    asked, environment = run.request, run.environment
+    drawn = f" and {asked.explore} drawn ones" if asked.explore else ""
+    what = [asked.of_what, counted(len(asked.judged_ids), "case") + drawn]
+    salted = [f"salt {environment['salt']}"] if "salt" in environment else []
+    where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
+    shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
+    said = [*where, *what, *salted, "golden float64", environment.get("judge", ""), shard]
+    return " · ".join(filter(None, said))
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
@@ -102,7 +108,7 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:
         if silent:  # a machine reads the report
-            run.judge(_ignore)
+            run.judge()
         else:
             with live(lambda: progress.line):
                 run.judge(progress, progress.phase)
@@ -116,10 +122,6 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
 def status_of(stop: Stopped) -> int:
     """The exit status of a run that was ended by a signal, as of a shell; 0, which decides nothing, by a deadline."""
     return _SIGNALLED + stop.signal if stop.signal else 0
-
-
-def _ignore(record: Record) -> None:
-    """A machine reads the report, not the progress."""
 
 
 def _write(path: Path, summary: RunSummary, views: bool) -> str:
@@ -150,3 +152,94 @@ def _show_outcome(summary: RunSummary, brief: bool, report: Path | None) -> None
 def _say_wrapped(text: str) -> None:
     for line in side_by_side(text.split(" · "), " · ", columns()):
         say(line)
+
+
+_PER_SECOND = 4
+
+
+class Progress:
+    """Counts what is judged; failures are told by their causes, at the end.
+
+    Attributes:
+        total: records that are expected, each case with each backend.
+        done: records so far.
+        failed: how many of them failed.
+        parts: lines of a whole run where no line is live.
+    """
+
+    def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
+        self.total, self.done, self.failed, self.parts = total, done, failed, parts
+        self._before, self._began, self._now = done, time.monotonic(), ""
+
+    def __call__(self, record: Record) -> None:
+        """Take one record."""
+        if record.confirmation or record.is_explained:
+            return  # it was counted when it was judged first
+        self.done += 1
+        self.failed += record.failed
+        self._now = f"{record.backend} {record.capability}"
+        if not is_live() and self._part(self.done) > self._part(self.done - 1):
+            say(f"… {self.line}")
+
+    def phase(self, what: str) -> None:
+        """Tell what goes on once everything is judged."""
+        self._now = what
+        if self.parts and not is_live():
+            say(f"… {self.line}")
+
+    def _part(self, done: int) -> int:
+        return done * self.parts // max(1, self.total)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def line(self) -> str:
+        """Judged of all, failed, time since it began, what is left of it at this rate, and what goes on."""
+        return " · ".join(
+            filter(None, (f"{self.done}/{self.total} judged", f"{self.failed} failed", *self._times(), self._now))
+        )
+
+    def _times(self) -> Iterator[str]:
+        elapsed, judged = self.elapsed, self.done - self._before
+        yield clock(elapsed)
+        if judged and self.done < self.total:
+            yield f"about {clock(elapsed * (self.total - self.done) / judged)} left"
+
+
+def clock(seconds: float) -> str:
+    """A time as m:ss, from an hour on as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def is_live() -> bool:
+    """Whether a line may be drawn anew: on a terminal that can, and not in the log of a CI job that has one."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and "CI" not in os.environ
+
+
+@contextmanager
+def live(line: Callable[[], str]) -> Iterator[None]:
+    """Show a line, kept up to date and gone at the end; nothing where no line is live."""
+    if not is_live():
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Text:
+        return Text(shown(line()), style="dim", no_wrap=True, overflow="ellipsis")
+
+    console = Console(file=sys.stdout, highlight=False)
+    with Live(
+        console=console,
+        get_renderable=drawn,
+        refresh_per_second=_PER_SECOND,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ):
+        yield

@@ -1,9 +1,10 @@
-"""``defects``: the judge judged, by known wrong kernels and honest ones."""
+"""``defects`` and ``cheats``: the judge judged, by known wrong kernels, honest ones, and kernels that cheat."""
 
 import argparse
 
 import msgspec
 
+from mla_conformance.commands.options import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.files.inputs import InputError
@@ -29,3 +30,15 @@ def run_defects(options: argparse.Namespace) -> int:
     for line in terminal_lines(report):
         say(line)
     return 0 if report.holds else 1
+
+
+def try_cheats(options: argparse.Namespace) -> int:
+    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise.
+
+    Raises:
+        InputError: the tests are not here, as in what a wheel installs.
+    """
+    require_tests("cheats")
+    from mla_conformance.tests.cheats import report
+
+    return report.try_cheats(options)

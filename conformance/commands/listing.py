@@ -13,7 +13,7 @@ from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment, ModelProfile

@@ -21,7 +21,8 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import from_here, say
+from mla_conformance.report.outcome import from_here
+from mla_conformance.report.terminal import say
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.case_files import read_case, write_case
 

@@ -174,7 +174,7 @@ COMMANDS = (
     Command(
         "cheats",
         "kernels that cheat, and what catches them",
-        "mla_conformance.commands.cheats:try_cheats",
+        "mla_conformance.commands.defects:try_cheats",
         (_JSON, path("--table", "FILE", "rewrite the section between this file's markers")),
         ("", "--out cheats.json"),
         "0 all fare as expected · 1 one does not · 2 usage",

@@ -10,8 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands.console import BROKEN, status_of
-from mla_conformance.commands.progress import Progress, clock, live
+from mla_conformance.commands.console import BROKEN, Progress, clock, live, status_of
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
@@ -21,12 +20,10 @@ from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, T
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.answer import of_cases, worst_error
 from mla_conformance.report.causes import causes
-from mla_conformance.report.counts import Counts
-from mla_conformance.report.shown import cut
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, say
+from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
+from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.report.terminal import columns, counted, cut, say
 
 _LOOKS = 0.3
 """Seconds between two looks at the file."""

@@ -74,25 +74,19 @@ class Observation:
 def run_calls(
     backend: KernelBackend, problem: Problem, prepare: bool = True, executor: Executor = IN_PROCESS
 ) -> Observation:
-    """Prepare the metadata, unless that was done before, and run every call of ``problem`` on an instance."""
+    """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises."""
     before = Snapshot(problem.caller_owned)
-    returned = _make_calls(executor, backend, problem, prepare)
+    returned: list[Returned] = []
+    for call in problem.calls:
+        returned.append(_guarded_call(executor, backend, problem, call, prepare))
+        if returned[-1].error:
+            break
     disturbed = tuple(change for part in returned for change in part.disturbed)
     if returned and returned[-1].error and executor.lost(problem.device):
         return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
     merging = _merge(executor, backend, problem, returned)
     disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
     return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
-
-
-def _make_calls(executor: Executor, backend: KernelBackend, problem: Problem, prepare: bool) -> list[Returned]:
-    """Every call up to the first that raises."""
-    returned: list[Returned] = []
-    for call in problem.calls:
-        returned.append(_guarded_call(executor, backend, problem, call, prepare))
-        if returned[-1].error:
-            break
-    return returned
 
 
 def as_it_is_now(observation: Observation, executor: Executor) -> Observation:

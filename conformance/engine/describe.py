@@ -9,7 +9,7 @@ import torch
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.platform import describe_device, get_device_capability
 from mla_conformance.engine.devices import driver_version
-from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.trials.subject import Subject
 
 

@@ -18,8 +18,7 @@ import msgspec
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record, RecordKey
+from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record, RecordKey
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):

@@ -131,7 +131,9 @@ class WorkerSlot:
             # A process that a backend left may hold the other end open: a keeper is lost when it says nothing more.
             data = self.connection.recv(_READ, socket.MSG_DONTWAIT)
         if not data:
-            yield from self._take(Ended(self._lost_keeper()))
+            ended = Ended(self._lost_keeper())
+            self._note(ended)
+            yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
@@ -143,9 +145,10 @@ class WorkerSlot:
             if not (
                 self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
             ):  # those come too late
-                yield from self._take(event)
+                self._note(event)
+                yield event
 
-    def _take(self, event: WorkerEvent) -> Iterator[WorkerEvent]:
+    def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed = False
@@ -165,7 +168,6 @@ class WorkerSlot:
         elif isinstance(event, Ended):
             self.hello, self._process = None, 0
             self._wait(START_SECONDS)
-        yield event
 
     def why(self, status: int) -> str:
         """What the worker of the moment ended of."""

@@ -23,8 +23,7 @@ from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
-from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import Record, RecordKey
+from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
@@ -185,7 +184,11 @@ class Run:
             self._keep(event)
         self._write(journal.Resumed())
 
-    def judge(self, on_record: Callable[[Record], None], on_phase: Callable[[str], None] = lambda what: None) -> None:
+    def judge(
+        self,
+        on_record: Callable[[Record], None] = lambda record: None,
+        on_phase: Callable[[str], None] = lambda what: None,
+    ) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
         Args:

@@ -56,8 +56,7 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
-from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context

@@ -10,14 +10,12 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
-from mla_conformance.report.counts import grouped
-from mla_conformance.report.shown import cut
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import counted, cut
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 

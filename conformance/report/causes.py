@@ -2,20 +2,21 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.report.counts import grouped
-from mla_conformance.report.shown import MESSAGE
+from mla_conformance.report.terminal import MESSAGE
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 CauseKind = Literal["likely", "further", "seen"]
 
 
@@ -73,6 +74,14 @@ class Cause:
     def headline(self) -> str:
         """What is wrong, with its extent."""
         return self.sentence + self.extent
+
+
+def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """What has a key in common, in order of appearance."""
+    groups: dict[_K, list[_T]] = {}
+    for each in found:
+        groups.setdefault(key(each), []).append(each)
+    return groups
 
 
 def causes(records: Iterable[Record]) -> tuple[Cause, ...]:

@@ -7,13 +7,11 @@ from msgspec import Meta, Struct
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import Traced
-from mla_conformance.judging.record import Said, Share
+from mla_conformance.judging.record import Said, Share, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
-from mla_conformance.report.counts import Counts, Number
-from mla_conformance.report.summary import BackendOutcome
+from mla_conformance.report.summary import BackendOutcome, Counts, Number
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5

@@ -5,8 +5,7 @@ from html import escape
 from itertools import groupby
 
 from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
-from mla_conformance.report.shown import shown
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import counted, shown
 
 _SIDE, _CELL = 256, 12
 """Pixels: of the longer side, at most, and of a cell."""

@@ -8,14 +8,12 @@ from functools import cached_property
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.answer import answers, closing_line
-from mla_conformance.report.causes import Cause
-from mla_conformance.report.counts import grouped
+from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.heat_picture import picture, words
+from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here
 from mla_conformance.report.pages import Cell, cell, definition, render
-from mla_conformance.report.shown import shown
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
-from mla_conformance.report.terminal import SIGN, cases_of, counted, from_here
+from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
+from mla_conformance.report.terminal import counted, shown
 
 _CLOSEST = 8
 

@@ -15,8 +15,7 @@ from mla_conformance.cases.grammar import require_id
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record, Said
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
@@ -28,8 +27,8 @@ from mla_conformance.report.form import (
     ReportForm,
 )
 from mla_conformance.report.json_report import report_form
-from mla_conformance.report.shown import shown
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.terminal import shown
 
 
 def report_file(path: Path) -> Path:

@@ -1,24 +1,232 @@
-"""The outcome of a run as lines: backend by backend, or of a deployed model as the answer to what is right for it."""
+"""The outcome of a run in words: causes, backend by backend, what is right for a deployed model, the closing line."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record, detection
-from mla_conformance.report.answer import Group, ModelAnswer, answers, uncovered
-from mla_conformance.report.shown import cut
+from mla_conformance.cases.case import Call, Case
+from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.summary import (
+    SIGN,
     BackendOutcome,
     BackendSummary,
     CapabilitySummary,
+    Counts,
     RunSummary,
     by_backend,
     summarise,
+    worst,
 )
-from mla_conformance.report.terminal import SIGN, cause_lines, columns, counted, fitting, side_by_side, wrapped
+from mla_conformance.report.terminal import columns, counted, cut, fitting, near, side_by_side, wrapped
 
-_INDENT = "       "
+_INDENT = " " * 7
+_MOST_CAUSES = 7
+
+
+class Group(StrEnum):
+    """What a backend is for a deployed model, in the order in which it is told."""
+
+    RIGHT = "right"
+    EMULATED = "right, but emulated, which is no evidence"
+    WRONG = "wrong"
+    WAIVED = "wrong, as an expectation says"
+    INCOMPLETE = "incomplete"
+    REFUSED = "unsupported"
+    UNTESTED = "untested"
+
+
+_PARTS = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
+_GROUPS = {
+    BackendOutcome.FAIL: Group.WRONG,
+    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
+    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
+    BackendOutcome.UNSUPPORTED: Group.REFUSED,
+}
+
+
+def part_of(case: str) -> str:
+    """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
+    parsed = Case.parse(case)
+    return _PARTS.get(Call(parsed.call), str(parsed.role))
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """What a run over a deployed model's cases says of one backend."""
+
+    backend: BackendSummary
+
+    @property
+    def group(self) -> Group:
+        """The group that it belongs to; right only if something was judged and all of that held."""
+        if self.backend.reasons:
+            return Group.UNTESTED
+        if not self.backend.capabilities:
+            return Group.INCOMPLETE
+        if self.backend.outcome is BackendOutcome.PASS and self.backend.counts.waived:
+            return Group.WAIVED
+        right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
+        return _GROUPS.get(self.backend.outcome, right)
+
+    @cached_property
+    def parts(self) -> dict[str, Counts]:
+        """What became of its cases, part by part."""
+        return {part: Counts.of(records) for part, records in self._records.items()}
+
+    @cached_property
+    def _records(self) -> dict[str, list[Record]]:
+        return grouped(self.backend.records, lambda record: part_of(record.case))
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The parts of which something was judged and held."""
+        return tuple(part for part, counts in self.parts.items() if counts.passed)
+
+    @property
+    def reported(self) -> str:
+        """Its parts with their counts, and why cases of them were not judged."""
+        if self.backend.reasons:
+            return "; ".join(self.backend.reasons)
+        judged = [self._judged(part) for part, counts in self.parts.items() if _verdicts(counts)]
+        waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
+        return " · ".join([*judged, *self._refused(), *waived, *filter(None, [self.backend.not_run])])
+
+    def _judged(self, part: str) -> str:
+        counts = self.parts[part]
+        text, rest = f"{part} {counts.passed}/{_verdicts(counts)}", counts.unsupported + counts.unavailable
+        return f"{text} ({rest} not: {self._reason(part)})" if rest else text
+
+    def _refused(self) -> Iterator[str]:
+        """Parts of which nothing was judged although it has a class for them, or all parts if it has none."""
+        refused = {part: self._reason(part) for part, counts in self.parts.items() if not _verdicts(counts)}
+        own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
+        yield from (f"no {part}: {reason}" for part, reason in own.items())
+        if len(refused) == len(self.parts) and not own:
+            yield from (f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values()))
+
+    def _reason(self, part: str) -> str:
+        """Why cases of a part have no verdict, in the words of most of them."""
+        without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+        said = Counter(record.message for record in self._records[part] if record.status in without)
+        return said.most_common(1)[0][0]
+
+
+def _verdicts(counts: Counts) -> int:
+    """Cases that were judged, whatever came out."""
+    return counts.passed + counts.failed + counts.waived
+
+
+_OTHER_ROLES = tuple(f"{role} only" for role in Role)
+"""How what is said of a case ends whose role a backend does not have."""
+
+
+def answers(run: RunSummary) -> list[ModelAnswer]:
+    """What a run says of each backend, by group."""
+    found = [ModelAnswer(backend) for backend in run.backends]
+    return sorted(found, key=lambda answer: list(Group).index(answer.group))
+
+
+def uncovered(run: RunSummary, found: Sequence[ModelAnswer]) -> tuple[str, ...]:
+    """The parts that the deployed model calls and that no real kernel is right for here."""
+    right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
+    return tuple(part for part in dict.fromkeys(map(part_of, run.cases)) if part not in right)
+
+
+_BACKENDS = {
+    Group.RIGHT: "right",
+    Group.EMULATED: "right, but emulated",
+    Group.WRONG: "wrong",
+    Group.WAIVED: "wrong, as expected",
+    Group.INCOMPLETE: "incomplete",
+    Group.REFUSED: "unsupported",
+    Group.UNTESTED: "cannot run here",
+}
+
+
+def closing_line(run: RunSummary) -> str:
+    """Every backend and every case is counted once."""
+    found = Counter(ModelAnswer(backend).group for backend in run.backends)
+    groups = [group for group in Group if found[group]]
+    backends = [f"{found[group]} {_BACKENDS[group]}" for group in groups]
+    if groups:
+        backends[0] = f"{counted(found[groups[0]], 'backend')} {_BACKENDS[groups[0]]}"
+    worst = worst_error(run.records)
+    cases = of_cases(run.counts)
+    return " · ".join([*backends, f"cases: {cases[0]}", *cases[1:], *([worst] if worst else [])])
+
+
+def of_cases(counts: Counts) -> list[str]:
+    """What became of cases, in figures that add up to all of them."""
+    reported = [f"{counts.passed} passed", f"{counts.failed} failed", f"{counts.unsupported} unsupported"]
+    return [*reported, *counts.noted(waived="expected to fail", unavailable="unavailable", not_run="NOT RUN")]
+
+
+def worst_of_passes(records: Iterable[Record]) -> float:
+    """The largest share of its error budget that a passed case used."""
+    return worst(share for record in records if record.status is Status.PASS for share in record.shares.values())
+
+
+def worst_error(records: Sequence[Record]) -> str:
+    """How much of its budget the largest error of a passed case used; empty without a pass."""
+    if not any(record.status is Status.PASS for record in records):
+        return ""
+    return f"worst passing error {worst_of_passes(records):.2f} of its budget"
+
+
+def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
+    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
+    for backend in run.backends:
+        reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
+        for number, cause in enumerate(reported, start=1):
+            head = f"wrong: {backend.name}, {_extent(backend.causes)}"
+            if len(backend.causes) > 1:
+                yield from [head] if number == 1 else []
+                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
+            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
+        if hidden:
+            yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
+
+
+def cases_of(cause: Cause) -> str:
+    """How many cases fail of a cause."""
+    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
+
+
+def _extent(causes: Sequence[Cause]) -> str:
+    """How much is wrong with a backend: how many causes of it are likely, and of how many cases none is."""
+    likely = [cause for cause in causes if cause.kind == "likely"]
+    if not likely:
+        return counted(_failures(causes), "case")
+    further = _failures(causes) - _failures(likely)
+    cases = counted(further, "further case") if further else counted(_failures(likely), "case")
+    return f"{counted(len(likely), 'likely cause')}, {cases}"
+
+
+def _failures(causes: Iterable[Cause]) -> int:
+    return sum(len(cause.failures) for cause in causes)
+
+
+def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
+    example = from_here(cause.example)
+    said = example.message.removesuffix(f" (SPEC {example.clause})")
+    simplest = "" if len(cause.failures) == 1 else "simplest case: "
+    details = ["" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
+    yield from wrapped(head, width, further=_INDENT)
+    for detail in details:
+        yield from wrapped(cut(detail), width, _INDENT, _INDENT)
+    yield f"{_INDENT}replay: {example.replay}"
+
+
+def from_here(record: Record) -> Record:
+    """A record whose backend is named as one would name it in the current folder."""
+    location, _, name = record.reference.rpartition(":")
+    return record.with_fields(reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
 
 
 def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[str]:
@@ -116,7 +324,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
         yield cut(backend.not_run)
     if backend.facts.rounding:
         yield declared(backend.facts)
-    yield from sampled(backend)
+    yield from sampled([record.sampled for record in backend.records if record.sampled])
     yield from ran(backend.traced)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
@@ -154,9 +362,8 @@ def ran(traced: Traced) -> Iterator[str]:
         yield "no kernel of a library was seen to run, only those that torch launches for anybody"
 
 
-def sampled(backend: BackendSummary) -> Iterator[str]:
+def sampled(chosen: Sequence[Mapping[str, int]]) -> Iterator[str]:
     """How much of the cases was judged of which not every row was."""
-    chosen = [record.sampled for record in backend.records if record.sampled]
     if chosen:
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
         seen = min(detection(rows["drawn"], _TOUCHED) for rows in chosen)

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.report.shown import MESSAGE, shown_lines
-from mla_conformance.report.summary import BackendOutcome, CapabilitySummary
-from mla_conformance.report.terminal import SIGN
+from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
+from mla_conformance.report.terminal import MESSAGE, shown_lines
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 

@@ -6,15 +6,76 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.causes import Cause, causes
-from mla_conformance.report.counts import Counts, grouped
+from mla_conformance.report.causes import Cause, causes, grouped
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Counts(Struct, frozen=True):
+    """Cases by what became of them; all but ``listed`` exclude each other and add up to it.
+
+    Attributes:
+        listed: cases of the list.
+        passed: judged right.
+        failed: failed, crashed, hung, passed against an expectation, or not judged for a fault of the harness.
+        unsupported: declared unsupported.
+        unavailable: not judged here, for want of memory.
+        waived: failed as an expectation says.
+        not_run: without a record.
+    """
+
+    listed: Number = 0
+    passed: Number = 0
+    failed: Number = 0
+    unsupported: Number = 0
+    unavailable: Number = 0
+    waived: Number = 0
+    not_run: Number = 0
+
+    @staticmethod
+    def of(records: Iterable[Record], listed: int = 0) -> "Counts":
+        """The counts of records, of which a list wants ``listed`` at least; a record may stand for several cases."""
+        found: dict[str, int] = {}
+        for record in records:
+            name = _NAMES[record.status]
+            found[name] = found.get(name, 0) + record.cases
+        run = sum(found.values())
+        return Counts(listed=max(listed, run), not_run=max(listed - run, 0), **found)
+
+    @property
+    def run(self) -> int:
+        """Cases with a verdict."""
+        return self.listed - self.not_run
+
+    @property
+    def judged(self) -> int:
+        """The denominator: cases that were to be judged, without those that are declared unsupported."""
+        return self.listed - self.unsupported
+
+    def noted(self, **words: str) -> list[str]:
+        """Those of these counts that are not 0, in this order, each with its words."""
+        return [f"{number} {said}" for name, said in words.items() if (number := getattr(self, name))]
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in Counts.__struct_fields__))
+
+
+_NAMES = {
+    Status.PASS: "passed",
+    Status.UNSUPPORTED: "unsupported",
+    Status.UNAVAILABLE: "unavailable",
+    Status.EXPECTED_FAILURE: "waived",
+    **dict.fromkeys(FAILED, "failed"),
+}
 
 
 class BackendOutcome(StrEnum):
@@ -25,6 +86,15 @@ class BackendOutcome(StrEnum):
     UNSUPPORTED = "unsupported"
     UNAVAILABLE = "unavailable"
     NOT_RUN = "not_run"
+
+
+SIGN = {
+    BackendOutcome.PASS: "✔",
+    BackendOutcome.FAIL: "✘",
+    BackendOutcome.UNSUPPORTED: "–",
+    BackendOutcome.NOT_RUN: "?",
+    BackendOutcome.UNAVAILABLE: "?",
+}
 
 
 @dataclass(frozen=True)
@@ -206,11 +276,6 @@ def worst(shares: Iterable[float]) -> float:
     return max(shares, key=lambda share: (math.isnan(share), share), default=0.0)
 
 
-def worst_of_passes(records: Iterable[Record]) -> float:
-    """The largest share of its error budget that a passed case used."""
-    return worst(share for record in records if record.status is Status.PASS for share in record.shares.values())
-
-
 def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
     """Cases of each capability, in order of appearance."""
     return dict(Counter(case.partition(":")[0] for case in cases))
@@ -218,8 +283,10 @@ def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
 
 def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
     """Group the records of one backend; ``listed`` gives the cases of each selected capability."""
-    found = dict.fromkeys(listed, ()) | grouped(records, lambda record: record.capability)
-    return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in found.items())
+    groups: dict[str, list[Record]] = {name: [] for name in listed}
+    for record in records:
+        groups.setdefault(record.capability, []).append(record)
+    return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in groups.items())
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:

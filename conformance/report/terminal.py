@@ -1,17 +1,49 @@
-"""Lines for a terminal: how they are printed and painted, and what is wrong with each backend."""
+"""Lines for a terminal, and texts from elsewhere as they may be shown: cut where long, and nothing in them acted upon.
+
+A report may come from anywhere. What a terminal obeys instead of showing it (control and bidi characters, ends of
+lines), what no encoding holds (halves of surrogate pairs) and what a CI system takes for a command in a job's log
+stands there as an escape. Every printer shows texts through these functions.
+"""
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TextIO
 
-from mla_conformance.judging.record import Record
-from mla_conformance.report.causes import Cause
-from mla_conformance.report.shown import cut, shown_line
-from mla_conformance.report.summary import BackendOutcome, RunSummary
+MESSAGE = 4 * 2**10
+"""Bytes that are shown of a message."""
+LINE = 64 * 2**10
+"""Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
+_COMMAND = re.compile(r"#(?=#\w*\[)")
+"""What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
+_COMMAND_LINE = re.compile(r"^(\s*):(?=:)")
+"""What GitHub reads as one where a line begins with it: ``::name::``."""
+
+
+def cut(text: str, limit: int = MESSAGE) -> str:
+    """The first ``limit`` bytes of a text, and how many characters are left out behind them."""
+    kept = len(text[:limit].encode("utf-8", "replace")[:limit].decode("utf-8", "ignore"))
+    return text if kept == len(text) else f"{text[:kept]}… and {len(text) - kept:,} more characters"
+
+
+def shown(text: str, limit: int = MESSAGE) -> str:
+    """A text as a part of one line."""
+    text = _COMMAND.sub(r"\\x23", cut(text, limit))
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shown_line(text: str) -> str:
+    """A text as a line of its own."""
+    return _COMMAND_LINE.sub(r"\1\\x3a", shown(text, LINE))
+
+
+def shown_lines(text: str, limit: int = LINE) -> str:
+    """A text as several lines, where it has them."""
+    return "\n".join(map(shown_line, cut(text, limit).split("\n")))
 
 
 def say(line: str, error: bool = False) -> None:
@@ -24,74 +56,8 @@ def put(text: str, error: bool = False) -> None:
     print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
-SIGN = {
-    BackendOutcome.PASS: "✔",
-    BackendOutcome.FAIL: "✘",
-    BackendOutcome.UNSUPPORTED: "–",
-    BackendOutcome.NOT_RUN: "?",
-    BackendOutcome.UNAVAILABLE: "?",
-}
 _LINE_WIDTH = 118
-_MOST_CAUSES = 7
-_INDENT, _UNBROKEN = " " * 7, "\xa0"
-
-
-def header(environment: dict[str, str], cases: int, drawn: int = 0, of: str = "") -> str:
-    """One line on where the run takes place, and of how many cases; ``of`` says what they are of, a tier or a model."""
-    asked = [of, counted(cases, "case") + (f" and {drawn} drawn ones" if drawn else "")]
-    asked += [f"salt {environment['salt']}"] if "salt" in environment else []
-    where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
-    return " · ".join(filter(None, [*where, *asked, "golden float64", environment.get("judge", "")]))
-
-
-def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
-    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
-    for backend in run.backends:
-        reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
-        for number, cause in enumerate(reported, start=1):
-            head = f"wrong: {backend.name}, {_extent(backend.causes)}"
-            if len(backend.causes) > 1:
-                yield from [head] if number == 1 else []
-                head = f"    {number}. {cases_of(cause)}{cause.reserve}"
-            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
-        if hidden:
-            yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
-
-
-def cases_of(cause: Cause) -> str:
-    """How many cases fail of a cause."""
-    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
-
-
-def _extent(causes: Sequence[Cause]) -> str:
-    """How much is wrong with a backend: how many causes of it are likely, and of how many cases none is."""
-    likely = [cause for cause in causes if cause.kind == "likely"]
-    if not likely:
-        return counted(_failures(causes), "case")
-    further = _failures(causes) - _failures(likely)
-    cases = counted(further, "further case") if further else counted(_failures(likely), "case")
-    return f"{counted(len(likely), 'likely cause')}, {cases}"
-
-
-def _failures(causes: Iterable[Cause]) -> int:
-    return sum(len(cause.failures) for cause in causes)
-
-
-def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
-    example = from_here(cause.example)
-    said = example.message.removesuffix(f" (SPEC {example.clause})")
-    simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    details = ["" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
-    yield from wrapped(head, width, further=_INDENT)
-    for detail in details:
-        yield from wrapped(cut(detail), width, _INDENT, _INDENT)
-    yield f"{_INDENT}replay: {example.replay}"
-
-
-def from_here(record: Record) -> Record:
-    """A record whose backend is named as one would name it in the current folder."""
-    location, _, name = record.reference.rpartition(":")
-    return record.with_fields(reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
+_UNBROKEN = "\xa0"
 
 
 def near(path: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, declaration_of
+from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -39,6 +40,15 @@ class RoleDefinition:
     declared: Callable[[Any], Declaration] = declaration_of
     golden: Callable[[Problem], Golden] = golden_attention
     judge: Callable[..., Steps] = AttentionJudge
+
+
+def validated(config: Callable[[Any, torch.dtype], Any]) -> Reasons:
+    """The reasons of a role whose classes judge a case by its configuration alone."""
+
+    def reasons(kernel: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        return reasons_of(kernel.validate_configuration(capability, config(case, dtype)))
+
+    return reasons
 
 
 def kernel_sizes(case: Case) -> dict[str, Any]:

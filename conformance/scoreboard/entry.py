@@ -14,8 +14,7 @@ from mla_conformance.certificate.submission import records_below
 from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
-from mla_conformance.report.counts import Counts
-from mla_conformance.report.summary import CapabilitySummary, count_by_capability, summarise
+from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
 _NUMBERS = re.compile(r"\d{1,9}")
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)

@@ -20,9 +20,8 @@ from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.pages import Cell, cell, definition, render
-from mla_conformance.report.shown import shown
-from mla_conformance.report.summary import BackendOutcome, CapabilitySummary
-from mla_conformance.report.terminal import SIGN, counted, say
+from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
+from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
 from mla_conformance.version import SUITE_VERSION, __version__

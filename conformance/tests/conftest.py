@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
 from mla_conformance.version import SUITE_VERSION

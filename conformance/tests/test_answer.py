@@ -11,16 +11,14 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands import certify
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.answer import Group, ModelAnswer
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.outcome import Group, ModelAnswer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"

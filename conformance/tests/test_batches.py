@@ -3,7 +3,8 @@
 import pytest
 
 from mla_conformance.cases.case import Case
-from mla_conformance.trials.batches import captured, of_size, replayed
+from mla_conformance.trials.graph import captured_batch, replayed_batch
+from mla_conformance.trials.transform import of_size
 
 DECODE = Case.parse("cuda_graph:call=decode;q=[1x8];kv=[2000,64,300,129,17,1000,40,5];page=64")
 PREFILL = Case.parse("cuda_graph:q=[5,130,1,64]")
@@ -12,7 +13,7 @@ SEEDS = range(2, 40)
 
 
 def test_rows_of_replays_grow_shrink_stay_and_have_no_context_or_one_token_of_it() -> None:
-    first, replays = captured(DECODE).kv, [replayed(DECODE, 8, seed).kv for seed in SEEDS]
+    first, replays = captured_batch(DECODE).kv, [replayed_batch(DECODE, 8, seed).kv for seed in SEEDS]
     for lengths in replays:
         pairs = list(zip(lengths, first, strict=True))
         assert {0, 1} <= set(lengths) and any(now == then for now, then in pairs)
@@ -23,25 +24,25 @@ def test_rows_of_replays_grow_shrink_stay_and_have_no_context_or_one_token_of_it
 
 def _columns(replays: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
     """The lengths of each row in all replays, beside its captured one."""
-    return list(zip(zip(*replays, strict=True), captured(DECODE).kv, strict=True))
+    return list(zip(zip(*replays, strict=True), captured_batch(DECODE).kv, strict=True))
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 5])
 def test_smaller_batches_are_padded_and_fit(requests: int) -> None:
     for seed in SEEDS:
-        decode, prefill = replayed(DECODE, requests, seed), replayed(PREFILL, min(requests, 4), seed)
+        decode, prefill = replayed_batch(DECODE, requests, seed), replayed_batch(PREFILL, min(requests, 4), seed)
         assert (len(decode.q), decode.pad) == (requests, 8 - requests)
         assert len(prefill.q) == 4 and sum(prefill.q) <= sum(PREFILL.q)
         assert set(prefill.q[min(requests, 4) :]) <= {0}
 
 
 def test_a_decode_of_several_tokens_is_never_padded() -> None:
-    batch = replayed(SEVERAL, 1, seed=2)
+    batch = replayed_batch(SEVERAL, 1, seed=2)
     assert (batch.q, batch.pad) == (SEVERAL.q, 0)
 
 
 def test_a_case_always_has_the_same_batches() -> None:
-    assert replayed(DECODE, 5, 3) == replayed(Case.parse(DECODE.id), 5, 3) != replayed(DECODE, 5, 4)
+    assert replayed_batch(DECODE, 5, 3) == replayed_batch(Case.parse(DECODE.id), 5, 3) != replayed_batch(DECODE, 5, 4)
     assert of_size(PREFILL, 9) == of_size(Case.parse(PREFILL.id), 9)
 
 

@@ -16,12 +16,10 @@ import pytest
 
 from mla_conformance.certificate.certificate import Finding, Shown, Worst
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
 from mla_conformance.report.html import html
-from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, profiles
 from mla_conformance.scoreboard.entry import Entry, RefusedRecord
 from mla_conformance.scoreboard.site import page

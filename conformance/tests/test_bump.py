@@ -16,8 +16,7 @@ from mla_conformance.bump.version import Found, Pin, find, two_versions
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

@@ -3,14 +3,13 @@
 import msgspec
 import pytest
 
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.ci_views import annotations, markdown
 from mla_conformance.report.json_report import report_form
+from mla_conformance.report.outcome import cause_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import cause_lines
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
 BASE_2 = "The LSE is in base 2, like someone/something#1"

@@ -24,15 +24,14 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
-from mla_conformance.commands.issuing import Issuing
+from mla_conformance.commands.certify import Issuing
 from mla_conformance.driving.sources import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.subject import Subject

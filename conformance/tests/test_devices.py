@@ -18,14 +18,13 @@ from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
-from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.needs import memory_need, needed_bytes
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
-from mla_conformance.trials.device_needs import device_reasons
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, device_reasons
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")

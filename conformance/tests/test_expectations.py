@@ -14,11 +14,9 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Judgement
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import Expectations, shipped, to_toml
-from mla_conformance.expectations.entry import Expectation, read_expectations
+from mla_conformance.expectations.apply import Expectation, Expectations, read_expectations, shipped, to_toml
 from mla_conformance.expectations.grammar import CaseQuery, Condition, ConditionError
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

@@ -35,8 +35,7 @@ from mla_conformance.proof.layers import CALLS
 from mla_conformance.proof.prove import FAR
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.report.compare import DRIFT
-from mla_conformance.report.shown import MESSAGE
-from mla_conformance.report.terminal import columns
+from mla_conformance.report.terminal import MESSAGE, columns
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
 from mla_conformance.version import SUITE_VERSION

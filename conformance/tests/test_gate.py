@@ -8,8 +8,7 @@ import pytest
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.expectations.apply import to_toml
-from mla_conformance.expectations.entry import Expectation
+from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
 from mla_conformance.judging.record import Record

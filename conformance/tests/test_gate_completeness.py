@@ -10,8 +10,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise

@@ -19,9 +19,8 @@ from mla_conformance.engine.messages import Judge, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import TaskOutcome
-from mla_conformance.judging.facts import BackendFacts
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.heat_picture import picture, picture_file, words
 from mla_conformance.trials.context import Context

@@ -13,8 +13,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import system_settings
-from mla_conformance.driving.executor import run_step
-from mla_conformance.driving.process_state import ProcessState
+from mla_conformance.driving.executor import ProcessState, run_step
 from mla_conformance.judging import judge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status

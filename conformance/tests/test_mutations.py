@@ -26,18 +26,16 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import to_toml
-from mla_conformance.expectations.entry import Expectation
+from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.inputs import InputError
 from mla_conformance.fixtures import __path__ as fixtures
-from mla_conformance.judging.facts import BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.shown import LINE
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.report.terminal import LINE
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.case_files import write_case

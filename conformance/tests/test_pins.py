@@ -23,8 +23,7 @@ from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
-from mla_conformance.judging.facts import NOTHING_TRACED, BackendFacts, Traced
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.trace import library_digests, loaded_libraries

@@ -11,15 +11,11 @@ import pytest
 
 from mla_conformance.engine.messages import WorkerJudged, decode, encode
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status, failed
-from mla_conformance.report.answer import closing_line
-from mla_conformance.report.counts import Counts
 from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.outcome import backend_lines, outcome_lines
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import cause_lines
+from mla_conformance.report.outcome import backend_lines, cause_lines, closing_line, outcome_lines
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
 WAIVED = Status.EXPECTED_FAILURE

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.compare import compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise

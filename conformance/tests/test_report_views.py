@@ -12,8 +12,7 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Confirmed, Record, Used
+from mla_conformance.judging.record import BackendFacts, Confirmed, Record, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS

@@ -15,7 +15,7 @@ import pytest
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.facts import BackendFacts
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")

@@ -18,10 +18,9 @@ from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.facts import NOTHING_TRACED
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import NOTHING_TRACED, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import Counts
 from mla_conformance.scoreboard.board import profiles
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -17,9 +17,9 @@ from mla_conformance.certificate.signature import sign
 from mla_conformance.certificate.submission import folder_of, write_submission
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.facts import NOTHING_TRACED
+from mla_conformance.judging.record import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.counts import Counts
+from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.commands import progress
-from mla_conformance.commands.progress import Progress, clock, live
-from mla_conformance.judging.facts import BackendFacts
-from mla_conformance.judging.record import Record
+from mla_conformance.commands import console
+from mla_conformance.commands.console import Progress, clock, live
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import backend_lines, declared
+from mla_conformance.report.outcome import backend_lines, cause_lines, declared
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.report.terminal import cause_lines, painted, say
+from mla_conformance.report.terminal import painted, say
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LINE = "MyBackend ✘ passed 2/5 cases · 3 failed · 1 NOT RUN"
@@ -72,7 +71,7 @@ def record(case: str, status: Status = Status.PASS, backend: str = "B", **change
 
 def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 130.0, 160.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
     resumed = Progress(10, done=2, failed=1, parts=0)
     resumed(record("lse:q=[1]", Status.FAIL))
     assert resumed.line == "3/10 judged · 2 failed · 0:30 · about 3:30 left · B lse"

@@ -10,7 +10,7 @@ import torch
 from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.facts import Traced
+from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace
 from mla_conformance.trials import trace as tracing

@@ -23,7 +23,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.shown import LINE, cut, shown, shown_line, shown_lines
+from mla_conformance.report.terminal import LINE, cut, shown, shown_line, shown_lines
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]

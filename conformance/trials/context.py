@@ -5,8 +5,10 @@ may reach it all the same, so that every kept tensor has a checksum, by which a 
 that was misled.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,7 +16,6 @@ from typing import Generic, TypeVar
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.phases import Clock
 from mla_conformance.judging.golden import Golden
 from mla_conformance.problems.memory import checksum
 from mla_conformance.problems.problem import Problem
@@ -75,6 +76,29 @@ class CheckedCache(Generic[Value]):
         """Keep nothing."""
         self._entries.clear()
         self._bytes = 0
+
+
+class Clock:
+    """Where the time of one trial goes: seconds for inputs, golden result, calls, judge."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, device: torch.device | None = None) -> Iterator[None]:
+        """Add the wall time of what happens inside to ``name``, with the work of the device if one is given."""
+        started = time.perf_counter()
+        try:
+            yield
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by phase so far."""
+        return {name: round(seconds, 4) for name, seconds in self._spent.items()}
 
 
 class Context:

@@ -19,8 +19,7 @@ from mla_conformance.problems.memory import device_lost, poison
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.roles.prefill.call import PrefillCall
-from mla_conformance.trials.launch import cut, guarded, observed, prepared_call
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, cut, observed, prepared_call
 
 _ALIGNMENT = 64
 
@@ -42,7 +41,7 @@ def judge_far_away(trial: Trial) -> None:
     try:
         near = trial.build(replace(trial.case, far="none"))
         expectation = trial.expect(near)
-        value = guarded(trial, "far operands", partial(_far_call, trial.backend, trial.case, near))
+        value = trial.call("far operands: the call", partial(_far_call, trial.backend, trial.case, near))
         trial.judged(near, expectation, observed(near, value), "far operands")
     finally:
         if device.type == "cuda" and not device_lost(device):

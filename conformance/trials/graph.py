@@ -8,15 +8,15 @@ it. On a device without graphs the replay is a call with the same buffers, so th
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials import batches
-from mla_conformance.trials.launch import cut, guarded, invoke, observed, prepare, tensors
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, cut, invoke, observed, prepare, tensors
 
 _WARM_CALLS = 2
 _stream: Any = torch.cuda.Stream
@@ -31,18 +31,18 @@ class Graph:
 
     def __init__(self, trial: Trial, what: str, static: Problem) -> None:
         self.static, self._trial = static, trial
-        loaded = _load(static, trial.build(batches.captured(static.case)))
+        loaded = _load(static, trial.build(captured_batch(static.case)))
         self._captured = trial.make(f"{what}: the call", partial(_capture, trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests with lengths drawn anew, and padding up to the captured number."""
-        return self._trial.build(batches.replayed(self.static.case, requests, seed))
+        return self._trial.build(replayed_batch(self.static.case, requests, seed))
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
         expectation = self._trial.expect(problem)
         loaded = _load(self.static, problem)
-        value = guarded(self._trial, step, partial(_replayed, self._captured, self._trial.backend, loaded))
+        value = self._trial.call(f"{step}: the call", partial(_replayed, self._captured, self._trial.backend, loaded))
         # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.
         seen = observed(problem, cut(value, slice(problem.calls[0].q.shape[0])))
         self._trial.judged(problem, expectation, seen, step)
@@ -85,6 +85,55 @@ def _load(static: Problem, other: Problem) -> Problem:
 def _with_host_lengths(metadata: Any, other: Any) -> Any:
     """``metadata``, whose buffers and maxima stay, with what ``other`` says on the host."""
     return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
+
+
+def captured_batch(case: Case) -> Case:
+    """The batch that is captured over the buffers of ``case``: its requests the other way round, half as long."""
+    lengths = [_half(length) for length in reversed(_lengths(case))]
+    return _with_lengths(case, lengths, padding=0, seed=1)
+
+
+def replayed_batch(case: Case, requests: int, seed: int) -> Case:
+    """A batch that fits the buffers of ``case``: so many requests, and padding up to the captured number.
+
+    Its lengths are those of the buffers in an order drawn anew, some of them cut, so that rows grow and shrink from
+    replay to replay; one row is as long as when it was captured, one has no token, and one has a single one.
+    """
+    requests = len(case.q) if _cannot_be_padded(case) else requests
+    draw, rooms = Random(f"{case.id}|{requests}|{seed}"), _lengths(case)[::-1]
+    order = draw.sample(range(len(rooms)), len(rooms))
+    special = draw.sample(range(requests), min(3, requests - 1))
+    for row in special[:1]:  # its own room is the one that the captured length fits
+        there = order.index(row)
+        order[row], order[there] = row, order[row]
+    lengths = [draw.choice((rooms[room], _drawn(draw, rooms[room]))) for room in order[:requests]]
+    for row, length in zip(special, (_half(rooms[order[special[0]]]) if special else 0, 0, 1), strict=False):
+        lengths[row] = min(length, rooms[order[row]])
+    return _with_lengths(case, lengths, len(case.q) - requests, seed)
+
+
+def _lengths(case: Case) -> tuple[int, ...]:
+    """What differs between the batches of a graph: new tokens of a prefill, the context of a decode."""
+    return case.q if case.role is Role.PREFILL else case.kv
+
+
+def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Case:
+    if case.role is Role.PREFILL:
+        return replace(case, q=(*lengths, *(0,) * padding), seed=case.seed + seed)
+    return replace(case, q=case.q[: len(lengths)], kv=tuple(lengths), pad=padding, seed=case.seed + seed)
+
+
+def _cannot_be_padded(case: Case) -> bool:
+    """A row of padding has one token, so a batch of several tokens a request is never smaller."""
+    return case.role is not Role.PREFILL and max(case.q) > 1
+
+
+def _half(length: int) -> int:
+    return -(-length // 2)
+
+
+def _drawn(draw: Random, longest: int) -> int:
+    return draw.randint(min(1, longest), longest)
 
 
 _Captured = tuple[Callable[[], Any], Any]

@@ -3,11 +3,10 @@
 import time
 import traceback
 from collections.abc import Callable
-from math import inf
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.needs import MOST_OPERATIONS, memory_need, operations_of
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory
@@ -63,15 +62,12 @@ def _attempt(subject: Subject, case: Case, context: Context, started: OnStarted)
 
 
 def _verdict(trial: Trial, started: OnStarted) -> Verdict:
-    capability = find_capability(trial.case.capability)
     try:
         started(trial.case)
-        _require_role(trial)
-        if not capability.probes_refusals:
-            _require_support(trial)
-        _require_size(trial)
+        trial.require_support()
+        trial.require_size()
         _require_memory(trial, started)
-        PROCEDURES[capability.procedure](trial)
+        PROCEDURES[find_capability(trial.case.capability).procedure](trial)
     except Nonconformance as outcome:
         return outcome.verdict
     except Exception as error:
@@ -79,29 +75,6 @@ def _verdict(trial: Trial, started: OnStarted) -> Verdict:
             return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
         return Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
     return trial.verdict
-
-
-def _require_role(trial: Trial) -> None:
-    """Unsupported if the backend has no class, here, that the case could call."""
-    reasons = trial.missing_role()
-    if reasons:
-        trial.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
-
-
-def _require_support(trial: Trial) -> None:
-    """Unsupported if the backend does not declare what the case needs."""
-    reasons = trial.unsupported()
-    if reasons:
-        trial.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
-
-
-def _require_size(trial: Trial) -> None:
-    """Unavailable where a case takes hours."""
-    kind = trial.subject.device.type
-    work, most = operations_of(trial.case), MOST_OPERATIONS.get(kind, inf)
-    if work > most:
-        what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
-        trial.settle(Verdict(Status.UNAVAILABLE, what))
 
 
 def _require_memory(trial: Trial, started: OnStarted) -> None:

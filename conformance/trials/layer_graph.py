@@ -19,7 +19,6 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured
-from mla_conformance.trials.launch import guarded
 from mla_conformance.trials.trial import Trial
 
 
@@ -98,7 +97,9 @@ class LayerGraph:
         self._trial.make(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
         self._load(call)
         replay = partial(CapturedLayer.replayed, self._captured, self._call)
-        result = guarded(self._trial, step, replay, [self._call.image.cache]).unflatten(-1, (problem.case.heads, -1))
+        result = self._trial.call(f"{step}: the call", replay, [self._call.image.cache]).unflatten(
+            -1, (problem.case.heads, -1)
+        )
         rows = call.query.shape[0]
         self._settle(problem, expectation, result[:rows], step)
         written = result[rows:].ne(0).flatten(1).any(dim=1)

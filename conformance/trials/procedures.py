@@ -2,34 +2,31 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import NoReturn
 
 import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.judging.verdict import Check
+from mla_conformance.driving.driver import Observation
+from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph
-from mla_conformance.trials.batches import of_size
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
-from mla_conformance.trials.refusal import refuses_or_conforms
 from mla_conformance.trials.streams import side_stream, two_streams
-from mla_conformance.trials.transform import overwrite, regroup, scale_cache, scale_values
+from mla_conformance.trials.transform import of_size, overwrite, regroup, scale_cache, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
 _ENDS_AND_A_PAIR = 4
 """Requests of a batch that has two of them between its first and its last."""
-
-
-def conforms(trial: Trial) -> None:
-    """One run of the case, compared with the golden result."""
-    trial.conforms()
 
 
 def call_order(trial: Trial) -> None:
@@ -154,10 +151,66 @@ def streams(trial: Trial) -> None:
     two_streams(trial, trial.other_problem())
 
 
-PROCEDURES: Mapping[str, Callable[[Trial], None]] = {
+def refuses_or_conforms(trial: Trial) -> None:
+    """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
+    reasons = trial.unsupported()
+    if reasons:
+        must_refuse(trial, "; ".join(reasons))
+    else:
+        trial.conforms()
+
+
+def must_refuse(trial: Trial, declared: str) -> None:
+    """The backend rejects this configuration, so a call must raise before it launches anything."""
+    problem = trial.problem  # built outside: an input that cannot be built is no refusal
+    expectation = trial.expect(problem)
+    made = trial.subject.executor.make(partial(trial.subject.create, trial.case))
+    _require_undisturbed(trial, made.disturbed, declared)
+    if made.error:
+        trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))
+        return
+    observation = trial.run(made.value, problem)
+    _require_harmless(trial, observation, declared)
+    if observation.error and not observation.error.out_of_memory:
+        trial.settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
+        return
+    verdict = judge(problem, expectation, observation, trial.declaration)
+    if verdict.status is Status.UNAVAILABLE:
+        trial.settle(verdict)
+    right = verdict.status is Status.PASS
+    check = Check.UNDECLARED_SUPPORT if right else Check.UNSAFE_REFUSAL
+    result = "a right result" if right else "a wrong result"
+    trial.fail(check, f"declared unsupported ({declared}), but it ran and returned {result}")
+
+
+def _require_harmless(trial: Trial, observation: Observation, declared: str) -> None:
+    """Whether it was refused or not: nothing is lost, written or left changed."""
+    if observation.device_lost and observation.error:
+        _unsafe(trial, declared, f"launched: {observation.error.error}")
+    if observation.mutated:
+        _unsafe(trial, declared, f"changed {', '.join(observation.mutated)}")
+    refused = observation.error
+    written = refused.out.written() + refused.out.overrun() if refused and refused.out else 0
+    if refused and not refused.out_of_memory and written:
+        _unsafe(trial, declared, f"wrote {written} bytes of or around out= before it raised")
+    _require_undisturbed(trial, observation.disturbed, declared)
+
+
+def _require_undisturbed(trial: Trial, disturbed: tuple[str, ...], declared: str) -> None:
+    if disturbed:
+        trial.disturbed = True
+        what = f"declared unsupported ({declared}), but changed the process: {'; '.join(disturbed)}"
+        trial.fail(Check.PROCESS_STATE, what)
+
+
+def _unsafe(trial: Trial, declared: str, what: str) -> NoReturn:
+    trial.fail(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but {what}")
+
+
+PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     procedure.__name__: procedure
     for procedure in (
-        conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
+        Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
         neighbours, neighbour_keys, refuses_or_conforms, selection_order, selection_padding, selection_rows,
     )

@@ -12,8 +12,7 @@ import torch
 
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials.launch import guarded, observed, prepared_call, tensors
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Trial, observed, prepared_call, tensors
 
 _SPIN_CYCLES = 20_000_000
 """About 10 ms of a GPU: longer than any launch and any copy of a case."""
@@ -46,9 +45,9 @@ def side_stream(trial: Trial) -> None:
     """Inputs produced on a side stream, the call and the reading of its result on the same one."""
     problem = trial.problem
     expectation = trial.expect(problem)
-    guarded(trial, "before the stream", partial(prepared_call, trial.backend, problem))
+    trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
     late = trial.make("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
-    value = guarded(trial, "on a side stream", partial(_result, late, 0))
+    value = trial.call("on a side stream: the call", partial(_result, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
 
 
@@ -58,11 +57,11 @@ def two_streams(trial: Trial, other: Problem) -> None:
     golden = [trial.expect(problem) for problem in problems]
     for problem, backend in zip(problems, backends, strict=True):
         # What is compiled or allocated at a first call is no part of the question.
-        guarded(trial, "before the streams", partial(prepared_call, backend, problem))
+        trial.call("before the streams: the call", partial(prepared_call, backend, problem))
     for number in range(_ROUNDS):
         late = trial.make("on two streams at once: the call", partial(_late_calls, backends, problems))
         for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
-            value = guarded(trial, "on two streams at once", partial(_result, late, index))
+            value = trial.call("on two streams at once: the call", partial(_result, late, index))
             step = f"two instances on two streams, round {number}"
             trial.judged(problem, expectation, observed(problem, value), step)
 

@@ -1,4 +1,4 @@
-"""The backend under test: its class in each role, its declarations, and what it supports."""
+"""The backend under test: its class in each role, its declarations, and what it and its device support."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +10,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding
 from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
@@ -18,10 +19,12 @@ from mla_conformance.backends.references import BackendReference, parse_referenc
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.executor import IN_PROCESS, Executor
+from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
-from mla_conformance.trials.device_needs import device_reasons
 from mla_conformance.vocabulary.capabilities import find_capability
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,42 @@ class Subject:
 def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
     """Rounding classes by name, each name behind ``prefix``."""
     return {f"{prefix}{name}": value.value for name, value in vars(rounding).items()}
+
+
+def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    """Why a case cannot be judged on ``device``; an empty list means that it can."""
+    capability = find_capability(case.capability)
+    if capability.needs_cuda and device.type != "cuda":
+        return ["needs a CUDA device"]
+    if capability.captures:
+        return _graph_reasons(case, device, backend_class)
+    return _memory_reasons(case, device) if case.far != "none" else []
+
+
+def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    if case.role is Role.LAYER:
+        if device.type != "cuda":
+            return []  # replayed as a call over the same buffers
+        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
+        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
+    needed = AttentionCGSupport.UNIFORM_BATCH
+    if case.role is Role.PREFILL:
+        needed = AttentionCGSupport.ALWAYS
+    elif max(case.q) == 1:
+        needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return _graph_support(declared, needed)
+
+
+def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> list[str]:
+    if declared.value >= needed.value:
+        return []
+    return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
+
+
+def _memory_reasons(case: Case, device: torch.device) -> list[str]:
+    """What others hold of a device at the moment is no reason: a trial waits for it."""
+    needed, whole = needed_bytes(case), torch.cuda.get_device_properties(device).total_memory
+    if whole >= needed:
+        return []
+    return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]

@@ -13,7 +13,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
 from mla_conformance.files.installed import file_digest
 from mla_conformance.files.places import place_of
-from mla_conformance.judging.facts import NOTHING_TRACED, Traced
+from mla_conformance.judging.record import NOTHING_TRACED, Traced
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject

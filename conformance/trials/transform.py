@@ -1,9 +1,14 @@
-"""Problems made from problems: the same inputs regrouped, scaled or rewritten in place, for laws of two runs."""
+"""Problems made from problems: the same inputs regrouped, scaled or rewritten in place, for laws of two runs.
+
+What is drawn for another batch is drawn by the id of its case, so that a line that runs the case again has the same.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Case
 from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.decode.call import DecodeCall
@@ -43,3 +48,11 @@ def overwrite(problem: Problem, other: Problem) -> Problem:
     """The tensors of ``problem`` with the values of ``other``, of the same shapes: same addresses, other contents."""
     calls = tuple(mine.overwritten(theirs) for mine, theirs in zip(problem.calls, other.calls, strict=True))
     return replace(problem, key=other.key, calls=calls, whole=other.whole)
+
+
+def of_size(case: Case, requests: int) -> Case:
+    """So many requests as long as those of the case, in an order drawn anew, with other values."""
+    known = range(len(case.q))
+    rows = Random(f"{case.id}|{requests}").sample([*known] * -(-requests // len(known)), requests)
+    q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
+    return replace(case, q=q, kv=kv, seed=case.seed + 100 + requests)

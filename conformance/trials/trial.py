@@ -1,8 +1,9 @@
-"""A trial: one subject on one case, as the procedures see it."""
+"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NoReturn
 
 import torch
@@ -11,17 +12,18 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.driver import Observation, as_it_is_now, run_calls
+from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, run_calls
 from mla_conformance.driving.executor import StepResult
-from mla_conformance.driving.phases import Clock
 from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import find_capability
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class Trial:
     @cached_property
     def problem(self) -> Problem:
         """The inputs of the case."""
-        return self.build(self.case)
+        return self.build()
 
-    def build(self, case: Case) -> Problem:
-        """The inputs of a case, this or another one, on the subject's device."""
-        return self.context.problem(case, self.subject.device, self.clock)
+    def build(self, case: Case | None = None) -> Problem:
+        """The inputs of a case, by default the trial's own, on the subject's device."""
+        return self.context.problem(case or self.case, self.subject.device, self.clock)
 
     def expect(self, problem: Problem) -> Golden:
         """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
@@ -114,6 +116,25 @@ class Trial:
             return {}
         done = self.subject.executor.query(partial(_evidence, self.backend), dict[str, str])
         return {"kernel_evidence": f"raised {done.error}"} if done.error else done.value
+
+    def require_support(self) -> None:
+        """Unsupported if the backend has no class, here, that the case could call, or does not declare what it needs.
+
+        Where refusals are what is judged, the procedure asks for the second.
+        """
+        reasons = self.missing_role()
+        if not reasons and not find_capability(self.case.capability).probes_refusals:
+            reasons = self.unsupported()
+        if reasons:
+            self.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
+
+    def require_size(self) -> None:
+        """Unavailable where a case takes hours."""
+        kind = self.subject.device.type
+        work, most = operations_of(self.case), MOST_OPERATIONS.get(kind, inf)
+        if work > most:
+            what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
+            self.settle(Verdict(Status.UNAVAILABLE, what))
 
     def missing_role(self) -> list[str]:
         """Why no call of the case can be made."""
@@ -245,3 +266,39 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def results(observation: Observation) -> list[torch.Tensor]:
     """Output, and LSE if there is one, of the only call of an observation."""
     return list(parts_of(observation.returned[0].value))
+
+
+def prepare(backend: Any, problem: Problem) -> None:
+    """Hand over the metadata of the problem's only call."""
+    problem.calls[0].prepare(backend)
+
+
+def invoke(backend: Any, problem: Problem) -> Any:
+    """Make the problem's only call; what the backend returns, possibly still being computed."""
+    return problem.calls[0].invoke(backend, None)
+
+
+def prepared_call(backend: Any, problem: Problem) -> Any:
+    """Both."""
+    prepare(backend, problem)
+    return invoke(backend, problem)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned."""
+    found = value if isinstance(value, tuple | list) else (value,)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def cut(value: Any, rows: slice) -> Any:
+    """These rows of an output [T, N, V], and of an LSE [N, T] if there is one; anything else as it is."""
+    parts = tensors(value)
+    if isinstance(value, torch.Tensor):
+        return value[rows]
+    whole = isinstance(value, tuple | list) and parts and len(parts) == len(value)
+    return (parts[0][rows], *(lse[..., rows] for lse in parts[1:])) if whole else value
+
+
+def observed(problem: Problem, value: Any) -> Observation:
+    """What a call returned, as the judge takes it."""
+    return Observation((Returned(problem.calls[0], value),), None, ())

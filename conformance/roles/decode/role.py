@@ -5,13 +5,11 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.foreign import reasons_of
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.decode.problem import decode_problem
-from mla_conformance.roles.definition import RoleDefinition, kernel_sizes
+from mla_conformance.roles.definition import RoleDefinition, kernel_sizes, validated
 
 
 def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConfig:
@@ -35,8 +33,6 @@ def decode_kernel(kernel: Any, case: DecodeCase, *_: Any) -> Any:
     return kernel(**kernel_sizes(case), kv_cache_dtype=case.cache, vllm_config=None)
 
 
-def _reasons(kernel: Any, case: DecodeCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-    return reasons_of(kernel.validate_configuration(capability, decode_config(case, dtype)))
-
-
-DECODE = RoleDefinition(role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=_reasons)
+DECODE = RoleDefinition(
+    role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=validated(decode_config)
+)

@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.definition import RoleDefinition, validated
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.indexer.judge import IndexJudge, golden_scores
 from mla_conformance.roles.indexer.problem import indexer_problem
@@ -29,10 +27,6 @@ def _config(case: IndexerCase, dtype: torch.dtype) -> MLAIndexerSelectorConfig:
     )
 
 
-def _reasons(kernel: Any, case: IndexerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-    return reasons_of(kernel.validate_configuration(capability, _config(case, dtype)))
-
-
 def _kernel(kernel: Any, case: IndexerCase, *_: Any) -> Any:
     """A new instance for the heads and the keys of ``case``."""
     return kernel(num_heads=case.heads, head_dim=case.head_dim, kv_cache_dtype=case.cache, vllm_config=None)
@@ -42,7 +36,7 @@ INDEXER = RoleDefinition(
     role=Role.INDEXER,
     problem=indexer_problem,
     kernel=_kernel,
-    reasons=_reasons,
+    reasons=validated(_config),
     golden=golden_scores,
     judge=IndexJudge,
 )

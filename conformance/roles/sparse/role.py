@@ -4,11 +4,9 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import reasons_of
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
-from mla_conformance.roles.definition import RoleDefinition, kernel_sizes
+from mla_conformance.roles.definition import RoleDefinition, kernel_sizes, validated
 from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.problem import sparse_problem
 
@@ -36,14 +34,10 @@ def _config(case: SparseCase, dtype: torch.dtype) -> MLASparseSelectorConfig:
     )
 
 
-def _reasons(kernel: Any, case: SparseCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-    return reasons_of(kernel.validate_configuration(capability, _config(case, dtype)))
-
-
 def _kernel(kernel: Any, case: SparseCase, *_: Any) -> Any:
     """A new instance for the head dims, the scale and the caches of ``case``."""
     extra = {"extra_kv_cache_dtype": case.extra} if case.has_extra else {}
     return kernel(**kernel_sizes(case), kv_cache_dtype=case.cache, vllm_config=None, **extra)
 
 
-SPARSE = RoleDefinition(role=Role.SPARSE, problem=sparse_problem, kernel=_kernel, reasons=_reasons)
+SPARSE = RoleDefinition(role=Role.SPARSE, problem=sparse_problem, kernel=_kernel, reasons=validated(_config))

@@ -78,7 +78,7 @@ def certified(reference: str, case: str, apart: bool = False, salt: str = "") ->
         with Run(request, RunFolder.claim(folder / "run"), Limits(1, _SECONDS), expectations) as run:
             run.prepare()
             run.begin()
-            run.judge(lambda record: None)
+            run.judge()
             ((record,),) = (backend.records for backend in run.summary().backends)
     return sentence(record)
 
