@@ -160,8 +160,9 @@ def test_a_name_stands_for_one_thing() -> None:
         if module.startswith(("mla_conformance.backends.generations", "mla_conformance.defects")):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            alias = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            name = node.name if isinstance(node, ast.ClassDef) else node.targets[0].id if alias else ""
+            name = node.name if isinstance(node, ast.ClassDef) else ""
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
             if re.match(r"[A-Z]\w*[a-z]", name):
                 named.setdefault(name, []).append(module)
     assert {name: modules for name, modules in named.items() if len(modules) > 1} == {}
