@@ -87,7 +87,7 @@ def _of_record(record: Record) -> Row:
 def _checksum(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        plain = tensor.detach().contiguous()
+        plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # strides of one element, too
         digest.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
         digest.update(plain.view(torch.uint8).numpy().data if plain.dim() else repr(plain.item()).encode())
     return digest.hexdigest()[:16]

@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.data import Data
 from mla_conformance.cases.grammar import (
     LARGEST,
     CaseError,
+    Data,
     dimensions_of,
     format_value,
     from_plain,

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.cases.data import Data
+from mla_conformance.cases.grammar import Data
 from mla_conformance.reference.chunking import PLANNERS
 
 DrawnOption = Mapping[str, Any]

@@ -1,12 +1,36 @@
-"""Values of a case's fields as text of an id and as JSON, and the head dims that a name stands for."""
+"""Values of a case's fields: as text of an id, as JSON and in lists of cases, and what names stand for."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from functools import cache
 from itertools import chain, groupby
 from typing import Any
 
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
+
+
+class Data(StrEnum):
+    """What the values of a case's inputs are like."""
+
+    NORMAL = "normal"
+    NEEDLE = "needle"
+    HOT_TAIL = "hot_tail"
+    HOT_ONES = "hot_ones"
+    LARGE_LOGITS = "large_logits"
+    HUGE_LOGITS = "huge_logits"
+    EXTREME_LOGITS = "extreme_logits"
+    NEGATIVE = "negative"
+    SHIFTED = "shifted"
+    RISING = "rising"
+    RISING_ONES = "rising_ones"
+    ONES = "ones"
+    INTEGERS = "integers"
+    OUTLIERS = "outliers"
+    LOW_RANK = "low_rank"
+    TINY_VALUES = "tiny_values"
+    ZERO_KEYS = "zero_keys"
+
 
 MOST_REQUESTS = 2**16
 """Requests of a case; the longest list of the suite has 16,500."""
@@ -144,3 +168,23 @@ def _lengths(name: str, text: str) -> tuple[int, ...]:
         raise ValueError
     require_requests(name, sum(len(lengths) * times for lengths, times in runs))
     return tuple(chain.from_iterable(lengths * times for lengths, times in runs))
+
+
+Fields = dict[str, Any]
+Lengths = tuple[int, ...]
+Listed = Iterator[tuple[str, Fields]]
+
+
+def each(lists: Iterable[Fields], **fields: Any) -> Iterator[Fields]:
+    """Every case of ``lists`` with further fields."""
+    return ({**case, **fields} for case in lists)
+
+
+def with_fields(listed: Iterable[tuple[str, Fields]], further: Fields) -> Listed:
+    """The same with further fields."""
+    return ((capability, {**fields, **further}) for capability, fields in listed)
+
+
+def for_capability(capability: str, *fields: Fields, **further: Any) -> Listed:
+    """Cases of one capability, all with the further fields."""
+    return ((capability, case) for case in each(fields, **further))

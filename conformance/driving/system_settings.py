@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mla_conformance.driving.setting import Setting, each_from_to
+from mla_conformance.driving.torch_settings import Setting, each_from_to
 
 _PATIENCE = 2.0
 """Seconds for children to end by themselves: a forked one may be on its way."""

@@ -12,11 +12,16 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.plain import parts_of
-from mla_conformance.judging.budgets import Budget
-from mla_conformance.judging.diagnosis import explain_lse, explain_mask, explain_output
-from mla_conformance.judging.golden import GoldenAttention
+from mla_conformance.judging.diagnosis import (
+    Position,
+    explain_lse,
+    explain_mask,
+    explain_output,
+    extent,
+    worst_position,
+)
+from mla_conformance.judging.golden import Budget, GoldenAttention
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.locate import Position, extent, worst_position
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs

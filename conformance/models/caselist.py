@@ -7,7 +7,7 @@ lists.
 from collections.abc import Iterable
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.fields import Fields, Listed, with_fields
+from mla_conformance.cases.grammar import Fields, Listed, with_fields
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.dense_cases import decodes, layers, prefills, weights
 from mla_conformance.models.profile import Deployment, ModelProfile

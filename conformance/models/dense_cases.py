@@ -1,6 +1,6 @@
 """What an engine calls of a dense prefill: new tokens, chunks of context, and chunked contexts. No torch."""
 
-from mla_conformance.cases.fields import Listed, for_capability
+from mla_conformance.cases.grammar import Listed, for_capability
 from mla_conformance.models.profile import ModelProfile
 from mla_conformance.roles.decode.lists import decode, single
 from mla_conformance.roles.layer.case import Order

@@ -1,6 +1,6 @@
 """What an engine calls of attention to selected keys: lists over caches, and over gathered keys. No torch."""
 
-from mla_conformance.cases.fields import Fields, Listed, for_capability, with_fields
+from mla_conformance.cases.grammar import Fields, Listed, for_capability, with_fields
 from mla_conformance.models.profile import Indexer, Selection
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.indexer.lists import best, scores

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.cases.data import Data
+from mla_conformance.cases.grammar import Data
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ import torch
 
 from mla_conformance.backends.declaration import Rounding
 from mla_conformance.cases.case import Case
-from mla_conformance.judging import budgets
-from mla_conformance.judging.budgets import Budget
-from mla_conformance.judging.golden import GoldenAttention, golden_attention
+from mla_conformance.judging import golden as made
+from mla_conformance.judging.golden import Budget, GoldenAttention, golden_attention
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.reference.error_budget import Roundoffs, element_budget
 from mla_conformance.roles.table import build_problem
@@ -28,7 +27,7 @@ def budget(found: GoldenAttention, allowed: Roundoffs = ROUNDING, deviations: fl
 def test_a_budget_is_computed_once_for_equal_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
     found = expectation()
     first = budget(found)
-    monkeypatch.delattr(budgets, "element_budget")
+    monkeypatch.delattr(made, "element_budget")
     assert budget(found, replace(ROUNDING)) is first
     assert first.samples.tolist() == [5, 0, 2] and first.limits.shape == (3,)
 

@@ -18,8 +18,8 @@ from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import Base2Lse, RotatedHeads
 from mla_conformance.diagnosis.suspects_of_roles import LeakedKey
+from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.locate import extent
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ARITHMETIC, Check

@@ -17,7 +17,7 @@ from itertools import chain
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
-from mla_conformance.cases.fields import Fields
+from mla_conformance.cases.grammar import Fields
 from mla_conformance.roles.decode.space import DECODE
 from mla_conformance.roles.layer.space import LAYER
 from mla_conformance.roles.prefill.space import PREFILL

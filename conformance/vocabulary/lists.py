@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.fields import Fields, each
+from mla_conformance.cases.grammar import Fields, each
 from mla_conformance.roles.decode.lists import decode, single
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.lists import chunk, chunked, new

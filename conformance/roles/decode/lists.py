@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.fields import Fields, Lengths, each
+from mla_conformance.cases.grammar import Fields, Lengths, each
 
 _SMALL = {"dims": "small", "heads": 2}
 _BEFORE_EDGES = (0, 14, 15, 16, 30, 31, 62, 63, 64, 126, 127, 128, 254, 255, 256, 511)

@@ -11,9 +11,9 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.diagnosis import Position, extent
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.locate import Position, extent
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Tolerance, roundoffs

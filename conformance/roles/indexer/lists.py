@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.fields import Fields, Lengths, each
+from mla_conformance.cases.grammar import Fields, Lengths, each
 from mla_conformance.roles.indexer.case import PLAIN
 
 _PLAIN = {"cache": PLAIN}

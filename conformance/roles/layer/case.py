@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.data import Data
-from mla_conformance.cases.grammar import CaseError
+from mla_conformance.cases.grammar import CaseError, Data
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.fields import Fields, Lengths, each
+from mla_conformance.cases.grammar import Fields, Lengths, each
 from mla_conformance.roles.layer.case import Order
 
 _LATENT = {"dims": "32-16-32-64", "heads": 2}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.fields import Fields, Lengths, each
+from mla_conformance.cases.grammar import Fields, Lengths, each
 
 _CONTEXT = (64, 0, 1000, 17)
 _TILES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.fields import Fields, Lengths, each
+from mla_conformance.cases.grammar import Fields, Lengths, each
 
 _SMALL = {"dims": "small", "heads": 2}
 _NO_ROPE = {"dims": "128-0-128-512"}

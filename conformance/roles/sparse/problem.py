@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.cases.data import Data
+from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
