@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -140,13 +141,23 @@ def compare(before: Path, after: Path) -> int:
     return 1 if differences else 0
 
 
-def read(path: Path) -> tuple[Row, dict[tuple[str, str], Row]]:
-    """A lock's header, and its rows by case and kernel."""
+Key = tuple[str, str, int]
+"""Case, kernel, and which of the rows of both: two honest kernels may share a class's name."""
+
+
+def read(path: Path) -> tuple[Row, dict[Key, Row]]:
+    """A lock's header, and its rows."""
     first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return first, {(row["case"], row["kernel"]): row for row in rows}
+    found: dict[Key, Row] = {}
+    seen = Counter[tuple[str, str]]()
+    for row in rows:
+        named = (row["case"], row["kernel"])
+        found[*named, seen[named]] = row
+        seen[named] += 1
+    return first, found
 
 
-def _differences(was: dict[tuple[str, str], Row], now: dict[tuple[str, str], Row]) -> Iterator[str]:
+def _differences(was: dict[Key, Row], now: dict[Key, Row]) -> Iterator[str]:
     for key in dict.fromkeys([*was, *now]):
         old, new = was.get(key, {}), now.get(key, {})
         changed = [
@@ -155,7 +166,7 @@ def _differences(was: dict[tuple[str, str], Row], now: dict[tuple[str, str], Row
             if old.get(name) != new.get(name)
         ]
         if changed:
-            yield f"{' '.join(key)}: {'; '.join(changed) if old and new else 'is missing in one'}"
+            yield f"{' '.join(key[:2])}: {'; '.join(changed) if old and new else 'is missing in one'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
