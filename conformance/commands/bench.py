@@ -28,10 +28,10 @@ def run_bench(options: argparse.Namespace) -> int:
     if device is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
     _require_available(request if backends else None, device)
-    where = device_facts(device)
+    where, lines = device_facts(device), _lines(options, request, device)
     say(f"device {where['device']} · torch {where['torch']} · {os.cpu_count()} cores · suite {SUITE_VERSION}")
     try:
-        for line in _lines(options, request, device):
+        for line in lines:
             say(line)
     except RunError as error:
         raise InputError(str(error)) from error
