@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.backends.foreign import type_name
+from mla_conformance.driving.driver import Instead, parts_of, why_not_plain
 from mla_conformance.driving.executor import StepResult
-from mla_conformance.driving.plain import Instead, parts_of, why_not_plain
 from mla_conformance.problems.memory import storage_bytes
 
 LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22

@@ -6,8 +6,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat import compared, heat_maps
-from mla_conformance.driving.driver import Observation
-from mla_conformance.driving.plain import parts_of, why_not_plain
+from mla_conformance.driving.driver import Observation, parts_of, why_not_plain
 from mla_conformance.export.failing import called
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output

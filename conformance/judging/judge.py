@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.driving.plain import parts_of
+from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.diagnosis import (
     Position,
     explain_lse,

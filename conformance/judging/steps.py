@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.driving.plain import is_tensor, kind_of, parts_of, why_not_plain
+from mla_conformance.driving.driver import Observation, Returned, is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.measured import Measured

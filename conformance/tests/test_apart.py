@@ -16,7 +16,7 @@ from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.certify import _is_apart
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.driving.plain import Instead
+from mla_conformance.driving.driver import Instead
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, Plan
 from mla_conformance.engine.request import RunRequest
@@ -25,7 +25,7 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.report.loading import load_report
 from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.layer.ranked_call import RankedCall
+from mla_conformance.roles.layer.call import RankedCall
 from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.driving.driver import Observation, OutputAndLse
-from mla_conformance.driving.plain import parts_of, why_not_plain
+from mla_conformance.driving.driver import Observation, OutputAndLse, parts_of, why_not_plain
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments

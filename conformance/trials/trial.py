@@ -12,9 +12,8 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
-from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, run_calls
+from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
-from mla_conformance.driving.plain import parts_of, why_not_plain
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed

@@ -1,5 +1,6 @@
 """A call of a layer."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -10,11 +11,85 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.projections import kv_b_proj
 from mla_conformance.reference.terms import Projection
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
+
+_FACTORS = (1.0, -1.0, 0.5, -0.5)
+_GRID = 32
+"""Steps of the grid in a standard deviation of dense weights; four deviations are within an int8."""
+
+
+class Linear:
+    """A linear layer as vLLM has them: called, it returns its bias as well.
+
+    Attributes:
+        weight: [out, in].
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[tokens, in] to ([tokens, out], None), in the dtype of ``x``."""
+        return x @ self.weight.mT, None
+
+
+class PackedLinear:
+    """The same with its weight in codes, under the name that packed formats have for it.
+
+    Attributes:
+        qweight: [out, in] int8.
+        unit: what a code of 1 stands for, a power of two.
+    """
+
+    def __init__(self, dense: Linear) -> None:
+        largest = float(dense.weight.abs().max())
+        self.unit = 2.0 ** math.ceil(math.log2(largest / 127))
+        self.qweight = (dense.weight / self.unit).to(torch.int8)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """As :class:`Linear`."""
+        return x @ (self.qweight.to(x.dtype) * self.unit).mT, None
+
+
+def draw_weights(case: LayerCase, generator: torch.Generator) -> torch.Tensor:
+    """[L, N, P + V] float64 of [W_UK; W_UV] for each head; P and V of selections may not exceed L.
+
+    Args:
+        case: the case.
+        generator: of the batch; or of the case's model, whose weights are the same in every batch.
+    """
+    dims, draw = case.dimensions, _dense if case.weights == "dense" else _selection
+    widths = (dims.qk_nope_head_dim, dims.v_head_dim)
+    return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
+
+
+def as_linear(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Linear:
+    """``kv_b_proj`` of [L, N, P + V]: one row of [N·(P + V), L] for each column."""
+    return Linear(weight.flatten(1).mT.to(dtype).to(device).contiguous())
+
+
+def _selection(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """[latents, heads, width] with one non-zero in each column, no two columns of a head in the same row."""
+    weight = torch.zeros(latents, heads, width, dtype=torch.float64)
+    column = torch.arange(width)
+    for head in range(heads):
+        picked = torch.randperm(latents, generator=generator)[:width]
+        factor = torch.tensor(_FACTORS, dtype=torch.float64)[
+            torch.randint(len(_FACTORS), (width,), generator=generator)
+        ]
+        weight[picked, head, column] = factor
+    return weight
+
+
+def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """[latents, heads, width], normal with a variance near 1/latents."""
+    unit = 2.0 ** -round(math.log2(_GRID * latents**0.5))
+    normal = torch.randn(latents, heads, width, generator=generator, dtype=torch.float64)
+    return (normal * _GRID).round().clamp(-127, 127) * unit
 
 
 class LayerDriver(Protocol):
@@ -155,3 +230,94 @@ class LayerCall(AttentionCall):
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
+
+
+class RanksDriver(Protocol):
+    """What the call needs of the ranks under test."""
+
+    def prepare(self, parts: Sequence[LayerCall]) -> None:
+        """Weights and metadata of every rank."""
+
+    def forward(self, parts: Sequence[LayerCall]) -> Sequence[Any]:
+        """The result of every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedCall(AttentionCall):
+    """What ranks that share the tokens do together: their heads side by side are the result of one rank.
+
+    Attributes:
+        parts: the call of each rank, of its own heads, with what it holds of the cache.
+    """
+
+    parts: tuple[LayerCall, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[LayerCall, ...]) -> Self:
+        """The call that consists of these."""
+        operands = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")}
+        one = parts[0]
+        return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
+
+    means: ClassVar = ("q", "k", "v")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"layer on {len(self.parts)} ranks"
+
+    @property
+    def merges(self) -> int:
+        """Of stored results: of context chunks in a prefill, of ranks in a decode."""
+        return max(self.parts[0].merges, len(self.parts) - 1)
+
+    @property
+    def returns_lse(self) -> bool:
+        """A layer returns none."""
+        return False
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """The operands of each rank."""
+        return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """Operands and cache of each rank."""
+        return [tensor for part in self.parts for tensor in part.reached]
+
+    def handed(self) -> Self:
+        """The calls of all ranks as they may be known."""
+        return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
+
+    def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Not here: which entries a rank writes goes by the whole batch.
+
+        Raises:
+            ProblemError: always.
+        """
+        raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
+
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+
+    def prepare(self, backend: RanksDriver) -> None:
+        """Weights and metadata of every rank."""
+        backend.prepare(self.parts)
+
+    def invoke(self, backend: RanksDriver, out: Guarded | None) -> Any:
+        """[T, N, V] of all heads; what a rank returned, if that is not its heads."""
+        results = backend.forward(self.parts)
+        expected = (*self.parts[0].q.shape[:2], self.width)
+        wrong = [result for result in results if getattr(result, "shape", None) != expected]
+        return wrong[0] if wrong else torch.cat(list(results), dim=1)
+
+    def wrong_writes(self) -> str:
+        """What one of the ranks wrote wrongly into its cache; empty if there is nothing."""
+        wrong = ((part.rank, part.wrong_writes()) for part in self.parts)
+        return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
+
+    def operands(self) -> AttentionOperands:
+        """As of one rank with all heads."""
+        return replace(self.parts[0].operands(), q=self.q, k=self.k, v=self.v)
