@@ -3,7 +3,7 @@
 BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
 are here; each RECORD is the ``record.json`` of a kernel that these sources judged on the device of its submission.
 Nothing is listed unless all rows of the locks are equal, and at least four records give the statuses and the worst uses
-of their submissions. Exit status: 0 listed, 1 something differs, 2 usage.
+of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file that is not what it should be.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import lock
 
-from mla_conformance.certificate.certificate import Certificate, read_certificate
-from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
+from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests, seal
 from mla_conformance.certificate.submission import RECORD_NAME, folder_of
 from mla_conformance.defects.report import deciding_digest
-from mla_conformance.files.inputs import read_text
+from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
@@ -28,7 +28,12 @@ LEAST_RECORDS = 4
 
 
 def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
-    """Why nothing can be listed, the rows of the locks apart."""
+    """Why nothing can be listed, the rows of the locks apart.
+
+    Raises:
+        NoLock: one of the first two files is none.
+        InputError, Outdated: another one is no record of this form.
+    """
     (old, _), (new, _) = lock.read(before), lock.read(after)
     for name in LOCKED:
         if old["digests"][name] not in locked_digests()[name]:
@@ -45,6 +50,8 @@ def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str
 
 def _unlike(here: Certificate) -> Iterator[str]:
     """Where a record differs from that of its submission; what one of them had no memory for is not compared."""
+    if here.seal != seal(here):
+        yield f"{here.backend}: the seal does not fit the record: it was changed after it was issued"
     submitted = read_certificate(ROOT / "submissions" / folder_of(SUITE_VERSION, here.backend) / RECORD_NAME)
     if here.digests != installed_digests() or here.device != submitted.device:
         yield f"{here.backend}: expected a record that these sources judged on {submitted.device}, got {here.device}"
@@ -77,12 +84,16 @@ def main() -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("records", type=Path, nargs="+")
-    reported = parser.parse_args()
-    found = list(problems(reported.before, reported.after, reported.records))
-    for problem in found:
-        sys.stderr.write(f"{problem}\n")
-    if found or lock.compare(reported.before, reported.after):
-        return 1
+    options = parser.parse_args()
+    try:
+        found = list(problems(options.before, options.after, options.records))
+        for problem in found:
+            sys.stderr.write(f"{problem}\n")
+        if found or lock.compare(options.before, options.after):
+            return 1
+    except (lock.NoLock, InputError, Outdated) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     append()
     return 0
 

@@ -1,9 +1,9 @@
 """The verdict lock: every verdict on kernels that need no GPU, so that a refactoring is seen to change none.
 
-``python ci/lock.py write FILE`` writes a row for each (case, kernel): EAGER and TORCH_SDPA and the
-honest kernels on the full tier, each known defect on the capability that is expected to kill it, until a case does.
-``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal, with 1 if not, and with 2 if the two
-were not written on one machine with one torch and one number of threads.
+``python ci/lock.py write FILE`` writes a row for each (case, kernel): EAGER, TORCH_SDPA and the honest kernels on the
+full tier, each known defect on the capability that is expected to kill it, until a case does.
+``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal and with 1 if not. It exits with 2 if one
+of the files is no lock or has no rows, or if they were not written on one machine with one torch and as many threads.
 """
 
 import argparse
@@ -126,7 +126,11 @@ def write(path: Path, small: bool, workers: int) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Say which rows differ; the exit status."""
+    """Say which rows differ; the exit status.
+
+    Raises:
+        NoLock: one of the files is none.
+    """
     (old, was), (new, now) = read(before), read(after)
     other = [
         f"{name}: {old.get(name)!r} and {new.get(name)!r}" for name in _OF_A_MACHINE if old.get(name) != new.get(name)
@@ -145,15 +149,28 @@ Key = tuple[str, str, int]
 """Case, kernel, and which of the rows of both: two honest kernels may share a class's name."""
 
 
+class NoLock(ValueError):
+    """A file that ``write`` did not write, or not to its end."""
+
+
 def read(path: Path) -> tuple[Row, dict[Key, Row]]:
-    """A lock's header, and its rows."""
-    first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    """A lock's header, and its rows, of which there is at least one.
+
+    Raises:
+        NoLock: the file is none.
+    """
     found: dict[Key, Row] = {}
     seen = Counter[tuple[str, str]]()
-    for row in rows:
-        named = (row["case"], row["kernel"])
-        found[*named, seen[named]] = row
-        seen[named] += 1
+    try:
+        first, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for row in rows:
+            named = (row["case"], row["kernel"])
+            found[*named, seen[named]] = row
+            seen[named] += 1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NoLock(f"{path}: expected a lock that ci/lock.py wrote, got {type(error).__name__}: {error}") from error
+    if not found:
+        raise NoLock(f"{path}: expected rows behind the header, got none; write the lock again")
     return first, found
 
 
@@ -180,12 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    reported = parser.parse_args(arguments)
-    return (
-        write(reported.file, reported.small, reported.workers)
-        if reported.command == "write"
-        else compare(reported.before, reported.after)
-    )
+    options = parser.parse_args(arguments)
+    if options.command == "write":
+        return write(options.file, options.small, options.workers)
+    try:
+        return compare(options.before, options.after)
+    except NoLock as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
 
 
 if __name__ == "__main__":

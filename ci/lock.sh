@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compare the small verdict lock of this checkout with that of the commit that it branched from, both written here.
-# usage: ci/lock.sh [CHECKOUT], whose history is asked; LOCK_BASE names another commit.
+# usage: ci/lock.sh [CHECKOUT], whose history is asked; LOCK_BASE names another commit. Another suite is not compared.
 set -euo pipefail
 
 checkout=$(cd "${1:-.}" && pwd)
@@ -10,10 +10,20 @@ trap 'rm -rf "$work"' EXIT
 git_of() { git -C "$checkout" "$@" 2>/dev/null; }
 
 head=$(git_of rev-parse HEAD || true)
-base=$(git_of rev-parse --verify "${LOCK_BASE:-}^{commit}" || git_of merge-base HEAD origin/main || true)
-[ -n "$base" ] && [ "$base" != "$head" ] || base=$(git_of rev-parse --verify 'HEAD^' || true)
+if [ -n "${LOCK_BASE:-}" ]; then
+    base=$(git_of rev-parse --verify "$LOCK_BASE^{commit}") || { echo "LOCK_BASE: expected a commit, got $LOCK_BASE" >&2; exit 2; }
+else
+    base=$(git_of merge-base HEAD origin/main || true)
+    [ -n "$base" ] && [ "$base" != "$head" ] || base=$(git_of rev-parse --verify 'HEAD^' || true)
+fi
 if [ -z "$base" ] || ! git_of cat-file -e "$base:ci/lock.py"; then
     echo "not compared: no earlier commit that holds ci/lock.py (base: ${base:-none})"
+    exit 0
+fi
+suite() { sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\)\..*/\1/p'; }
+was=$(git_of show "$base:conformance/version.py" | suite) now=$(suite < "$here/conformance/version.py")
+if [ "$was" != "$now" ]; then
+    echo "not compared: suite $was at $base, suite $now here, whose verdicts may differ"
     exit 0
 fi
 

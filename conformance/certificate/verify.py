@@ -41,18 +41,20 @@ def age(certificate: Certificate) -> str:
 
 def _digests(certificate: Certificate) -> Iterator[str]:
     for name, here, stated in unlike(certificate.digests):
-        yield f"digest '{name}': expected {here} as installed here, got {stated}{_unlocked(name, here)}"
+        yield f"digest '{name}': expected {here} as installed here, got {stated}{_unlocked(certificate, name, here)}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 
 
-def _unlocked(name: str, here: str | None) -> str:
-    """What is known of a digest that differs, and what to run."""
+def _unlocked(certificate: Certificate, name: str, here: str | None) -> str:
+    """Which of the two digests the suite does not list, and what to run."""
     if name not in LOCKED:
         return ""
     if here in locked_digests()[name]:
-        return f", which suite {SUITE_VERSION} does not list: it was judged by other sources; certify anew"
-    return f"; what is here is none of suite {SUITE_VERSION}: show by ci/lock.py and ci/accept.py that it judges alike"
+        renew = renewal(certificate.reference, certificate.device)
+        return f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
+    run = "python ci/lock.py write, then python ci/accept.py"
+    return f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:

@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     [
         ({}, [ROW], 0, "1 rows, 0 different"),
         ({}, [{**ROW, "used": {"lse": "0.10000000000000002"}}], 1, "lse:q=[64] EAGER: used {'lse': '0.1'} -> "),
-        ({}, [], 1, "lse:q=[64] EAGER: is missing in one"),
+        ({}, [{**ROW, "kernel": "TORCH_SDPA"}], 1, "lse:q=[64] EAGER: is missing in one"),
         ({"cpu": "another"}, [ROW], 2, "expected two locks of one machine, got cpu: 'one' and 'another'"),
         ({"torch": "2.14", "threads": 2}, [ROW], 2, "torch: '2.13' and '2.14'; threads: 1 and 2"),
     ],
@@ -60,3 +60,37 @@ def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, 
     unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
     said = f"'judging' of suite 2026.4: expected one of {locked_digests()['judging'][0]}"
     assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps(HEADER) + "\n", "expected rows behind the header, got none"),
+        ("", "expected a lock that ci/lock.py wrote"),
+        ("no lock\n", "expected a lock that ci/lock.py wrote"),
+        ('{}\n{"status": "pass"}\n', "got KeyError: 'case'"),
+        (None, "got FileNotFoundError"),
+    ],
+)
+def test_what_is_no_lock_is_refused(
+    text: str | None,
+    said: str,
+    tmp_path: Path,
+    script: Callable[[str], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bad = tmp_path / "bad"
+    if text is not None:
+        bad.write_text(text, encoding="utf-8")
+    assert script("lock").main(["compare", str(bad), str(bad)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_record_that_was_changed_is_no_evidence(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    changed = json.loads(RECORD.read_text(encoding="utf-8"))
+    changed["worst"]["lse"]["share"] = 0.5
+    (tmp_path / "record.json").write_text(json.dumps(changed), encoding="utf-8")
+    same = written(tmp_path / "same", HEADER, ROW)
+    said = list(script("accept").problems(same, same, [tmp_path / "record.json"]))
+    assert any("the seal does not fit the record" in problem for problem in said)
+    assert any("worst uses" in problem for problem in said)
