@@ -62,7 +62,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     Attributes:
         number: of the request.
-        error: as of an :class:`StepResult`, like what follows.
+        error: as of a :class:`StepResult`, like what follows.
         traceback: behind the error.
         out_of_memory: the error says so.
         disturbed: settings of the kernel's process that changed.

@@ -45,8 +45,8 @@ def compare(pins: Pins, traced: Traced, backend: BackendReference, judged_alike:
     """
     yield from _sources(pins, backend)
     yield from _libraries(traced.libraries, backend)
-    for name, reported in pins.versions.items():
-        yield from _distribution(name, reported, pins.installed.get(name))
+    for name, stated in pins.versions.items():
+        yield from _distribution(name, stated, pins.installed.get(name))
     if not judged_alike:
         yield from _harness(pins.harness)
 
@@ -96,19 +96,17 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
         yield Remark(Weight.AGAINST, f"kernels: none of those of the certificate ran here, but {ran}")
 
 
-def _distribution(name: str, reported: str, pin: Installed | None) -> Iterator[Remark]:
+def _distribution(name: str, stated: str, pin: Installed | None) -> Iterator[Remark]:
     here = _version(name)
     if pin is None:
-        yield Remark(
-            Weight.TOLD, f"package {name} was not compared: the certificate says '{reported}' and no more of it"
-        )
+        yield Remark(Weight.TOLD, f"package {name} was not compared: the certificate says '{stated}' and no more of it")
     elif here is None:
-        yield Remark(Weight.TOLD, f"package {name} {reported} was not compared: it is not installed here")
-    elif here != reported:
-        yield Remark(Weight.OTHER_BUILD, f"package {name} is {here} here, the certificate is of {reported}")
+        yield Remark(Weight.TOLD, f"package {name} {stated} was not compared: it is not installed here")
+    elif here != stated:
+        yield Remark(Weight.OTHER_BUILD, f"package {name} is {here} here, the certificate is of {stated}")
     elif (found := _installed(name)).build != pin.build:
         built = f"{found.build or 'no wheel'} here, the certificate is of {pin.build or 'no wheel'}"
-        yield Remark(Weight.OTHER_BUILD, f"package {name} {reported} is {built}")
+        yield Remark(Weight.OTHER_BUILD, f"package {name} {stated} is {built}")
     else:
         yield from _files(name, pin, found)
 

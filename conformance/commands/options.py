@@ -42,24 +42,24 @@ class Command:
     statuses: str
 
 
-def option(names: str, metavar: str | None, reported: str | None = None, **settings: Any) -> Option:
+def option(names: str, metavar: str | None, help_text: str | None = None, **settings: Any) -> Option:
     """An option or an argument; a short name stands before the long one, as ``-n --workers``."""
-    return Option(tuple(names.split()), {"metavar": metavar, "help": reported, **settings})
+    return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings})
 
 
-def flag(name: str, reported: str) -> Option:
+def flag(name: str, help_text: str) -> Option:
     """An option without a value."""
-    return Option((name,), {"action": "store_true", "help": reported})
+    return Option((name,), {"action": "store_true", "help": help_text})
 
 
-def path(name: str, metavar: str, reported: str | None = None, **settings: Any) -> Option:
+def path(name: str, metavar: str, help_text: str | None = None, **settings: Any) -> Option:
     """An option or an argument that is a path."""
-    return option(name, metavar, reported, type=Path, **settings)
+    return option(name, metavar, help_text, type=Path, **settings)
 
 
-def several(name: str, metavar: str, reported: str | None = None, **settings: Any) -> Option:
+def several(name: str, metavar: str, help_text: str | None = None, **settings: Any) -> Option:
     """An option that may be given more than once."""
-    return option(name, metavar, reported, action="append", default=[], **settings)
+    return option(name, metavar, help_text, action="append", default=[], **settings)
 
 
 def seconds(text: str) -> float:
@@ -116,6 +116,5 @@ def require_tests(what: str) -> None:
     """
     if not (files("mla_conformance") / "tests").is_dir():
         raise InputError(
-            f"{what}: it stands among the tests, which no wheel holds; run it where a checkout is installed: "
-            "pip install -e ."
+            f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
         )

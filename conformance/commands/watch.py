@@ -14,7 +14,7 @@ from mla_conformance.commands.console import BROKEN, Progress, clock, live, stat
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks
 from mla_conformance.files.inputs import InputError
@@ -42,8 +42,6 @@ def watch(options: argparse.Namespace) -> int:
             raise InputError(f"watch: expected a file and a class of it, as file.py:Class, got {options.backend}")
         with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
             _Watch(Run(request, RunFolder.claim(Path(folder)), Limits(timeout=options.timeout)), file).go_on()
-    except RequestError as error:
-        raise InputError(str(error)) from error
     except RunError as error:
         say(f"mla-conformance: {error}", error=True)
         return BROKEN
