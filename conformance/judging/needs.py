@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from mla_conformance.cases.case import FAR, Call, Case
-from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
+from mla_conformance.cases.work import operations_of
+from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS
 
 _MARGIN_BYTES = 2 << 30
 _FAR_ITEM_BYTES = 2
@@ -64,8 +65,3 @@ def memory_need(case: Case, device_type: str) -> int:
     results = _RESULT_COPIES * 8 * judged * case.output_elements
     far = 0 if case.far == "none" else needed_bytes(case)
     return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)
-
-
-def operations_of(case: Case) -> float:
-    """Useful operations of a case."""
-    return useful_operations(case, case.q, case.visible_lens)

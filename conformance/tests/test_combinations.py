@@ -8,7 +8,8 @@ import torch
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space, cover, covered
 from mla_conformance.cli import main
-from mla_conformance.judging.needs import memory_need, operations_of
+from mla_conformance.cases.work import operations_of
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.table import build_problem
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Capability, Tier, nightly_cases

@@ -15,7 +15,8 @@ from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
+from mla_conformance.cases.work import operations_of
+from mla_conformance.judging.needs import MOST_OPERATIONS
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem

@@ -1,0 +1,40 @@
+"""The covering arrays of the spaces: which cases hold every pair of classes, as ``ci/arrays.py`` found them. No torch.
+
+They are kept, since finding them takes longer than judging some of them.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs, cover
+from mla_conformance.cases.space import Row, Space
+from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.roles.decode.space import DECODE
+from mla_conformance.roles.indexer.space import INDEXER
+from mla_conformance.roles.layer.space import LAYER
+from mla_conformance.roles.prefill.space import PREFILL
+from mla_conformance.roles.sparse.space import SPARSE
+
+SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER)}
+"""By the capability whose cases their arrays are."""
+
+
+@cache
+def array_of(capability: str) -> tuple[Case, ...]:
+    """The cases of a capability's covering array."""
+    kept = json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text(encoding="utf-8"))
+    return tuple(Case.parse(f"{capability}:{fields}") for fields in kept[capability])
+
+
+def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:
+    """Rows that, with given cases, hold every pair that a row can hold; and the pairs that none can.
+
+    As many as can be are held by rows that a CPU is asked for.
+    """
+    missing = Pairs.every(space) - Pairs(space, map(space.row_of, given))
+    light, without = cover(space, missing, lambda row: work_of(space.case_of(row)) <= CPU_WORK)
+    heavy, impossible = cover(space, without)
+    return [*light, *heavy], impossible
