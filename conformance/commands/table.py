@@ -215,6 +215,7 @@ COMMANDS = (
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
         ),
         (
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
