@@ -6,7 +6,9 @@ whatever it should have been, :func:`unknown` says which one was meant. Nothing 
 """
 
 import ast
+import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -121,17 +123,21 @@ def _require_known(name: str) -> None:
 
 
 def _existing(location: str, reference: str) -> Path:
-    path = Path(location).resolve()
-    if not path.is_file():
-        raise BackendReferenceError(f"'{reference}': no file {path}")
-    return path
+    path = Path(os.path.realpath(location))  # a loop of links leads nowhere
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return path
+        reason = "it is a folder, a FIFO, a device or a socket"
+    except OSError as error:
+        reason = str(error.strerror)
+    raise BackendReferenceError(f"'{reference}': no file {path}: {reason}")
 
 
 def _classes(path: Path, location: str, name: str = "") -> str:
     """What of a file's own classes may be meant: the one that is most like a name, or all of them."""
     try:
         statements = ast.parse(path.read_bytes(), path.name).body
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"the file is no Python: {error}"
     names = [node.name for node in statements if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     meant = [near] if (near := nearest(name, names)) else names

@@ -14,7 +14,8 @@ from typing import NoReturn
 from mla_conformance.commands.parser import Parser, add_commands
 from mla_conformance.engine.limits import leave
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import cut, put, say
+from mla_conformance.backends.foreign import cut
+from mla_conformance.report.terminal import put, say
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _FIRST = """to begin with:

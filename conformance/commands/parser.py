@@ -27,6 +27,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(further)}{hint}")
         return options
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string.strip():
+            raise argparse.ArgumentError(action, "expected a value, got an empty one")
+        return super()._get_value(action, arg_string)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest

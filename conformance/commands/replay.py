@@ -99,7 +99,7 @@ def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
     if options.out:
         require_writable(options.out)
-    with _one_case(case_id(options.case), options.backend, options, options.salt) as run, run:
+    with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases

@@ -23,7 +23,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
 from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.report.terminal import columns, counted, cut, say
+from mla_conformance.backends.foreign import cut
+from mla_conformance.report.terminal import columns, counted, say
 
 _LOOKS = 0.3
 """Seconds between two looks at the file."""

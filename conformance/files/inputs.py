@@ -1,11 +1,12 @@
 """Files that a person or another program wrote: read whole, or refused with the file's name."""
 
+import errno
 import json
 import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -40,16 +41,26 @@ def read_bytes(path: Path) -> bytes:
     """
     most = MOST_MEBIBYTES * 2**20
     try:
-        # Nobody may ever write into a FIFO, and a device has no end.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path}: expected a regular file, got a FIFO, a device or a socket")
+        with open_regular(path) as file:
             content = file.read(most + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > most:
         raise InputError(f"{path}: expected at most {MOST_MEBIBYTES} MiB, got more")
     return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file, opened to be read; nobody may ever write into a FIFO, and a device has no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: PTH123, SIM115 - Path.open would wait
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "expected a regular file, got a FIFO, a device or a socket", str(path))
+    return file
 
 
 def has_letters(text: str) -> bool:

@@ -23,7 +23,8 @@ from mla_conformance.report.summary import (
     summarise,
     worst,
 )
-from mla_conformance.report.terminal import columns, counted, cut, fitting, near, side_by_side, wrapped
+from mla_conformance.backends.foreign import cut
+from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7

@@ -14,20 +14,12 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TextIO
 
-MESSAGE = 4 * 2**10
-"""Bytes that are shown of a message."""
-LINE = 64 * 2**10
-"""Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
+from mla_conformance.backends.foreign import LINE, MESSAGE, cut
+
 _COMMAND = re.compile(r"#(?=#\w*\[)")
 """What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
 _COMMAND_LINE = re.compile(r"^(\s*):(?=:)")
 """What GitHub reads as one where a line begins with it: ``::name::``."""
-
-
-def cut(text: str, limit: int = MESSAGE) -> str:
-    """The first ``limit`` bytes of a text, and how many characters are left out behind them."""
-    kept = len(text[:limit].encode("utf-8", "replace")[:limit].decode("utf-8", "ignore"))
-    return text if kept == len(text) else f"{text[:kept]}… and {len(text) - kept:,} more characters"
 
 
 def shown(text: str, limit: int = MESSAGE) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
+from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
@@ -247,7 +248,7 @@ def _unsupported(subject: Subject, case: Case) -> list[str] | str:
 
 def _evidence(instance: Any) -> dict[str, str]:
     tell = getattr(instance, "kernel_evidence", dict)
-    return {str(name): str(value) for name, value in tell().items()}
+    return {shortened(str(name)): shortened(str(value)) for name, value in tell().items()}
 
 
 def returned_bytes(observation: Observation) -> list[bytes]:
