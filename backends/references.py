@@ -18,6 +18,8 @@ from pathlib import Path
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
+_MOST_BYTES = 2**24
+"""Of a module's source, which is searched for names."""
 _MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
 
 
@@ -125,12 +127,14 @@ def _require_known(name: str) -> None:
 def _existing(location: str, reference: str) -> Path:
     path = Path(os.path.realpath(location))  # a loop of links leads nowhere
     try:
-        if stat.S_ISREG(path.stat().st_mode):
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:
             return path
-        reason = "it is a folder, a FIFO, a device or a socket"
+        is_file = stat.S_ISREG(found.st_mode)
+        reason = f"it has {found.st_size:,} bytes" if is_file else "it is a folder, a FIFO, a device or a socket"
     except OSError as error:
         reason = str(error.strerror)
-    raise BackendReferenceError(f"'{reference}': no file {path}: {reason}")
+    raise BackendReferenceError(f"'{reference}': no file {path} of Python: {reason}")
 
 
 def _classes(path: Path, location: str, name: str = "") -> str:

@@ -86,7 +86,9 @@ def number(least: int, most: int = 10**9) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"expected a number of at least {least} and at most {most:,}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected a number of at least {least} and at most {most:,}, got {text!r}"
+            )
         return int(text)
 
     return read

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.limits import how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
@@ -265,10 +266,3 @@ def _end_of(process: int) -> list[int]:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
         return []
-
-
-def how(status: int) -> str:
-    """How a process ended."""
-    if status >= 0:
-        return f"exit status {status}"
-    return signal.strsignal(-status) or f"signal {-status}"

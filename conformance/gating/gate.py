@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
@@ -16,7 +17,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.backends.foreign import cut
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier

@@ -141,8 +141,23 @@ def test_a_machine_has_a_few_workers_a_core() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("lse:q=[٤]", "lse:q=[4x٢]", "lse:q=[(1,٢)x8]", "lse:q=[4];heads=٤", "lse:q=[4];heads=1_0", "lse:q=[4];heads=+4"),
-        *("lse:q=[4];;", "lse:q=[4];", "lse:;q=[4]", "lse:q=[4];;heads=2", "lse:q=[4]; ;heads=2", "lse:q=[4];=2", "lse:;"),
+        *(
+            "lse:q=[٤]",
+            "lse:q=[4x٢]",
+            "lse:q=[(1,٢)x8]",
+            "lse:q=[4];heads=٤",
+            "lse:q=[4];heads=1_0",
+            "lse:q=[4];heads=+4",
+        ),
+        *(
+            "lse:q=[4];;",
+            "lse:q=[4];",
+            "lse:;q=[4]",
+            "lse:q=[4];;heads=2",
+            "lse:q=[4]; ;heads=2",
+            "lse:q=[4];=2",
+            "lse:;",
+        ),
         *("lse:q=[4];heads=", "lse:q=", "lse:q=[4];data", "lse:q=[4];lse=١", "lse:q=[4];dims=١-1-1-1"),
     ],
 )
