@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -156,6 +157,7 @@ def end_of(step: Callable[[], object]) -> str:
     reported, told = os.pipe()
     process = os.fork()
     if not process:
+        faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(1, 2)
         with contextlib.suppress(BaseException):

@@ -138,7 +138,7 @@ class Gate:
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
-        """The lists of tiers and of what must pass are those of the suite that is installed here, and so are verdicts."""
+        """The lists of tiers and of what must pass are of the suite that is installed here, and so are verdicts."""
         wanted = {f"the {self.tier} tier": SUITE_VERSION} if self.tier else {}
         wanted |= {f"--must-pass {self.must_pass.name}": self.must_pass.suite} if self.must_pass else {}
         for report in self.reports:

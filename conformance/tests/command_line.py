@@ -68,7 +68,7 @@ def without_work(patch: pytest.MonkeyPatch) -> None:
         raise InputError("no work, in a test")
 
     patch.setattr("mla_conformance.engine.run.Run.prepare", no_process)
-    patch.setattr("mla_conformance.commands.defects.run_matrix", no_work)
+    patch.setattr("mla_conformance.commands.defects.deciding_digest", no_work)
     patch.setattr("mla_conformance.tests.cheats.report.run_cheats", no_work)
     patch.setattr("mla_conformance.bump.environment.Environment.make", no_work)
     patch.setattr("mla_conformance.commands.bench._lines", no_work)

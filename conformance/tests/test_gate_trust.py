@@ -1,4 +1,4 @@
-"""What a gate may not be talked into: cases without memory, names of others, suites of others, reasons without words."""
+"""What opens no gate: cases that lacked memory, names of others, reports of another suite, reasons without words."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
