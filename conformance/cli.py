@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.backends.foreign import cut
@@ -47,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"mla-conformance: {cut(str(error))}", error=True)
         return _USAGE
     except OSError as error:
-        said = f"{error.filename or 'the current folder'}: {error.strerror}"
-        say(f"mla-conformance: {cut(said)}", error=True)
+        say(f"mla-conformance: {cut(_sentence(error))}", error=True)
         return _USAGE
     except RunError as error:
         say(f"mla-conformance: {error}", error=True)
@@ -57,6 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("mla-conformance: interrupted", error=True)
         return _INTERRUPTED
     return status
+
+
+def _sentence(error: OSError) -> str:
+    """What the system refuses, with the file; to a relative path in a folder that is gone it names none."""
+    try:
+        Path.cwd()
+    except OSError as gone:
+        return f"the current folder: {gone.strerror}"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def _print_anywhere() -> None:

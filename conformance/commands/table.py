@@ -95,7 +95,7 @@ COMMANDS = (
             _TIMEOUT,
         ),
         ("my_backend.py:MyBackend", "my_backend.py:MyBackend --capability lse"),
-        "130 Ctrl-C · 2 usage",
+        "130 Ctrl-C · 2 usage · 3 no process can be started, or nobody reads what is printed",
     ),
     Command(
         "replay",

@@ -165,10 +165,12 @@ def end_of(step: Callable[[], object]) -> str:
         os.write(told, b"!")
         os._exit(0)
     os.close(told)
-    with open(reported, "rb") as answer:  # noqa: PTH123 - a descriptor
-        came_behind = answer.read()
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    return "" if came_behind else how(status)
+    os.set_blocking(reported, False)  # what the step started may hold the other end
+    with contextlib.suppress(BlockingIOError), open(reported, "rb", buffering=0) as answer:  # noqa: PTH123
+        if answer.read(1):
+            return ""
+    return how(status)
 
 
 def how(status: int) -> str:

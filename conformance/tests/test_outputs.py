@@ -60,6 +60,17 @@ def test_a_reader_that_has_enough_changes_no_status() -> None:
     assert process.stderr.read().decode() == said and process.wait() == 0
 
 
+def test_nothing_is_watched_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"{EAGER}class Mine(E): ...\n")
+    monkeypatch.setattr("mla_conformance.engine.run.Run.prepare", lambda run: None)
+    monkeypatch.setattr("mla_conformance.commands.watch._Watch._judge", lambda watch: None)
+    monkeypatch.setattr("mla_conformance.commands.watch.is_read", lambda: False)
+    assert main(["watch", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu"]) == 3
+    assert capsys.readouterr().err == "mla-conformance: nobody reads what is judged\n"
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full"), None])
 def test_a_step_summary_that_cannot_be_written_is_one_line(
     write_report: Write,
