@@ -56,6 +56,8 @@ def run_and_report(
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
+    if keep_report:
+        _write_step_summary(summary)
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
@@ -125,20 +127,28 @@ def status_of(stop: Stopped) -> int:
 
 
 def _write(path: Path, summary: RunSummary, views: bool) -> str:
-    """The report, and where it stays its views: the page beside it, and the step summary of a CI job that has one.
-
-    Returns what went wrong, or nothing.
-    """
+    """The report, and where it stays the page beside it; what went wrong, or nothing."""
     try:
         write_whole(path, to_text(report_form(summary)))
         if views:
             write_whole(path.with_name(PAGE_NAME), html(summary))
-            if step_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-                with Path(step_summary).open("a", encoding="utf-8") as file:
-                    file.write(markdown(summary))
     except OSError as error:
         return f"cannot write {error.filename or path}: {error.strerror}; the journal beside it holds the verdicts"
     return ""
+
+
+def _write_step_summary(summary: RunSummary) -> None:
+    """For a CI job that shows one; it decides nothing."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    try:
+        # Nobody may read a FIFO.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            file.write(markdown(summary))
+    except OSError as error:
+        say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
 
 
 def _show_outcome(summary: RunSummary, brief: bool, report: Path | None) -> None:

@@ -7,12 +7,15 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
+from mla_conformance.engine.limits import end_of
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
@@ -34,6 +37,7 @@ def export(options: argparse.Namespace) -> int:
     draft = path.with_name(f".{path.stem}.{os.getpid()}.py")
     try:
         require_one_call(case)
+        _require_survival(options, case)
         found = reproduced(_subject(options), case)
         found = replace(found, looks_like=_looks_like(found))
         text = call_foreign(lambda: script_of(found, path), passing=(NotWritable,))
@@ -49,6 +53,17 @@ def export(options: argparse.Namespace) -> int:
     said = "fails" if found.record.status is Status.FAIL else "passes"
     say(f"{path}: {len(text.splitlines())} lines, {said} without mla-conformance as it does with it")
     return 0
+
+
+def _require_survival(options: argparse.Namespace, case: Case) -> None:
+    """Refuse a kernel that takes this process with it, as another one finds out."""
+
+    def judged_elsewhere() -> None:
+        torch.set_num_threads(1)  # threads of the process before do not exist in a fork
+        reproduced(_subject(options), case)
+
+    if ended := end_of(judged_elsewhere):
+        raise InputError(f"export: a process that judged {case.id} on {options.backend} ended: {ended}")
 
 
 def _require_ours(path: Path) -> None:

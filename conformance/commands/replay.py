@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.commands.console import run_and_report, status_of
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
@@ -99,7 +99,7 @@ def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
     if options.out:
         require_writable(options.out)
-    with _one_case(case_id(options.case), options.backend, options, options.salt) as run, run:
+    with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases
@@ -108,9 +108,6 @@ def minimize_case(options: argparse.Namespace) -> int:
             minimum = minimize(case, lambda candidate: _judged(run, candidate), options.tries)
         except (NothingToMinimize, RequestError) as error:
             raise InputError(f"minimize: {error}") from error
-        except RunError as error:
-            say(f"mla-conformance: {error}", error=True)
-            return BROKEN
         except Stopped as stop:
             say(f"mla-conformance: ended by {stop}", error=True)
             return status_of(stop)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import one_line, type_name, user_interrupts
+from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
 from mla_conformance.driving.functions import Functions, WatchedFunctions
 from mla_conformance.driving.system_settings import SYSTEM_SETTINGS
 from mla_conformance.driving.torch_settings import TORCH_SETTINGS, StandardStreams
@@ -102,7 +102,7 @@ def run_step(step: Callable[[], Any]) -> StepResult:
 def _traceback() -> str:
     """The traceback of the present exception, which may refuse to be printed."""
     try:
-        return traceback.format_exc()
+        return cut(traceback.format_exc(), LINE)
     except BaseException as error:
         return f"(no traceback can be made: {type_name(error)})"
 

@@ -18,6 +18,7 @@ import msgspec
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.request import RunRequest
+from mla_conformance.files.inputs import open_regular
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
@@ -152,7 +153,8 @@ class Journal:
         os.truncate(self.path, len(self._whole()))
 
     def _whole(self) -> bytes:
-        content = self.path.read_bytes()
+        with open_regular(self.path) as file:
+            content = file.read()
         return content[: content.rfind(b"\n") + 1]
 
 

@@ -9,10 +9,9 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory
+from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory, look_here_last
 from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -25,8 +24,7 @@ def main(descriptor: int, supervisor: int) -> None:
     signal.signal(signal.SIGTERM, _end)
     end_with_parent(supervisor, signal.SIGTERM)
     adopt_orphans()
-    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
-    sys.path.append(str(Path.cwd()))
+    look_here_last()
     from mla_conformance.engine.worker import serve  # torch, and everything that a case needs
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()

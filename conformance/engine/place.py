@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.limits import how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
@@ -34,7 +35,11 @@ EXPLAIN_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
+_LONGEST_LINE = 2**24
+"""Bytes of a message, generously: every text in one is cut, and a case's id has 1 MiB at most."""
+_MOST_STACKS = 2**10
 DIED = "the process died during this case"
+GARBLED = "it was ended, since it wrote to the supervisor what no worker says"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
@@ -70,6 +75,7 @@ class WorkerSlot:
     _deadline: float = 0.0
     _asked: bool = False
     _killed: bool = False
+    _garbled: bool = False
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -136,22 +142,38 @@ class WorkerSlot:
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
+        stray = len(self._buffer) > _LONGEST_LINE
+        for line in filter(None, lines):
             try:
                 event = decode(line, WorkerEvent)
-            except ValueError:
-                self._stacks.append(line)  # of a worker that was asked where it is
+            except (ValueError, RecursionError):
+                stray = not self._is_stack(line)
                 continue
-            if not (
-                self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
-            ):  # those come too late
+            stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
+            over = self._killed or self._garbled
+            if not (over and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)):  # those come too late
                 self._note(event)
                 yield event
+        if stray:
+            self._refuse()
+
+    def _is_stack(self, line: bytes) -> bool:
+        """Keep a line of a worker that was asked where it is; whether it is one."""
+        if self._asked and len(self._stacks) < _MOST_STACKS:
+            self._stacks.append(line[:_READ])
+        return self._asked
+
+    def _refuse(self) -> None:
+        """End a worker that writes what no worker says, and forget the rest of it."""
+        self._buffer = b""
+        if not self._garbled:
+            self._garbled = True
+            self._end_worker()
 
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
-            self._killed = False
+            self._killed = self._garbled = False
         elif isinstance(event, WorkerStarted):
             self._started = event.record
             judged = (self._started.reference, self._started.case)
@@ -171,6 +193,8 @@ class WorkerSlot:
 
     def why(self, status: int) -> str:
         """What the worker of the moment ended of."""
+        if self._garbled:
+            return GARBLED
         return f"no answer within {self.timeout:g} s" if self._killed else how(status)
 
     def outcome(self, status: int) -> Record | None:
@@ -181,7 +205,7 @@ class WorkerSlot:
             stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
             detail = stacks or "no stacks: it did not answer the signal"
             return self._started.with_verdict(Verdict(Status.TIMEOUT, HUNG, detail=detail), self.timeout)
-        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {how(status)}"), 0.0)
+        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {self.why(status)}"), 0.0)
 
     def expire(self) -> None:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
@@ -242,10 +266,3 @@ def _end_of(process: int) -> list[int]:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
         return []
-
-
-def how(status: int) -> str:
-    """How a process ended."""
-    if status >= 0:
-        return f"exit status {status}"
-    return signal.strsignal(-status) or f"signal {-status}"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mla_conformance.engine.folder import BoundedLog
-from mla_conformance.engine.limits import adopt_orphans, children, end_children
+from mla_conformance.engine.limits import adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
@@ -23,7 +23,7 @@ from mla_conformance.engine.messages import (
     WorkerEvent,
     WorkerStarted,
 )
-from mla_conformance.engine.place import WorkerSlot, how
+from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 

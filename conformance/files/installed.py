@@ -96,7 +96,8 @@ def _git(folder: Path, *command: str) -> str | None:
         return None
     try:
         asked = ["git", "-C", str(folder), *command]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_PATIENCE, check=True).stdout.strip()
+        done = subprocess.run(asked, capture_output=True, timeout=_GIT_PATIENCE, check=True)
+        return done.stdout.decode("utf-8", "replace").strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -122,6 +122,8 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
         said = _said(failures.get((capability, entry.case), entry))
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
+        if said["too_large"] and entry.status is not Status.UNAVAILABLE:
+            raise ValueError(f"{name} {entry.case}: {entry.status}, yet too large to be judged")
         yield Record(
             backend=name,
             reference=part.reference,

@@ -21,6 +21,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
+from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
 from mla_conformance.vocabulary.capabilities import find_capability
@@ -215,7 +216,7 @@ def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> 
 
 def _memory_reasons(case: Case, device: torch.device) -> list[str]:
     """What others hold of a device at the moment is no reason: a trial waits for it."""
-    needed, whole = needed_bytes(case), torch.cuda.get_device_properties(device).total_memory
+    needed, whole = needed_bytes(case), whole_memory(device)
     if whole >= needed:
         return []
     return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]
