@@ -3,54 +3,29 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import NoReturn
 
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.call_order import call_order
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.streams import side_stream, two_streams
-from mla_conformance.trials.transform import of_size, overwrite, regroup, scale_cache, scale_values
+from mla_conformance.trials.transform import regroup, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
 _ENDS_AND_A_PAIR = 4
 """Requests of a batch that has two of them between its first and its last."""
-
-
-def call_order(trial: Trial) -> None:
-    """Calls before and between must not matter."""
-    trial.conforms(step="first call")
-    trial.conforms(trial.relaid_problem(), step="same shapes in another memory layout")
-    trial.conforms(trial.other_problem(), step="other lengths")
-    trial.conforms(step="first call again")
-    if trial.case.role is not Role.LAYER:  # whose batch is bound to its order and workspace
-        _other_sizes(trial)
-    trial.interleaved(trial.other_problem())
-    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
-    if trial.case.call in (Call.DECODE, Call.SPARSE_DECODE):
-        trial.conforms(scale_cache(trial.problem, 2.0), step="another k_scale, everything else the same")
-    trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
-
-
-def _other_sizes(trial: Trial) -> None:
-    """More requests than the first call had, fewer again, a single one, and the first call."""
-    sizes = [len(trial.case.q), 2 * len(trial.case.q) + 1, len(trial.case.q) + 1, 1]
-    for before, requests in pairwise(sizes):
-        batch = trial.build(of_size(trial.case, requests))
-        trial.conforms(batch, step=f"a batch of {requests} after one of {before}")
-    trial.conforms(step="first call again, after a batch of 1")
 
 
 def determinism(trial: Trial) -> None:

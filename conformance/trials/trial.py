@@ -150,21 +150,30 @@ class Trial:
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
 
-    def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
+    def conforms(self, problem: Problem | None = None, step: str = "", prepare: bool = True) -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.
 
         Args:
             problem: what to run.
             step: where in a sequence of calls this is, for the message.
+            prepare: as for :meth:`run`.
         """
         problem = problem or self.problem
         expectation = self.expect(problem)
-        return self.judged(problem, expectation, self.run(self.backend, problem), step)
+        return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
 
     def run(self, instance: Any, problem: Problem, prepare: bool = True) -> Observation:
-        """Make the problem's calls on an instance."""
+        """Make the problem's calls on an instance.
+
+        Args:
+            instance: a kernel, or a layer.
+            problem: whose calls.
+            prepare: whether its metadata are handed over first; those of ranks are before each call in any case, since
+                the ranks share the instance.
+        """
+        ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare, self.subject.executor)
+            observation = run_calls(instance, problem, prepare or ranks, self.subject.executor)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
@@ -182,9 +191,7 @@ class Trial:
         for instance, problem, _ in both:
             self.make("prepare_metadata", partial(problem.calls[0].prepare, instance))
         for instance, problem, expectation in both:
-            ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
-            # Ranks share an instance here, so each of them is prepared just before its call.
-            observation = self.run(instance, problem, prepare=ranks)
+            observation = self.run(instance, problem, prepare=False)
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
             self.judged(problem, expectation, observation, step)
 
