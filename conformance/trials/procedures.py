@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.driving.driver import Observation
+from mla_conformance.driving.driver import Observation, merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
@@ -78,6 +78,24 @@ def split_invariance(trial: Trial) -> None:
     for workspace in (64, 128, 2048):
         other = trial.build(replace(trial.case, workspace=workspace))
         trial.conforms(other, step=f"workspace of {workspace} tokens")
+
+
+def merge_states(trial: Trial) -> None:
+    """The backend's merge of the states that its calls return, then with NaN behind every LSE of -inf."""
+    problem, expectation = trial.problem, trial.expect(trial.problem)
+    seen = trial.conforms(step="as the calls return them")
+    if not (trial.case.is_merged and trial.case.own_merge):
+        return
+    states = [(_spoiled(output, lse), lse) for output, lse in states_of(problem, seen.returned)]
+    step = partial(merged_by_its_own, trial.backend, problem.case.merges_in_place, states)
+    what = "with NaN behind every LSE of -inf"
+    merged = trial.call(f"{what}: merge_attn_states", step)
+    trial.judged(problem, expectation, replace(seen, merged=merged), what)
+
+
+def _spoiled(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Output [T, N, V] with NaN where the LSE [N, T] says that a row has no key."""
+    return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan)
 
 
 def v_linearity(trial: Trial) -> None:
@@ -186,7 +204,7 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     procedure.__name__: procedure
     for procedure in (
         Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
-        v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
+        merge_states, v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
         neighbours, neighbour_keys, refuses_or_conforms, selection_order, selection_padding, selection_rows,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
