@@ -21,7 +21,6 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.trial import Trial
 
-
 _LONGER, _UNUSED_COLUMNS = 2, 8
 """Times the longest sequence of a case that a replay may have, and columns of the block tables behind its pages."""
 

@@ -7,7 +7,6 @@ from typing import NoReturn
 
 import torch
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments

@@ -56,7 +56,9 @@ def overwrite(problem: Problem, other: Problem) -> Problem:
 def other_contents(case: Case) -> Case:
     """The same batch in the same blocks, of which queries, keys and values are others."""
     data = Data.OUTLIERS if case.data == Data.INTEGERS else Data.INTEGERS
-    return replace(case, data=data, **({"latents": data} if isinstance(case, LayerCase) else {}))
+    if isinstance(case, LayerCase):
+        return replace(case, data=data, latents=data)
+    return replace(case, data=data)
 
 
 def over_metadata(problem: Problem, owner: Problem) -> Problem:
@@ -78,7 +80,7 @@ def of_size(case: Case, requests: int) -> Case:
 
 def shortened(case: Case, number: int) -> Case:
     """The same number of requests, shorter by chance, with other values; another batch for each ``number``."""
-    draw = Random(f"{case.id}|{number}")
-    name, least = ("kv", 0) if case.kv else ("q", 1)
-    lengths = tuple(draw.randint(min(least, length), length) for length in getattr(case, name))
-    return replace(case, **{name: lengths}, seed=case.seed + 100 * number)
+    draw, seed = Random(f"{case.id}|{number}"), case.seed + 100 * number
+    if case.kv:
+        return replace(case, kv=tuple(draw.randint(0, length) for length in case.kv), seed=seed)
+    return replace(case, q=tuple(draw.randint(min(1, length), length) for length in case.q), seed=seed)

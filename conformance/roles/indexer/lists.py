@@ -56,7 +56,7 @@ def logits() -> Iterator[Fields]:
 
 
 def selections() -> Iterator[Fields]:
-    """Margins, ties, fewer tokens than are asked for, numbers that are no multiple of a tile, many rows and long ones."""
+    """Margins, ties, fewer tokens than are asked for, numbers that are no multiple of a tile, many rows, a long one."""
     yield from each(
         [
             best((1, 1, 1), (63, 5, 200)),
