@@ -17,6 +17,7 @@ from mla_conformance.driving.executor import StepResult
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
@@ -188,8 +189,9 @@ class Trial:
             (instance, problem, self.expect(problem))
             for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
-        for instance, problem, _ in both:
-            self.make("prepare_metadata", partial(problem.calls[0].prepare, instance))
+        # In one step, so that metadata that they share are one object wherever it is carried out.
+        pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
+        self.make("prepare_metadata", partial(_prepare_each, pairs))
         for instance, problem, expectation in both:
             observation = self.run(instance, problem, prepare=False)
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
@@ -277,6 +279,11 @@ def results(observation: Observation) -> list[torch.Tensor]:
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
     problem.calls[0].prepare(backend)
+
+
+def _prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
+    for instance, call in pairs:
+        call.prepare(instance)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:
