@@ -74,7 +74,7 @@ def selections() -> Iterator[Fields]:
             best((1, 1), (300, 63), **_PLAIN),
             best((90, 20), (0, 60), **_GATHERED),
             best((1,) * 70, (*_BEYOND_64, 130)),
-            best((1,), (_LONG,), topk=2048, **_PLAIN, **_FEW_HEADS),
+            best((1,), (_LONG,), topk=2048, dims="64-0-64-64", **_PLAIN, **_FEW_HEADS),
         ]
     )
 
