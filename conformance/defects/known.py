@@ -18,7 +18,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 _PREFILL = ("lse", "indexing", "precision", "features")
 _DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
-_ROLES = ("batches", "replays", "shapes")
+_ROLES = ("batches", "plans", "replays", "shapes")
 _SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
 FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE)
 """The modules that known defects stand in, in the order in which these are tried and told."""

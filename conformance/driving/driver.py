@@ -1,6 +1,6 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -195,26 +195,40 @@ def _call(
 
 
 def _merge(executor: Executor, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> StepResult:
-    """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
-    if not problem.case.is_merged or len(returned) != len(problem.calls):
+    """By the reference, or by the backend's own merge if the case says so."""
+    states = states_of(problem, returned)
+    if not states:
         return StepResult()
+    if not problem.case.own_merge:
+        return run_step(partial(_merged, states))
+    return executor.call(partial(merged_by_its_own, backend, problem.case.merges_in_place, states))
+
+
+def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:
+    """What is to be merged, in that order, of the counted rows; empty where nothing is, or not each call gave a state.
+
+    Context chunks or ranks are in order, of a prefill the new tokens are the last, as a layer merges them.
+    """
+    if not problem.case.is_merged or len(returned) != len(problem.calls):
+        return []
     states = [parts_of(part.value) for part in returned]
     if not all(_is_state(state, part.call, problem) for state, part in zip(states, returned, strict=True)):
-        return StepResult()
+        return []
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
-    if not problem.case.own_merge and not problem.case.merges_in_place:
-        return run_step(partial(_merged, [*chunks, new]))
-    step = _merged_in_place if problem.case.merges_in_place else _merged_by_its_own
-    return executor.call(partial(step, backend, [*chunks, new]))
+    return [*chunks, new]
 
 
 def _merged(states: list[OutputAndLse]) -> OutputAndLse:
     return reduce(lambda prefix, suffix: merge(*prefix, *suffix), states)
 
 
-def _merged_by_its_own(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    """The backend's merges, each into fresh, poisoned outputs."""
+def merged_by_its_own(backend: Any, in_place: bool, states: list[OutputAndLse]) -> OutputAndLse:
+    """By the backend's merges, each into fresh, poisoned outputs, or ``in_place``, into one running state."""
+    return (_merged_in_place if in_place else _merged_apart)(backend, states)
+
+
+def _merged_apart(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
     output, lse = states[0]
     for suffix, suffix_lse in states[1:]:
         prefix, prefix_lse = output, lse
@@ -225,7 +239,7 @@ def _merged_by_its_own(backend: Any, states: list[OutputAndLse]) -> OutputAndLse
 
 
 def _merged_in_place(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    """By the backend's merge into one running state, which is prefix and output at once."""
+    """The running state is prefix and output at once."""
     output, lse = (part.clone() for part in states[0])
     for suffix, suffix_lse in states[1:]:
         backend.merge_attn_states(output, output, lse, suffix, suffix_lse, output_lse=lse)

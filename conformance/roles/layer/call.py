@@ -205,10 +205,14 @@ class LayerCall(AttentionCall):
         shape = (self.query.shape[0], self.q.shape[1] * self.width)
         return Guarded.allocate(shape, self.query.dtype, self.query.device)
 
-    def prepare(self, backend: LayerDriver) -> None:
-        """Weights and metadata."""
+    def load(self, backend: LayerDriver) -> None:
+        """Weights alone, where another layer's metadata are to serve."""
         dense = as_linear(self.weight, self.query.dtype, self.query.device)
         backend.load(PackedLinear(dense) if self.packed else dense)
+
+    def prepare(self, backend: LayerDriver) -> None:
+        """Weights and metadata."""
+        self.load(backend)
         backend.prepare(self)
 
     def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:

@@ -383,10 +383,12 @@ def streams() -> Iterator[Fields]:
 
 
 def large_offsets() -> Iterator[Fields]:
-    """Blocks beyond 2^31 elements, and beyond 2^32."""
+    """Blocks beyond 2^31 elements, and beyond 2^32; the queries of 65,536 tokens before those that are judged."""
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle")
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle", cache="fp8_ds_mla", scales="pow2")
     yield single(2000, 700, 64, topk=128, far="cache32", data="needle")
+    for heads, far in ((64, "rows31"), (128, "rows32")):
+        yield prefill((40,), (300,), heads=heads, topk=512, far=far, data="needle")
 
 
 def many_rows() -> Iterator[Fields]:
