@@ -124,7 +124,7 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     )
 
 
-PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((2, 8, 48, 96), range(2, 256))})
+PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((8, 48, 2, 96), range(2, 256))})
 _SCANNED = 1024
 
 

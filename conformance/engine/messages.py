@@ -58,10 +58,18 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    """Judge so many drawn cases of these capabilities on a backend."""
+    """Judge drawn cases on a backend.
+
+    Attributes:
+        reference: the backend.
+        draws: how many of each role; 0 where time decides.
+        seconds: how long; 0 where their number decides.
+        capabilities: of which spaces.
+    """
 
     reference: str
     draws: int
+    seconds: float
     capabilities: tuple[str, ...]
 
     @property

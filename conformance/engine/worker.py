@@ -159,7 +159,7 @@ class Worker:
         def starts(case: Case) -> None:
             self._starts(subject, case, EXPLORED)
 
-        record = explore(subject, task.draws, task.capabilities, self._context, starts)
+        record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
         return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> TaskReply:

@@ -1,11 +1,10 @@
 """Exploration: cases drawn from the whole space of a backend's roles; what fails is made small, once for each cause."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.fitting import Region
 from mla_conformance.judging.record import EXPLORED, Record
@@ -17,40 +16,134 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
 
 _ROUND = 200
-"""Cases that are drawn from one seed."""
+"""Cases that are drawn with one seed."""
 _MOST_CAUSES = 8
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is explored of each role.
-
-    Attributes:
-        draws: cases; 0 where time decides.
-        seconds: that long; 0 where their number decides.
-    """
-
-    draws: int = 0
-    seconds: float = 0.0
+Cause = tuple[str, str]
+"""The call and the check that fails."""
 
 
 def explore(
     subject: Subject,
-    extent: Extent,
+    draws: int,
+    seconds: float,
     capabilities: tuple[str, ...],
     context: Context,
     started: OnStarted = lambda case: None,
 ) -> Record:
-    """The record of a whole exploration: of all cases that hold, or of the smallest one found that fails.
+    """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
     Args:
         subject: the backend on its device.
-        extent: how much to draw.
+        draws: how many cases of each role to draw; 0 where time decides.
+        seconds: how long to draw, over all roles; 0 where their number decides.
         capabilities: of which spaces, by the capabilities that their arrays are of.
         context: what this process has made before.
         started: told of every case before anything of it is launched.
     """
-    found = [_Exploration(subject, SPACES[name].role, extent, context, started) for name in capabilities]
+    regions = [region_of(subject, SPACES[name]) for name in capabilities]
+    declared = [region for region in regions if region.rows]
+    found = [_Exploration(subject, region, context, started) for region in declared]
     for each in found:
-        each.search()
-    return _summed(found, subject, context).with_fields(capability=EXPLORED)
+        each.search(draws, time.monotonic() + seconds / len(found) if seconds else 0.0)
+    return _told(found, subject, capabilities[0]).with_fields(capability=EXPLORED)
+
+
+class _CaseFails(Exception):
+    """How hypothesis learns that a drawn case fails."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.id)
+        self.case = case
+
+
+@dataclass
+class _Exploration:
+    """Of one role."""
+
+    subject: Subject
+    region: Region
+    context: Context
+    started: OnStarted
+    records: dict[str, Record] = field(default_factory=dict)
+    causes: dict[Cause, Record] = field(default_factory=dict)
+    _device_lost: bool = False
+
+    def search(self, draws: int, until: float) -> None:
+        """Draw so many cases, or until then."""
+        number = 0
+        while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
+            self._round(number, min(_ROUND, draws - number * _ROUND) if draws else _ROUND)
+            number += 1
+
+    def _round(self, number: int, draws: int) -> None:
+        """Draw the cases of a seed, again behind each cause that is found; what was judged is not judged again."""
+        from hypothesis import given, seed
+
+        from mla_conformance.cases.strategies import cases, profile
+
+        @seed(number)
+        @profile(draws)
+        @given(case=cases(self.region.space, self.region.classes))
+        def holds(case: Case) -> None:
+            if self._fails(case):
+                raise _CaseFails(case)
+
+        while len(self.causes) < _MOST_CAUSES and not self._device_lost:
+            self._sought: Cause | None = None
+            try:
+                return holds()
+            except _CaseFails as found:
+                self._keep(found.case)
+
+    def _judge(self, case: Case) -> Record | None:
+        if case.id not in self.records and not self._device_lost:
+            self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
+            failed = self.records[case.id].failed
+            self._device_lost = failed and self.subject.executor.lost(self.subject.device)
+        return self.records.get(case.id)
+
+    def _fails(self, case: Case) -> bool:
+        """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
+        record = self._judge(case)
+        if record is None or not record.failed or _cause(record) in self.causes:
+            return False
+        self._sought = self._sought or _cause(record)
+        return self._sought == _cause(record)
+
+    def _keep(self, case: Case) -> None:
+        """A cause with its smallest case, which is run once more where that is possible."""
+        first = self.records[case.id]
+        again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
+        kept = again if again.failed else first.with_fields(message=f"{first.message}; when run again the case passed")
+        self.causes[_cause(first)] = kept
+
+    @property
+    def judged(self) -> list[Record]:
+        """The cases that are supported."""
+        return [record for record in self.records.values() if record.status is not Status.UNSUPPORTED]
+
+
+def _cause(record: Record) -> Cause:
+    return Case.parse(record.case).call, record.check
+
+
+def _told(found: list[_Exploration], subject: Subject, capability: str) -> Record:
+    """The smallest case of the first cause with what there is of others; or the last case that holds."""
+    judged = [record for each in found for record in each.judged]
+    causes = [record for each in found for record in each.causes.values()]
+    passed = [record for record in judged if record.status is Status.PASS]
+    if causes:
+        return causes[0].with_fields(message="; ".join(_of_causes(causes, len(judged))))
+    if not passed:
+        nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
+        empty = Record(subject.name, subject.backend.reference, capability, "", Status.UNSUPPORTED)
+        return judged[0] if judged else empty.with_verdict(nothing, 0.0)
+    used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
+    held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
+    seconds = round(sum(record.seconds for record in judged), 4)
+    return passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds).with_fields(cases=len(passed))
+
+
+def _of_causes(causes: list[Record], judged: int) -> Iterator[str]:
+    yield f"{len(causes)} cause{'s' if len(causes) > 1 else ''} in {judged} drawn cases, made small: {causes[0].message}"
+    yield from (f"{record.check} at {record.case}: {record.message}" for record in causes[1:])
