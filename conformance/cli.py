@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.commands.parser import Parser, add_commands
@@ -40,8 +39,6 @@ def command() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     _print_anywhere()
-    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
-    sys.path.insert(0, str(Path.cwd()))
     try:
         options = _parser().parse_args(arguments)
         status: int = options.run(options)

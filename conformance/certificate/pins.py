@@ -8,10 +8,14 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.installed import Installed, commit_of, files_digest, installed, source_digests
-
-_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
-_NOT_SHIPPED = {"tests", "__pycache__"}
+from mla_conformance.files.installed import (
+    Installed,
+    commit_of,
+    files_digest,
+    harness_files,
+    installed,
+    source_digests,
+)
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,15 +48,8 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def harness() -> Installed:
     """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
-    found: dict[str, Path] = {}
-    for package in _PACKAGES:
-        folder = Path(str(files(package)))
-        found |= {
-            f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*")
-        }
-    shipped = {name: path for name, path in found.items() if not _NOT_SHIPPED & set(Path(name).parts)}
-    commit, clean = commit_of(Path(str(files(_PACKAGES[0]))).parent)
-    return Installed(files=files_digest(shipped), commit=commit, clean=clean)
+    commit, clean = commit_of(Path(str(files("mla_conformance"))).parent)
+    return Installed(files=files_digest(harness_files()), commit=commit, clean=clean)
 
 
 def _owners(backend: BackendReference) -> dict[str, str]:

@@ -54,6 +54,11 @@ def run_and_report(
         if not as_json:
             _say_wrapped(_header(run))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
+        try:
+            run.finish()
+        except RunError as error:
+            say(f"mla-conformance: {error}", error=True)
+            return status or BROKEN
         summary, report = run.summary(), run.folder.path / REPORT_NAME
         unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
     if as_json:

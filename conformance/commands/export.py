@@ -18,6 +18,7 @@ from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
@@ -61,6 +62,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     device = find_device(options.device or "")
     if device is None:
         raise InputError(f"export: this machine has no device {options.device}")
+    search_current_folder()
     subject = Subject.of(options.backend, device)
     if subject.unavailable:
         raise InputError(f"export: what it calls can only be seen where it runs; {'; '.join(subject.unavailable)}")

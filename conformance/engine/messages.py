@@ -17,12 +17,14 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
         memory: bytes that a worker may allocate; None without a limit.
         salt: what inputs are drawn with beside their case; empty for none.
         apart: whether inputs, kernel and judge are in processes of their own.
+        draws: whether cases are to be drawn.
     """
 
     device: str
     memory: int | None = None
     salt: str = ""
     apart: bool = False
+    draws: bool = False
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):

@@ -38,6 +38,10 @@ DIED = "the process died during this case"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
+class RunError(RuntimeError):
+    """A run that could not go on; what it had judged is in the journal."""
+
+
 @dataclass(eq=False)
 class WorkerSlot:
     """A keeper with the worker that it keeps.
@@ -70,6 +74,7 @@ class WorkerSlot:
     _deadline: float = 0.0
     _asked: bool = False
     _killed: bool = False
+    _served: bool = False
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -151,7 +156,7 @@ class WorkerSlot:
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
-            self._killed = False
+            self._killed, self._served = False, True
         elif isinstance(event, WorkerStarted):
             self._started = event.record
             judged = (self._started.reference, self._started.case)
@@ -218,6 +223,9 @@ class WorkerSlot:
         self.keeper.kill()
         status = self.keeper.wait()
         self._signal(signal.SIGKILL)
+        if self.setup.apart and self._served:
+            # A new one would read what decides again, while a kernel may write there.
+            raise RunError(f"the process that starts the judge was ended from outside ({how(status)}); start the run anew")
         self.spawn()
         return status
 

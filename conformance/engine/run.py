@@ -17,6 +17,7 @@ from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
+from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest
@@ -118,14 +119,16 @@ class Run:
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
+        self._installation = Installation.now()
         workers = self.limits.workers or max(1, min(4, os.cpu_count() or 1))
         for _ in range(workers if self._surely_cpu else 1):
             self._add_place(workers)
-        hello = self.supervisor.hello()
+        hello = self.supervisor.hellos()[0]
         if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._surely_cpu:
             self._add_gpus(hello)
+            self.supervisor.hellos()
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
@@ -139,7 +142,7 @@ class Run:
         self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
 
     def _setup(self, device: str, memory: int | None = None) -> Setup:
-        return Setup(device, memory, self.request.salt, self.request.apart)
+        return Setup(device, memory, self.request.salt, self.request.apart, self.request.explore > 0)
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -221,6 +224,19 @@ class Run:
             on_phase("looking which kernels run")
             self._trace()
         self._write(journal.Completed())
+
+    def finish(self) -> None:
+        """End every process, and see that what decides is what it was when the run began.
+
+        Raises:
+            RunError: it is not, so that nothing that was judged counts.
+        """
+        self.supervisor.end()
+        if changed := self._installation.changed():
+            raise RunError(
+                f"{counted(len(changed), 'file')} of this installation changed while the run judged, such as "
+                f"{changed[0]}; there is no report: restore the installation and start the run anew"
+            )
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""

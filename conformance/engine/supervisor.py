@@ -23,7 +23,7 @@ from mla_conformance.engine.messages import (
     WorkerEvent,
     WorkerStarted,
 )
-from mla_conformance.engine.place import WorkerSlot, how
+from mla_conformance.engine.place import RunError, WorkerSlot, how
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
@@ -41,10 +41,6 @@ def heeded(handler: Callable[[int, object], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-class RunError(RuntimeError):
-    """A run that could not go on; what it had judged is in the journal."""
 
 
 class Stopped(Exception):
@@ -143,10 +139,14 @@ class Supervisor:
         self._signal = number
         os.write(self._told[1], b"!")
 
-    def __exit__(self, *_: object) -> None:
-        for place in self.places:
-            place.end()
+    def end(self) -> None:
+        """End every process of the run, and whatever these have left behind."""
+        while self.places:
+            self.places.pop().end()
         end_children(self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
         adopt_orphans(False)
         self.log.close()
         self._heeding.__exit__(None, None, None)
@@ -157,12 +157,12 @@ class Supervisor:
         """Start one more."""
         self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout))
 
-    def hello(self) -> Hello:
-        """What the first worker says of itself."""
-        while self.places[0].hello is None:
+    def hellos(self) -> list[Hello]:
+        """What the workers say of themselves, once each is there: what they judge with is loaded, and no backend yet."""
+        while not all(place.hello for place in self.places):
             for _ in self._events():
                 pass
-        return self.places[0].hello
+        return [place.hello for place in self.places if place.hello]
 
     def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
@@ -22,12 +24,14 @@ import torch
 from mla_conformance.apart import kernel_side, maker
 from mla_conformance.apart.judge_side import RemoteExecutor
 from mla_conformance.apart.shared import Shared
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
-from mla_conformance.engine.devices import visible_gpus
+from mla_conformance.engine.devices import may_have_gpu, visible_gpus
 from mla_conformance.engine.limits import (
     allocated_memory,
     close_descriptors,
@@ -56,7 +60,9 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
@@ -70,9 +76,25 @@ _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
 
 
+def load_all(setup: Setup) -> None:
+    """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
+    tolerance()
+    for role in Role:
+        candidates(role)
+    wanted = ["torch.utils._device"]
+    if setup.draws:
+        wanted += ["numpy.random", "mla_conformance.cases.strategies"]
+    if setup.device != "cpu" and may_have_gpu() and find_spec("triton"):
+        wanted.append("mla_conformance.reference.gpu_weights")
+    for module in wanted:
+        import_module(module)
+
+
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end."""
     process = os.getpid()
+    if not setup.apart:
+        search_current_folder()
     others = Others.fork(setup.memory, connection) if setup.apart else None
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=bool(others))
     if setup.memory:
@@ -262,6 +284,7 @@ def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 
 
 def _serve_kernel(shared: Shared, stacks: int, connection: socket.socket) -> None:
+    search_current_folder()
     hide_memory(False)
     renounce_tracing()
     renounce_signals()
