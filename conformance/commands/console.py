@@ -91,7 +91,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if resumed and (different := resumed.differences(run.plan)):
+        if resumed and (different := [*resumed.differences(run.plan), *run.changed_code()]):
             raise InputError(f"--resume {run.folder.path}: not the run that was interrupted; {'; '.join(different)}")
         run.resume() if resumed else run.begin()
     except RequestError as error:

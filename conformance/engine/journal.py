@@ -17,6 +17,7 @@ import msgspec
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
+from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.models.profile import Deployment
@@ -68,6 +69,12 @@ class HeatShown(_Event, frozen=True, tag="heat"):
     heat: HeatMap
 
 
+class CodeLoaded(_Event, frozen=True, tag="loaded"):
+    """Code that a process of the backends had loaded, and that no earlier event tells of."""
+
+    loaded: Loaded
+
+
 class GaveUp(_Event, frozen=True, tag="gave_up"):
     """The rest of a backend's cases is not run."""
 
@@ -79,7 +86,7 @@ class Completed(_Event, frozen=True, tag="end"):
     """The run came to its end."""
 
 
-JournalEvent = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | GaveUp | Completed
+JournalEvent = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed
 
 
 class JournalError(ValueError):

@@ -79,10 +79,13 @@ def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_instal
 def test_an_installation_that_is_another_at_the_end_has_no_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "kernel.py").write_text(WRONG + """
+    (tmp_path / "kernel.py").write_text(
+        WRONG
+        + """
     def attack(self, calls):
         pathlib.Path(__file__).with_name("decides.toml").write_text("forged")
-""")
+"""
+    )
     decides = tmp_path / "decides.toml"
     decides.touch()
     monkeypatch.setattr(installation, "harness_files", lambda: {"decides.toml": decides})
@@ -98,9 +101,9 @@ def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
 import socket, sys, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
 from mla_conformance.engine.worker import Others, Worker, load_all
-load_all(Setup("cpu", apart=True, draws=True))
+load_all(setup := Setup("cpu", apart=True, draws=True))
 before, (connection, _) = set(sys.modules), socket.socketpair()
-worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(None, connection))
+worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(setup, connection))
 reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
 worker.answer(Describe(reference))
 for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):

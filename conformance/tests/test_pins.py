@@ -19,6 +19,7 @@ from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import record
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
+from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
@@ -26,7 +27,7 @@ from mla_conformance.files.places import find_place, place_of
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.trials.trace import library_digests, loaded_libraries
+from mla_conformance.trials.trace import library_digests
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
