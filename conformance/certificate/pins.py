@@ -75,7 +75,7 @@ def _is_library(path: str) -> bool:
 def _with_loaded(sources: dict[str, str], own: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
     """What stands there and what was loaded, each once."""
     places = {source_name(module): module for module in backend.modules()}
-    stands = {str(path.resolve()): name for name in sources if (path := module_file(places.get(name, name)))}
+    stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
     found = dict(sources)
     for path, digest in own.items():
         name = stands.get(path)

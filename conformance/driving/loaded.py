@@ -21,7 +21,9 @@ import msgspec
 from mla_conformance.files.installed import file_digest
 from mla_conformance.files.places import sites
 
+_LOADERS: tuple[Any, ...] = (SourceFileLoader, SourcelessFileLoader, zipimporter)
 _MAPS = Path("/proc/self/maps")
+_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def loaded_libraries() -> set[str]:
@@ -65,8 +67,8 @@ class LoadedFiles:
         self._began, self._mapped = began, _mapped()
         self._trusted = (*map(str, sites()), str(Path(str(files("mla_conformance")))), *_floors())
         _imp.check_hash_based_pycs = "always"
-        for loader in (SourceFileLoader, SourcelessFileLoader, zipimporter):
-            loader.get_code = self._noting(loader.get_code)  # type: ignore[attr-defined, method-assign]
+        for loader in _LOADERS:
+            loader.get_code = self._noting(loader.get_code)
 
     def new(self) -> Loaded:
         """What was not told yet."""
@@ -105,8 +107,9 @@ def _floors() -> tuple[str, ...]:
 
 
 def _is_of_python(name: str, path: str) -> bool:
-    """Whether a module is one of Python's own library."""
-    return name.partition(".")[0] in sys.stdlib_module_names and path.startswith(sysconfig.get_path("stdlib"))
+    """Whether a module is one of Python's own library, or says how this Python was built."""
+    top = name.partition(".")[0]
+    return path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))
 
 
 LOADED = LoadedFiles()

@@ -22,11 +22,11 @@ class LoadedCode:
 
     def add(self, loaded: Loaded) -> None:
         """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
-        for path, digest in loaded.generated.items():
-            if self.digests.get(path, digest) != digest:
-                self.conflicts.add(path)
         for path, digest in loaded.found.items():
             if self.digests.setdefault(path, digest) != digest:
+                self.conflicts.add(path)
+        for path, digest in loaded.generated.items():
+            if self.digests.get(path, digest) != digest:
                 self.conflicts.add(path)
 
     def changed(self) -> list[str]:

@@ -86,7 +86,15 @@ class Completed(_Event, frozen=True, tag="end"):
     """The run came to its end."""
 
 
-JournalEvent = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed
+class Reported(_Event, frozen=True, tag="report"):
+    """The report was written; its SHA-256."""
+
+    sha256: str
+
+
+JournalEvent = (
+    Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed | Reported
+)
 
 
 class JournalError(ValueError):
@@ -138,7 +146,7 @@ class Journal:
 
     def is_finished(self) -> bool:
         """Whether the run came to its end."""
-        return [type(event) for event in self.events()][-1:] == [Completed]
+        return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
     def check(self) -> None:
         """Read every line but one at the end that was cut off.

@@ -225,9 +225,7 @@ class WorkerSlot:
         self._signal(signal.SIGKILL)
         if self.setup.apart and self._served:
             # A new one would read what decides again, while a kernel may write there.
-            raise RunError(
-                f"the process that starts judges was ended from outside ({how(status)}); start the run anew"
-            )
+            raise RunError(f"the process that starts judges was ended from outside ({how(status)}); start the run anew")
         self.spawn()
         return status
 

@@ -179,9 +179,7 @@ class Run:
         known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
         for role, now in said.items():
             if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
-                what = (
-                    f"where it was judged it declared {', '.join(sorted(other))}, and not where it was asked what it is"
-                )
+                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was asked what it is"
                 record = record.with_verdict(failed(Check.CALL, what), record.seconds)
         return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
@@ -288,9 +286,13 @@ class Run:
             )
         if self.code.conflicts:
             raise RunError(
-                f"{counted(len(self.code.conflicts), 'file')} of the backends' code changed between processes of the run, "
-                f"such as {min(self.code.conflicts)}; there is no report: start the run anew"
+                f"{counted(len(self.code.conflicts), 'file')} of the backends changed while the run judged, such as "
+                f"{min(self.code.conflicts)}; there is no report: start the run anew"
             )
+
+    def reported(self, digest: str) -> None:
+        """Journal the SHA-256 of the report, after which nothing of the run goes on."""
+        self.folder.journal.append(journal.Reported(digest))
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""

@@ -158,7 +158,7 @@ class Supervisor:
         self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout))
 
     def hellos(self) -> list[Hello]:
-        """What the workers say of themselves, once each is there: what they judge with is loaded, and no backend yet."""
+        """What the workers say of themselves, once each is there, with all that it judges with."""
         while not all(place.hello for place in self.places):
             for _ in self._events():
                 pass

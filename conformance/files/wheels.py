@@ -32,7 +32,8 @@ def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str
     for path, digest in loaded.items():
         name = place_of(Path(path))
         top = name.partition("/")[0].removesuffix(".py")
-        owner = next((each for each in owners.get(top, ()) if _recorded(each).get(name) == digest), None)
+        said = "sha256=" + base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
+        owner = next((each for each in owners.get(top, ()) if _recorded(each).get(name) == said), None)
         if owner is None and path not in harness:
             own[path] = digest
         elif owner is not None and canonicalize_name(owner) not in _everybodys():
@@ -42,10 +43,9 @@ def owned_by_wheels(loaded: Mapping[str, str]) -> tuple[list[str], dict[str, str
 
 @cache
 def _recorded(name: str) -> dict[str, str]:
-    """SHA-256 of a wheel's files by their names, as its RECORD has them."""
-    lines = [line for line in csv.reader((distribution(name).read_text("RECORD") or "").splitlines()) if len(line) == 3]
-    digests = {path: said.removeprefix("sha256=") for path, said, _ in lines if said.startswith("sha256=")}
-    return {path: base64.urlsafe_b64decode(f"{digest}==").hex() for path, digest in digests.items()}
+    """What a wheel's RECORD says of its files, by their names: the digest in URL-safe base64 without padding."""
+    lines = csv.reader((distribution(name).read_text("RECORD") or "").splitlines())
+    return {line[0]: line[1] for line in lines if len(line) == 3}
 
 
 @cache

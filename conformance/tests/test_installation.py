@@ -47,8 +47,10 @@ ATTACKS = (
 NAMES = {"jinja2", "markupsafe", "rich", "msgspec", "hypothesis", "packaging", "numpy", "mla_conformance"}
 WIDE = "\n".join(
     f'[{name}]\nvalue = 1e9\nreason = "forged"'
-    for name in ("float32_accumulation", "keys_per_step", "fp22_accumulation", "fp22_keys_per_step")
-    + ("approximate_exp", "element_limit", "row_deviations", "lse_limit")
+    for name in (
+        *("float32_accumulation", "keys_per_step", "fp22_accumulation", "fp22_keys_per_step", "approximate_exp"),
+        *("element_limit", "row_deviations", "lse_limit"),
+    )
 )
 
 
