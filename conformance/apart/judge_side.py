@@ -48,8 +48,11 @@ class RemoteExecutor(Executor):
         done, reply = self._asked(step, Wanted.RETURNED, memory)
         if not reply.needs:
             return done
-        for kind, size in reply.needs.items():
-            self._arena.require(kind, size)
+        try:
+            for kind, size in reply.needs.items():
+                self._arena.require(kind, size)
+        except MemoryError as error:
+            return replace(done, error=f"MemoryError: {error}", out_of_memory=True)
         again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
         if reply.needs:
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.foreign import one_line, type_name, user_interrupts
-from mla_conformance.driving.functions import Functions, WatchedFunctions
+from mla_conformance.driving.functions import Functions, WatchedFunctions, builtins_now, settle_builtins
 from mla_conformance.driving.system_settings import SYSTEM_SETTINGS
 from mla_conformance.driving.torch_settings import TORCH_SETTINGS, StandardStreams
 from mla_conformance.problems.memory import device_lost, out_of_memory
@@ -86,17 +86,22 @@ def run_step(step: Callable[[], Any]) -> StepResult:
     Raises:
         KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
     """
-    process = os.getpid()
+    process, replaced = os.getpid(), list[str]()
     with user_interrupts() as interrupts, ProcessState.watched() as changes:
+        before = builtins_now()
         try:
-            outcome = StepResult(step())
+            try:
+                value = step()
+            finally:
+                replaced = settle_builtins(before)
+            outcome = StepResult(value)
         except BaseException as error:
             if interrupts:
                 raise
             outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
-    return replace(outcome, disturbed=tuple(changes))
+    return replace(outcome, disturbed=(*replaced, *changes))
 
 
 def _traceback() -> str:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
@@ -34,6 +36,7 @@ EXPLAIN_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
+_MOST_DRAWN = 100_000
 DIED = "the process died during this case"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
@@ -75,6 +78,7 @@ class WorkerSlot:
     _asked: bool = False
     _killed: bool = False
     _served: bool = False
+    _begun: int = 0
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -117,6 +121,7 @@ class WorkerSlot:
     def give(self, task: Task) -> None:
         """Have the worker carry out a task."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+        self._begun = 0
         self._wait(self.timeout)
         if isinstance(task, Describe | Trace):
             self.history.append((task.reference, ""))
@@ -147,22 +152,21 @@ class WorkerSlot:
             except ValueError:
                 self._stacks.append(line)  # of a worker that was asked where it is
                 continue
-            if not (
-                self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
-            ):  # those come too late
+            if not self._comes_too_late(event):
                 self._note(event)
                 yield event
+
+    def _comes_too_late(self, event: WorkerEvent) -> bool:
+        """Whether it is said by a worker that was ended, or once more."""
+        said = self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
+        return said or (self._judged is not None and isinstance(event, WorkerJudged))
 
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed, self._served = False, True
         elif isinstance(event, WorkerStarted):
-            self._started = event.record
-            judged = (self._started.reference, self._started.case)
-            if self.history[-1:] != [judged]:  # told twice where it waited for memory
-                self.history.append(judged)
-            self._wait(self.timeout)
+            self._begin(event.record)
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
@@ -173,6 +177,15 @@ class WorkerSlot:
         elif isinstance(event, Ended):
             self.hello, self._process = None, 0
             self._wait(START_SECONDS)
+
+    def _begin(self, record: Record) -> None:
+        """The backend's time on a case begins."""
+        self._started, judged = record, (record.reference, record.case)
+        if self.history[-1:] != [judged]:  # told twice where it waited for memory
+            self.history.append(judged)
+        self._begun += 1
+        if self._begun <= _most_begun(self.task):
+            self._wait(self.timeout)
 
     def why(self, status: int) -> str:
         """What the worker of the moment ended of."""
@@ -242,6 +255,11 @@ class WorkerSlot:
 
     def _wait(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
+
+
+def _most_begun(task: Task | None) -> int:
+    """How often a worker may tell that a case begins: each twice, where it waits for memory, and once more again."""
+    return _MOST_DRAWN if isinstance(task, Explore) else 4 * (1 + len(task.before)) if isinstance(task, Judge) else 0
 
 
 def _end_of(process: int) -> list[int]:

@@ -17,14 +17,14 @@ from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
-from mla_conformance.engine.confirm import MOST_EXPLAINED, FailureConfirmation, compared, comparisons
+from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
@@ -89,6 +89,7 @@ class Run:
     _traced: dict[str, Traced] = field(default_factory=dict)
     _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
     _given_up: dict[str, str] = field(default_factory=dict)
+    _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
 
@@ -315,18 +316,38 @@ class Run:
         """Judge what has no verdict; the outcomes of failures."""
         tasks, patience = Tasks(list(self._left())), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
+        shared: dict[RecordKey, str] = {}
         for outcome in self.outcomes(tasks):
-            record = outcome.answer.record
-            assert record is not None
+            record = self._own_verdict(outcome, tasks, shared)
+            if record is None:
+                continue
             self._write(journal.Judgement(record))
             if not record.failed:
                 continue
             failures[record.record_key] = outcome
             reason = patience.exhausted(record)
-            if reason and record.reference not in tasks.dropped:
-                tasks.dropped.add(record.reference)
+            if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
+                tasks.dropped.add(given_up)
                 self._write(journal.GaveUp(record.reference, reason))
         return failures
+
+    def _own_verdict(self, outcome: TaskOutcome, tasks: Tasks, shared: dict[RecordKey, str]) -> Record | None:
+        """The record of an outcome; None of a crash in a process that another backend had used, so that it may be its.
+
+        Then the case alone counts, in a process of its own, and if it passes there the crash is charged to nobody.
+        """
+        record, task = outcome.answer.record, outcome.task
+        assert record is not None and isinstance(task, Judge | Explore)
+        others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
+        if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
+            shared[task.record_key] = f"{record.message}; {', '.join(others)} had used the process before"
+            tasks.judge_alone(task)
+            return None
+        crashed = shared.get(task.record_key)
+        if crashed is None or record.failed:
+            return record
+        said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
+        return record.with_fields(message=said, confirmation=UNREPEATED)
 
     def _left(self) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
@@ -343,7 +364,8 @@ class Run:
         found: list[FailureConfirmation] = []
         for record in sorted(self._failures, key=self._position):
             key = (record.reference, record.capability)
-            if key not in done:
+            if key not in done and record.record_key not in self._tried:
+                self._tried.add(record.record_key)
                 earlier = len({capability for reference, capability in done if reference == record.reference})
                 found.append(self._confirmation(record, failures.get(record.record_key), earlier < MOST_EXPLAINED))
                 done |= {key} - misled
@@ -407,7 +429,7 @@ class Run:
         elif isinstance(event, journal.CodeLoaded):
             self.code.add(event.loaded)
         elif isinstance(event, journal.GaveUp):
-            self._given_up[event.backend] = event.reason
+            self._given_up[event.backend] = "; ".join(filter(None, (self._given_up.get(event.backend), event.reason)))
 
     @property
     def resume_line(self) -> str:
