@@ -17,6 +17,7 @@ from mla_conformance.problems.memory import device_lost, out_of_memory
 
 _SETTINGS = (*TORCH_SETTINGS, *SYSTEM_SETTINGS)
 _functions = WatchedFunctions()
+_noted: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class StepResult:
     kept: Any = None
 
 
+def note(change: str) -> None:
+    """Have the step that is being run tell what it changed, beside what is watched of the process."""
+    _noted.append(change)
+
+
 def run_step(step: Callable[[], Any]) -> StepResult:
     """Run a step that is a backend's.
 
@@ -89,6 +95,7 @@ def run_step(step: Callable[[], Any]) -> StepResult:
     process, replaced = os.getpid(), list[str]()
     with user_interrupts() as interrupts, ProcessState.watched() as changes:
         before = builtins_now()
+        _noted.clear()
         try:
             try:
                 value = step()
@@ -101,7 +108,7 @@ def run_step(step: Callable[[], Any]) -> StepResult:
             outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
-    return replace(outcome, disturbed=(*replaced, *changes))
+    return replace(outcome, disturbed=(*replaced, *_noted, *changes))
 
 
 def _traceback() -> str:

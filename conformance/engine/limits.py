@@ -83,6 +83,14 @@ def children() -> set[int]:
     return found
 
 
+def end_of(process: int) -> list[int]:
+    """A descriptor that becomes readable when a process ends; none on a system without."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
 def end_children(spared: set[int]) -> None:
     """End every child but ``spared``, and whatever becomes a child by that."""
     while strangers := children() - spared:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.limits import end_of
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
@@ -97,7 +98,7 @@ class WorkerSlot:
             start_new_session=True,
         )
         remote.close()
-        self._ends = _end_of(self.keeper.pid)
+        self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
         with contextlib.suppress(OSError):  # it died at once: its end is on the way
@@ -260,14 +261,6 @@ class WorkerSlot:
 def _most_begun(task: Task | None) -> int:
     """How often a worker may tell that a case begins: each twice, where it waits for memory, and once more again."""
     return _MOST_DRAWN if isinstance(task, Explore) else 4 * (1 + len(task.before)) if isinstance(task, Judge) else 0
-
-
-def _end_of(process: int) -> list[int]:
-    """A descriptor that becomes readable when a process ends; none on a system without."""
-    try:
-        return [os.pidfd_open(process)]
-    except (AttributeError, OSError):
-        return []
 
 
 def how(status: int) -> str:

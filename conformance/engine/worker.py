@@ -38,6 +38,7 @@ from mla_conformance.engine.limits import (
     allocated_memory,
     close_descriptors,
     end_as,
+    end_of,
     end_with_parent,
     hide_memory,
     leave,
@@ -264,7 +265,7 @@ class Others:
         inputs = Shared(machine_memory())
         drawing, to_maker = _fork(partial(_serve_maker, inputs), setup.memory)
         hide_memory()
-        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel))
+        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel), end_of(kernel))
         return Others(executor, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
 
 
