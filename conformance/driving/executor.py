@@ -17,7 +17,7 @@ from mla_conformance.problems.memory import device_lost, out_of_memory
 
 _SETTINGS = (*TORCH_SETTINGS, *SYSTEM_SETTINGS)
 _functions = WatchedFunctions()
-_noted: list[str] = []
+_looks: list[Callable[[], Iterable[str]]] = []
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class StepResult:
     kept: Any = None
 
 
-def note(change: str) -> None:
-    """Have the step that is being run tell what it changed, beside what is watched of the process."""
-    _noted.append(change)
+def look_afterwards(look: Callable[[], Iterable[str]]) -> None:
+    """Have the step that is being run tell what else it changed, once the process is as it was before."""
+    _looks.append(look)
 
 
 def run_step(step: Callable[[], Any]) -> StepResult:
@@ -92,10 +92,9 @@ def run_step(step: Callable[[], Any]) -> StepResult:
     Raises:
         KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
     """
-    process, replaced = os.getpid(), list[str]()
+    process, replaced, looks = os.getpid(), list[str](), len(_looks)
     with user_interrupts() as interrupts, ProcessState.watched() as changes:
         before = builtins_now()
-        _noted.clear()
         try:
             try:
                 value = step()
@@ -108,7 +107,9 @@ def run_step(step: Callable[[], Any]) -> StepResult:
             outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
-    return replace(outcome, disturbed=(*replaced, *_noted, *changes))
+    seen = [change for look in _looks[looks:] for change in look()]
+    del _looks[looks:]
+    return replace(outcome, disturbed=(*replaced, *changes, *seen))
 
 
 def _traceback() -> str:

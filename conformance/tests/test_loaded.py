@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -127,3 +127,25 @@ def test_one_path_has_one_digest_in_all_processes(told: list[Loaded], conflicts:
     for each in told:
         code.add(each)
     assert code.conflicts == conflicts
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: None, []),
+        (lambda path: path.write_text("other"), ["is "]),
+        (lambda path: path.unlink(), ["is absent"]),
+        (lambda path: (path.unlink(), path.mkdir()), ["is absent"]),
+        (lambda path: path.write_text("before"), []),
+    ],
+    ids=["same", "other", "gone", "a folder", "written again"],
+)
+def test_what_differs_from_what_was_loaded_is_named(
+    tmp_path: Path, change: Callable[[Path], object], said: list[str]
+) -> None:
+    path = tmp_path / "helper.py"
+    path.write_text("before")
+    code = LoadedCode({str(path): file_digest(path)})
+    change(path)
+    found = code.changed()
+    assert len(found) == len(said) and all(each in sentence for each, sentence in zip(said, found, strict=True))
