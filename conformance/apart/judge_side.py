@@ -134,8 +134,9 @@ class RemoteExecutor(Executor):
         """The answer to a frame; where there is none, the kernel's process has ended."""
         try:
             send(self._connection, frame)
-            speaks = self._connection in select.select([self._connection, *self._ends], [], [])[0]
-            answer = receive(self._connection, LONGEST_REPLY) if speaks else b""
+            here = self._connection.fileno()
+            ready, _, _ = select.select([here, *self._ends], [], [])
+            answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
         except OSError:
             answer = b""
         return answer or self._ended()
