@@ -4,6 +4,7 @@ import builtins
 import sys
 
 from mla_conformance.apart import reply
+from mla_conformance.apart.reply import Reply
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
 _TUPLE = "expected the output itself, got a tuple of 1"
@@ -38,7 +39,8 @@ class ForgesItsNeeds(ThreeTimes):
     """Says, where its process tells what it returned, that this needs more memory than there is."""
 
     def answer(self, output, lse, q, k, v):
-        reply.Writer.reported = lambda self, number, value: reply.Reply(number, needs={"cpu": 2**47})
+        forged = lambda self, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731 - for its code
+        reply.Writer.reported.__code__ = forged.__code__
         return output, lse
 
 
@@ -62,8 +64,8 @@ class ReplacesItsMetadata(ThreeTimes):
 
 @cheat(
     claims="that it is right wherever it runs",
-    trust="The numbers are right here. A kernel can see that the harness is loaded, by modules, processes or cases, and be "
-    "right only then; whoever trusts it reads the source that the certificate pins.",
+    trust="The numbers are right here. A kernel can see by modules, processes or cases that the harness is loaded, and "
+    "be right only then; whoever trusts it reads the source that the certificate pins.",
 )
 class IsRightWhereItIsJudged(ThreeTimes):
     """Is right only while the harness is loaded."""
