@@ -65,7 +65,7 @@ class LoadedFiles:
             began: when the run began, in seconds of the system's clock.
         """
         self._began, self._mapped = began, _mapped()
-        self._trusted = (*map(str, sites()), str(Path(str(files("mla_conformance")))), *_floors())
+        self._trusted = tuple(f"{folder}/" for folder in (*sites(), *_harness()))
         _imp.check_hash_based_pycs = "always"
         for loader in _LOADERS:
             loader.get_code = self._noting(loader.get_code)
@@ -89,7 +89,8 @@ class LoadedFiles:
             data = Path(path).read_bytes()
             if not _is_of_python(name, path):
                 self._note(path, hashlib.sha256(data).hexdigest())
-            if archive or not isinstance(loader, SourceFileLoader) or path.startswith(self._trusted):
+            trusted = str(Path(path).resolve()).startswith(self._trusted)
+            if archive or trusted or not isinstance(loader, SourceFileLoader):
                 return get_code(loader, name)
             code: CodeType = loader.source_to_code(data, path)
             return code
@@ -101,9 +102,10 @@ class LoadedFiles:
         (self._generated if generated else self._found)[str(Path(path).resolve())] = digest
 
 
-def _floors() -> tuple[str, ...]:
+def _harness() -> list[Path]:
     """Folders of the harness's packages, wherever an editable installation has them."""
-    return tuple(str(Path(str(files(f"mla_conformance.{floor}")))) for floor in ("backends", "reference", "fixtures"))
+    packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
+    return [Path(str(files(package))).resolve() for package in packages]
 
 
 def _is_of_python(name: str, path: str) -> bool:

@@ -298,8 +298,8 @@ def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) ->
 
 def _open_to_backends(began: float) -> None:
     """Have this process import backends: from the current folder, too, and noting what it loads."""
+    LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
     search_current_folder()
-    LOADED.watch(began)
 
 
 def _serve_kernel(began: float, shared: Shared, stacks: int, connection: socket.socket) -> None:
