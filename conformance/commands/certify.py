@@ -3,7 +3,7 @@
 import argparse
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
@@ -28,7 +28,6 @@ from mla_conformance.models.config import find_model, read_config
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.case_files import read_cases
 
@@ -51,7 +50,7 @@ def certify(options: argparse.Namespace) -> int:
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
     status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
-    return issuing.write(run.summary(), status) if issuing else status
+    return issuing.write(run, status) if issuing else status
 
 
 def _new(options: argparse.Namespace) -> RunRequest:
@@ -199,7 +198,7 @@ class Issuing:
             return f"no {self.kind}: {reason}"
         return ""
 
-    def write(self, run: RunSummary, status: int) -> int:
+    def write(self, run: Run, status: int) -> int:
         """Write what a finished run is worth; the exit status."""
         if status:
             return status if self.pins is None else self._refused("the run is no success", status)
@@ -213,12 +212,19 @@ class Issuing:
         say(f"wrote {path}", error=True)
         return 0
 
-    def _certificate(self, run: RunSummary) -> Certificate:
+    def _certificate(self, run: Run) -> Certificate:
         assert self.pins is not None  # a run that was not prepared is no success
-        if _pins(run.backends[0].facts) != self.pins:
+        (facts,) = run.facts
+        if _pins(facts) != self.pins:
             raise Refused("the backend, a package of it or the harness was changed while it was judged")
         form = issue if self.kind == "certificate" else record
-        return form(run, datetime.date.today(), self.pins)
+        try:
+            pins = _pins(facts, run.code.digests)
+            require_committed(pins)
+        except InputError as error:
+            raise Refused(str(error)) from error
+        loaded = libraries(run.code.digests, parse_reference(facts.reference))
+        return form(run.summary(), datetime.date.today(), pins, loaded)
 
     def _written(self, certificate: Certificate) -> Path:
         if self.kind == "submission":
@@ -232,5 +238,5 @@ class Issuing:
         return status
 
 
-def _pins(facts: BackendFacts) -> Pins:
-    return Pins.of(parse_reference(facts.reference), facts.versions)
+def _pins(facts: BackendFacts, loaded: Mapping[str, str] | None = None) -> Pins:
+    return Pins.of(parse_reference(facts.reference), facts.versions, loaded)
