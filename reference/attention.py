@@ -24,7 +24,8 @@ WORKSPACE_ELEMENTS = 2**22
 class AttentionState:
     """Attention over a set of keys: output [T, N, V], natural-log LSE [N, T], both float64, and the error terms.
 
-    ``projected`` holds further ones, where keys and values are projected from latents and that rounds.
+    ``projected`` holds further ones, where keys and values are projected from latents and that rounds, and ``shared``
+    [T, N, 3] what `shared_roundings` of P add.
 
     A row that sees no key has output 0 and LSE -inf.
     """
@@ -33,6 +34,7 @@ class AttentionState:
     lse: Tensor
     terms: ErrorTerms | None = None
     projected: ProjectedTerms | None = None
+    shared: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
+from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
@@ -110,7 +111,11 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
         rounding = rounding + roundoffs.projections**2 * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
         systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
-    return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
+    squares = (rounding / 3 + systematic.square()).mean(dim=-1)
+    # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
+    if state.shared is not None and roundoffs.p in P_ROUNDOFFS:
+        squares = squares + roundoffs.p**2 * state.shared[..., P_ROUNDOFFS.index(roundoffs.p)]
+    return squares.sqrt()
 
 
 def rms_limit(samples: int, deviations: float) -> float:
