@@ -17,8 +17,8 @@ _FINER = (2.0**-14, 2.0**-17, 2.0**-20)
 _CELLS = 4
 """Cells of logits to a period of 2u."""
 _COMBINATIONS = 16
-_SAMPLED = 4
-_SAMPLED_HEADS = 2
+_SAMPLED = 2
+"""Rows, and heads of each, that show whether logits are that close: those that see most keys."""
 _NOTEWORTHY = 0.5
 """Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
 _ELEMENTS = 2**22
@@ -38,17 +38,21 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     request. scale: factor of the logits.
     """
     found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
-    step = -(-len(ends) // _SAMPLED)
-    if any(_clustered(q[row], k[visible[row]], scale) for row in ends[::step]):
+    longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
+    if any(_clustered(q[row], k[visible[row]], scale) for row in longest):
         combined = _combined(v.double())
         for row, keys in enumerate(visible):
             found[row] = _of_row(q[row], k[keys], combined[keys], scale)
     return found
 
 
+def _count(keys: slice | Tensor) -> int:
+    return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
+
+
 def _clustered(q: Tensor, k: Tensor, scale: float) -> bool:
     """Whether weights of a row, q [N, D], are much closer to each other than weights that are spread evenly."""
-    heads = slice(None, None, -(-len(q) // _SAMPLED_HEADS))
+    heads = slice(None, None, -(-len(q) // _SAMPLED))
     logits = _logits(q[heads], k if k.shape[1] == 1 else k[:, heads], scale)
     p = logits.softmax(dim=-1)
     alone = p.square().sum(dim=-1, keepdim=True)
@@ -69,7 +73,8 @@ def _of_row(q: Tensor, k: Tensor, combined: Tensor, scale: float) -> Tensor:
 def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """[N, S] float64, relative to the largest of each head."""
     q, k = q.double(), k.double()
-    scores = scale * (k[:, 0] @ q.mT if k.shape[1] == 1 else torch.einsum("nd,snd->sn", q, k)).mT.contiguous()
+    products = (k[:, 0] @ q.mT).mT if k.shape[1] == 1 else (k.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1)
+    scores = scale * products.contiguous()
     return scores - scores.amax(dim=-1, keepdim=True) if k.shape[0] else scores
 
 
