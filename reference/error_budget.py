@@ -10,6 +10,7 @@ import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
+from mla_conformance.reference.terms import ProjectedTerms
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
@@ -31,6 +32,7 @@ class Roundoffs:
         scores: sums of q·k, beyond that, relative to the sum of magnitudes.
         values: sums of P·v, beyond that, relative to the sum of magnitudes.
         projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
+        projections_floor: half the smallest subnormal of values or of an attended latent, where projecting them rounds.
         latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
     """
 
@@ -46,6 +48,7 @@ class Roundoffs:
     scores: float = 0.0
     values: float = 0.0
     projections: float = 0.0
+    projections_floor: float = 0.0
     latent_partials: float = 0.0
 
 
@@ -77,8 +80,13 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
         return weights + rest + keys
     projected = state.projected
     keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
+    return weights + rest + keys + _projecting(projected, roundoffs) + roundoffs.latent_partials * projected.magnitude
+
+
+def _projecting(projected: ProjectedTerms, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] what does not average out: the accumulation of products, and the floor of what is stored of them."""
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
-    return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
+    return float32 + roundoffs.projections_floor * projected.weights
 
 
 def _moved(state: AttentionState) -> torch.Tensor:
@@ -110,7 +118,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     if projected is not None:
         rounding = rounding + roundoffs.projections**2 * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
-        systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
+        systematic = systematic + _projecting(projected, roundoffs)
     squares = (rounding / 3 + systematic.square()).mean(dim=-1)
     # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
     if state.shared is not None and roundoffs.p in P_ROUNDOFFS:
