@@ -169,11 +169,6 @@ class AttentionCall(KernelCall):
     def returns_lse(self) -> bool:
         """Whether the backend is asked for the LSE."""
 
-    @property
-    def judges_lse(self) -> bool:
-        """Whether the LSE that is returned counts."""
-        return self.returns_lse
-
     @abstractmethod
     def operands(self) -> AttentionOperands:
         """The attention that the call computes."""
