@@ -70,7 +70,7 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     terms = _terms(state)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
-    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
+    float32 = _accumulated(state, roundoffs)
     floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
     moved = _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
@@ -89,6 +89,16 @@ def _projecting(projected: ProjectedTerms, roundoffs: Roundoffs) -> torch.Tensor
     return float32 + roundoffs.projections_floor * projected.weights
 
 
+def _accumulated(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] what accumulating in float32 does: to the values, and to the scores.
+
+    Their errors move the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
+    """
+    terms = _terms(state)
+    scores = torch.maximum(terms.score, terms.lse_score.mT.unsqueeze(-1) * state.output.abs())
+    return roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
+
+
 def _moved(state: AttentionState) -> torch.Tensor:
     """[T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o).
 
@@ -105,7 +115,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
-    systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
+    systematic = _accumulated(state, roundoffs)
     systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)

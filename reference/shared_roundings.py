@@ -22,6 +22,8 @@ _SAMPLED = 2
 _NOTEWORTHY = 0.5
 """Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
 _ELEMENTS = 2**22
+_MOST_PAIRS = 2**25
+"""Of rows and keys, over all heads; of more every n-th row is computed, and stands for those behind it."""
 
 Visible = Sequence[slice] | Sequence[Tensor]
 """The keys of each row."""
@@ -41,8 +43,9 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
     if any(_clustered(q[row], k[visible[row]], scale) for row in longest):
         combined = _combined(v.double())
-        for row, keys in enumerate(visible):
-            found[row] = _of_row(q[row], k[keys], combined[keys], scale)
+        every = 1 + q.shape[1] * sum(map(_count, visible)) // _MOST_PAIRS
+        for row, keys in list(enumerate(visible))[::every]:
+            found[row : row + every] = _of_row(q[row], k[keys], combined[keys], scale)
     return found
 
 
