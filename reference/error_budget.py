@@ -10,7 +10,6 @@ import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
-from mla_conformance.reference.terms import ProjectedTerms
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
@@ -32,7 +31,7 @@ class Roundoffs:
         scores: sums of q·k, beyond that, relative to the sum of magnitudes.
         values: sums of P·v, beyond that, relative to the sum of magnitudes.
         projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
-        projections_floor: half the smallest subnormal of values or of an attended latent, where projecting them rounds.
+        values_floor: half the smallest subnormal of projected values, or of an attended latent.
         latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
     """
 
@@ -48,7 +47,7 @@ class Roundoffs:
     scores: float = 0.0
     values: float = 0.0
     projections: float = 0.0
-    projections_floor: float = 0.0
+    values_floor: float = 0.0
     latent_partials: float = 0.0
 
 
@@ -71,7 +70,7 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     float32 = _accumulated(state, roundoffs)
-    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    floors = _floors(state, roundoffs)
     moved = _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
@@ -80,13 +79,14 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
         return weights + rest + keys
     projected = state.projected
     keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
-    return weights + rest + keys + _projecting(projected, roundoffs) + roundoffs.latent_partials * projected.magnitude
-
-
-def _projecting(projected: ProjectedTerms, roundoffs: Roundoffs) -> torch.Tensor:
-    """[T, N, V] what does not average out: the accumulation of products, and the floor of what is stored of them."""
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
-    return float32 + roundoffs.projections_floor * projected.weights
+    return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
+
+
+def _floors(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] the absolute errors of what is too small for its dtype."""
+    floors = roundoffs.p_floor * _terms(state).peak + roundoffs.output_floor
+    return floors if state.value_weights is None else floors + roundoffs.values_floor * state.value_weights
 
 
 def _accumulated(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
@@ -116,7 +116,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
     systematic = _accumulated(state, roundoffs)
-    systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    systematic = systematic + _floors(state, roundoffs)
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)
     if roundoffs.keys:
@@ -128,7 +128,7 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     if projected is not None:
         rounding = rounding + roundoffs.projections**2 * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
-        systematic = systematic + _projecting(projected, roundoffs)
+        systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     squares = (rounding / 3 + systematic.square()).mean(dim=-1)
     # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
     if state.shared is not None and roundoffs.p in P_ROUNDOFFS:

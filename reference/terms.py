@@ -69,7 +69,6 @@ class ProjectedTerms:
     magnitude: Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum.
     latent_squares: Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys.
     accumulation: magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|.
-    weights: the larger of 1 and Σ_l |W_UV|, the error of the floor of values or of an attended latent.
     """
 
     rounding: Tensor
@@ -79,7 +78,6 @@ class ProjectedTerms:
     magnitude: Tensor
     latent_squares: Tensor
     accumulation: Tensor
-    weights: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
         """Each of them changed."""
@@ -189,7 +187,6 @@ class _Request:
             magnitude=magnitude,
             latent_squares=latent_squares,
             accumulation=magnitude + self._moved(every_product, latents),
-            weights=self.p.sum(dim=-1, keepdim=True) * weighted.sum(dim=1, keepdim=True).clamp(min=1.0),
         )
         return terms.map(lambda term: term.transpose(0, 1))
 

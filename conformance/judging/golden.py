@@ -135,7 +135,7 @@ class GoldenAttention(Golden):
             yield from (state.output, state.lse)
             yield from (state.terms.by_name() if state.terms else {}).values()
             yield from (vars(state.projected) if state.projected else {}).values()
-            yield from [] if state.shared is None else [state.shared]
+            yield from (extra for extra in (state.shared, state.value_weights) if extra is not None)
 
 
 def golden_attention(problem: Problem) -> GoldenAttention:
@@ -158,7 +158,7 @@ def _unchunked(problem: Problem) -> AttentionOperands:
 
 
 def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    state = _attention(problem, rows, operands)
+    state = replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
     if problem.output_dtype is torch.float32:
         return state
     return replace(state, shared=_shared(problem, rows, operands, state.lse))

@@ -147,6 +147,6 @@ def roundoffs(
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
-        projections_floor=_floor(model) if projected else 0.0,
+        values_floor=_floor(model),
         latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
     )
