@@ -254,7 +254,11 @@ class WithoutLse(EagerDecodeBackend):
 @pytest.mark.parametrize(
     ("kernel", "case", "said"),
     [
-        (AsManyEach, "decode:heads=1;q=[2];kv=[1];pad=3", "requests with different numbers of query tokens not supported"),
+        (
+            AsManyEach,
+            "decode:heads=1;q=[2];kv=[1];pad=3",
+            "requests with different numbers of query tokens not supported",
+        ),
         (AsManyEach, "decode:heads=1;q=[1];kv=[1];pad=3", ""),
         (WithoutLse, "decode:heads=1;q=[2];kv=[1]", "LSE not declared"),
         (WithoutLse, "dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "LSE not declared"),

@@ -44,6 +44,4 @@ def decode_kernel(kernel: Any, case: DecodeCase, *_: Any) -> Any:
     return kernel(**kernel_sizes(case), kv_cache_dtype=case.cache, vllm_config=None)
 
 
-DECODE = RoleDefinition(
-    role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=validated(_config)
-)
+DECODE = RoleDefinition(role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=validated(_config))
