@@ -25,7 +25,7 @@ _ELEMENTS = 2**22
 _MOST_PAIRS = 2**25
 """Of rows and keys, over all heads; of more every n-th row is computed, and stands for those behind it."""
 
-Visible = Sequence[slice] | Sequence[Tensor]
+Visible = Sequence[slice | Tensor]
 """The keys of each row."""
 
 
