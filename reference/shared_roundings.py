@@ -17,13 +17,15 @@ _FINER = (2.0**-14, 2.0**-17, 2.0**-20)
 _CELLS = 4
 """Cells of logits to a period of 2u."""
 _COMBINATIONS = 16
+"""Random combinations of columns that stand for all; fewer columns stand for themselves."""
 _SAMPLED = 2
 """Rows, and heads of each, that show whether logits are that close: those that see most keys."""
 _NOTEWORTHY = 0.5
 """Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
 _ELEMENTS = 2**22
+"""Elements that the sums of some heads may take (32 MiB of float64); those of a single head always may."""
 _MOST_PAIRS = 2**25
-"""Of rows and keys, over all heads; of more every n-th row is computed, and stands for those behind it."""
+"""Pairs of a query and a key, over all heads, that are looked at; of more every n-th row stands for those behind it."""
 
 Visible = Sequence[slice | Tensor]
 """The keys of each row."""

@@ -175,7 +175,8 @@ def _shared(problem: Problem, rows: JudgedRows, operands: AttentionOperands, lse
 def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
     """The keys of each judged row."""
     if operands.selected is not None:
-        return [named[named != NO_KEY] for named in rows.pick(operands.selected)]
+        # On the CPU, since a GPU is waited for in each row.
+        return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]
     bounds = zip(segments(operands.query_start_loc), segments(operands.key_start_loc), strict=True)
     seen = [
         slice(keys.start, max(keys.start, keys.stop - (queries.stop - 1 - row) * operands.causal))
