@@ -12,19 +12,19 @@ from mla_conformance.trials.subject import Subject
 CONTEXT = Context()
 LAYER = "mixed_batch:call=layer;dtype=fp16;heads=16"
 ALARMS = {
-    "logits closer than P is rounded, without a cache of codes": "decode:dims=small;heads=16;q=[2,2];kv=[128,33];scale=1;"
+    "logits closer than P is rounded": "decode:dims=small;heads=16;q=[2,2];kv=[128,33];scale=1;"
     "data=low_rank;layout=packed;seed=471152",
     "such logits on two ranks": "decode:dims=32-16-64-64;heads=16;q=[3];kv=[2000];scale=37;data=low_rank;cache=fp8;"
     "kscale=3;ranks=4;interleave=64",
     "subnormal parts that a layer merges": f"{LAYER};dims=256-0-256-512;q=[35];kv=[3];page=128;workspace=384;scale=20;"
     "data=needle;seed=785391;latents=zero_tiles",
-    "subnormal values of dense weights": f"{LAYER};dims=16-0-16-16;q=[37,47];kv=[474,3];page=64;workspace=1024;scale=1000;"
-    "seed=276417;latents=tiny_tiles;weights=dense",
-    "subnormal values of selecting weights": f"{LAYER};dims=32-16-32-64;q=[46,42,2];kv=[17,63,7];page=64;workspace=1152;"
-    "scale=36;data=hot_ones;seed=99822;decodes=1;latents=tiny_tiles",
+    "subnormal values of dense weights": f"{LAYER};dims=16-0-16-16;q=[37,47];kv=[474,3];page=64;workspace=1024;"
+    "scale=1000;seed=276417;latents=tiny_tiles;weights=dense",
+    "subnormal values of selecting weights": f"{LAYER};dims=32-16-32-64;q=[46,42,2];kv=[17,63,7];page=64;"
+    "workspace=1152;scale=36;data=hot_ones;seed=99822;decodes=1;latents=tiny_tiles",
     "a heavy key whose value is near 0": "mixed_batch:call=layer;dtype=fp32;dims=small;heads=8;q=[2];kv=[51];page=32;"
-    "workspace=384;scale=56;data=needle;layout=sliced;seed=276622;cache=fp8;kscale=5;layers=3;decodes=1;order=decodes_first;"
-    "latents=integers",
+    "workspace=384;scale=56;data=needle;layout=sliced;seed=276622;cache=fp8;kscale=5;layers=3;decodes=1;"
+    "order=decodes_first;latents=integers",
 }
 MERGED = (
     "chunked_context:dtype=fp16;dims=glm;heads=8;q=[17,200,33];kv=[64,16,5];page=32;workspace=192;scale=400;data=integers;"
