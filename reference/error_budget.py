@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
+from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
@@ -30,6 +31,7 @@ class Roundoffs:
         scores: sums of q·k, beyond that, relative to the sum of magnitudes.
         values: sums of P·v, beyond that, relative to the sum of magnitudes.
         projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
+        values_floor: half the smallest subnormal of projected values, or of an attended latent.
         latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
     """
 
@@ -45,6 +47,7 @@ class Roundoffs:
     scores: float = 0.0
     values: float = 0.0
     projections: float = 0.0
+    values_floor: float = 0.0
     latent_partials: float = 0.0
 
 
@@ -66,8 +69,8 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     terms = _terms(state)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
-    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
-    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    float32 = _accumulated(state, roundoffs)
+    floors = _floors(state, roundoffs)
     moved = _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
@@ -78,6 +81,22 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
+
+
+def _floors(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] the absolute errors of what is too small for its dtype."""
+    floors = roundoffs.p_floor * _terms(state).peak + roundoffs.output_floor
+    return floors if state.value_weights is None else floors + roundoffs.values_floor * state.value_weights
+
+
+def _accumulated(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] what accumulating in float32 does: to the values, and to the scores.
+
+    Their errors move the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
+    """
+    terms = _terms(state)
+    scores = torch.maximum(terms.score, terms.lse_score.mT.unsqueeze(-1) * state.output.abs())
+    return roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
 
 
 def _moved(state: AttentionState) -> torch.Tensor:
@@ -96,8 +115,8 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
-    systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
-    systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    systematic = _accumulated(state, roundoffs)
+    systematic = systematic + _floors(state, roundoffs)
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
     systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)
     if roundoffs.keys:
@@ -110,7 +129,11 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
         rounding = rounding + roundoffs.projections**2 * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
         systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
-    return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
+    squares = (rounding / 3 + systematic.square()).mean(dim=-1)
+    # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
+    if state.shared is not None and roundoffs.p in P_ROUNDOFFS:
+        squares = squares + roundoffs.p**2 * state.shared[..., P_ROUNDOFFS.index(roundoffs.p)]
+    return squares.sqrt()
 
 
 def rms_limit(samples: int, deviations: float) -> float:

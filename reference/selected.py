@@ -60,7 +60,7 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE or of the sink does to the share joins
     the term of the scores' accumulation, and so does a share that is too small for float32.
     """
-    share = torch.sigmoid(state.lse - sink.to(state.lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
+    share = sink_share(state.lse, sink)
     terms = state.terms
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
@@ -70,6 +70,11 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
         scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
         terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return AttentionState(state.output * share, state.lse, terms)
+
+
+def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
+    """[T, N, 1], what beside a sink [N] remains of the weights of keys with an LSE [N, T]; 0 of no key."""
+    return torch.sigmoid(lse - sink.to(lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
 
 
 def _powers(name: str, share: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class CachedCase(Case):
 
     @property
     def decode_queries(self) -> tuple[int, ...]:
-        """New tokens of each request that decodes."""
-        return self.q
+        """New tokens of each request that decodes, rows of padding among them."""
+        return self.q + (1,) * self.pad
 
     @property
     def is_merged(self) -> bool:

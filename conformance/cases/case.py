@@ -98,7 +98,7 @@ class Case(ABC):
             DeepSeek-R1's.
         data: name of the data regime.
         layout: memory layout of the operands.
-        lse: whether new_tokens is asked for the LSE, and whether that of a decode is judged.
+        lse: whether new_tokens or a decode is asked for the LSE; of a context chunk or of several ranks it always is.
         pad: poisoned rows after the last counted token; of a decode, requests that pad a graph's batch.
         poison: what excluded bytes hold.
         inflate: factor of the maxima in the metadata over the true ones.

@@ -90,7 +90,7 @@ class AttentionJudge(Steps):
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
             call, (output, lse) = attention_call(returned.call), _unpack(returned.value)
             merged = Merged(call.merges, stored=True) if call.merges else None
-            yield self._picked(call.name, [call], golden, output, lse if call.judges_lse else None, merged)
+            yield self._picked(call.name, [call], golden, output, lse, merged)
 
     def _merged(self, observation: Observation) -> Iterator[_Part]:
         """What all calls together gave, where there is something to merge."""

@@ -134,14 +134,14 @@ def roundoffs(
     """
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
-    exact_result = merged is not None and not merged.stored
+    parts, result = merged.roundings if merged else 0, 0 if merged and not merged.stored else 1
     truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0
     return Roundoffs(
         p=p,
         p_floor=_p_floor(rounding.p, model),
-        partials=_roundoff(rounding.partial_outputs, model) + (merged.roundings * unit if merged else 0.0),
-        output=0.0 if exact_result else unit,
-        output_floor=_floor(model),
+        partials=_roundoff(rounding.partial_outputs, model) + parts * unit,
+        output=result * unit,
+        output_floor=(parts + result) * _floor(model),
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
@@ -149,5 +149,6 @@ def roundoffs(
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
+        values_floor=_floor(model),
         latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
     )

@@ -25,6 +25,7 @@ class AttentionOperands:
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
         projection: what k and v are projected from, where projecting rounds.
+        value_weights: [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents.
         selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
         sink: [N], the logit of each head's sink; None without.
     """
@@ -37,6 +38,7 @@ class AttentionOperands:
     causal: bool
     dequantised: bool = False
     projection: Projection | None = None
+    value_weights: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     sink: torch.Tensor | None = None
 
@@ -168,11 +170,6 @@ class AttentionCall(KernelCall):
     @abstractmethod
     def returns_lse(self) -> bool:
         """Whether the backend is asked for the LSE."""
-
-    @property
-    def judges_lse(self) -> bool:
-        """Whether the LSE that is returned counts."""
-        return self.returns_lse
 
     @abstractmethod
     def operands(self) -> AttentionOperands:

@@ -230,7 +230,13 @@ class LayerCall(AttentionCall):
     def operands(self) -> AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
         starts, case = (self.query_start_loc, self.key_start_loc), self.case
-        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
+        value_weights = self.weight[..., -self.width :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
+        whole = AttentionOperands(
+            *(self.q, self.k, self.v, *starts),
+            causal=True,
+            dequantised=case.holds_codes,
+            value_weights=value_weights,
+        )
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
@@ -324,4 +330,6 @@ class RankedCall(AttentionCall):
 
     def operands(self) -> AttentionOperands:
         """As of one rank with all heads."""
-        return replace(self.parts[0].operands(), q=self.q, k=self.k, v=self.v)
+        own = [part.operands() for part in self.parts]
+        value_weights = torch.cat([each.value_weights for each in own if each.value_weights is not None])
+        return replace(own[0], q=self.q, k=self.k, v=self.v, value_weights=value_weights)

@@ -18,7 +18,7 @@ from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
 from mla_conformance.roles.layer.call import LayerCall, RankedCall, draw_weights
-from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.case import LayerCase
 
 _TILE, _TILES = 128, slice(512, 528)
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
@@ -104,15 +104,10 @@ def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
 class LayerBatch(Draw[LayerCase]):
     """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
-    @property
-    def padding_counts(self) -> bool:
-        """Whether rows of padding are requests; behind prefills that come last, no decode can follow."""
-        return self.case.order == Order.PREFILLS_FIRST or self.case.decodes == len(self.case.q)
-
     @cached_property
     def query_lens(self) -> tuple[int, ...]:
         """New tokens of each request, rows of padding that count last."""
-        return self.case.q + (1,) * (self.case.pad if self.padding_counts else 0)
+        return self.case.q + (1,) * (self.case.pad if self.case.padding_counts else 0)
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -184,6 +179,7 @@ class LayerBatch(Draw[LayerCase]):
         expected, heads = self._expected(held, stored), case.heads_of(rank)
         k, v = (x[:, heads].to(self.device) for x in self.keys)
         queries = self.queries[:, heads]
+        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace, page_size=case.page)
         return LayerCall(
             q=queries[: self.query_start_loc[-1]],
             k=k,
@@ -197,9 +193,9 @@ class LayerBatch(Draw[LayerCase]):
             latents=self.seen[0].to(self.device),
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
-            padding_counts=self.padding_counts,
+            padding_counts=self.case.padding_counts,
             image=expected.image(),
-            chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
+            chunks=len(chunks),
             rank=rank,
         )
 
@@ -207,10 +203,6 @@ class LayerBatch(Draw[LayerCase]):
     def _prefills(self) -> list[bool]:
         """Whether each request of the case prefills."""
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-    @property
-    def _contexts(self) -> list[int]:
-        return [kv for kv, prefill in zip(self.case.kv, self._prefills, strict=True) if prefill]
 
     def _rows_of_prefills(self) -> torch.Tensor:
         """[S] bool: tokens that a prefill attends to without reading them from the cache."""

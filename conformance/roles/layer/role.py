@@ -81,11 +81,10 @@ def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: Device
 
 
 def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
-    counted = case.order == Order.PREFILLS_FIRST or case.decodes == len(case.q)
     return BatchForm(
-        decodes=case.decode_queries,
+        decodes=tuple(case.q[index] for index in case.decoding),
         prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
-        padding=case.pad if counted else 0,
+        padding=case.pad * case.padding_counts,
         kv_cache_dtype=case.cache,
         dtype=dtype,
         dimensions=case.dimensions,
@@ -103,8 +102,10 @@ def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability:
     if prefill is not None and case.decodes < len(case.q):
         asked = reasons_of(prefill.validate_configuration(capability, prefill_config(case, dtype)))
         reasons += (f"prefill: {reason}" for reason in asked)
+        if any(case.prefill_contexts) and not getattr(prefill, "returns_lse", True):
+            reasons.append("prefill: LSE not declared, by which contexts are merged")
     if decode is not None and case.decodes:
-        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype)))
+        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype, lse=False)))
         reasons += (f"decode: {reason}" for reason in asked)
     return reasons
 
