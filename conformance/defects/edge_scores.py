@@ -7,6 +7,9 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.defects.known import known_defect
 from mla_conformance.reference.selected import NO_KEY
 
+_EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
+"""What has cases over codes and bounds, and stands before the capabilities that are about them."""
+
 
 @known_defect("indexer-lone-token-of-a-tile-unscored-with-several", killed_by="indexer_logits")
 class LoneTokenUnscored(EagerIndexerBackend):
@@ -39,7 +42,7 @@ class StartInSixBits(EagerIndexerBackend):
         return super()._slots(k, request if paged else request % 64, positions)
 
 
-@known_defect("indexer-scales-of-64-tokens-with-several", killed_by="indexer_fp8")
+@known_defect("indexer-scales-of-64-tokens-with-several", killed_by="indexer_fp8", related=_EARLIER)
 class ScalesOf64Tokens(EagerIndexerBackend):
     """The kernel for several query tokens knows the scales of the first 64 tokens of a page, and repeats them."""
 
@@ -94,7 +97,7 @@ class RowOffsetInTwoBytes(EagerIndexerBackend):
         return logits
 
 
-@known_defect("indexer-gathered-bound-of-the-longest-query", killed_by="indexer_causal")
+@known_defect("indexer-gathered-bound-of-the-longest-query", killed_by="indexer_causal", related=_EARLIER[:2])
 class BoundOfTheLongest(EagerIndexerBackend):
     """Over gathered keys, bounds count back from as many query tokens as the longest request has."""
 

@@ -60,7 +60,8 @@ class KnownDefect:
         id: its id, of a reported one that in the catalogue of reported bugs.
         kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
-        related: capabilities that may fail before that one, because the bug is theirs too.
+        related: capabilities that may fail before that one, because the bug is theirs too; any may before one of
+            combinations.
     """
 
     id: str
