@@ -148,7 +148,8 @@ def test_families_are_the_modules_that_declare_defects() -> None:
 
 
 def test_every_honest_kernel_is_judged() -> None:
-    rooms = [import_module(f"mla_conformance.defects.{name}") for name in ("honest", "honest_decode", "honest_sparse")]
+    names = ("honest", "honest_decode", "honest_sparse", "honest_tiles")
+    rooms = [import_module(f"mla_conformance.defects.{name}") for name in names]
     own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
     assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
 

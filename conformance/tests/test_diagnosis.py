@@ -362,6 +362,16 @@ def test_a_failing_run_prints_what_it_looks_like(tmp_path: Path, capsys: pytest.
     assert new in " ".join(printed.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("Base2Lse", "the output is right"), ("Zeros", "the LSE is right"), ("ScaleLeftOut", "as well")]
+)
+def test_a_failure_says_what_became_of_the_other_half(name: str, said: str) -> None:
+    candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
+    assert f"{said} (SPEC " in tried(candidate.reference, SUSPECT_CASES[0])[1].message
+    _, record = tried(candidate.reference, f"{SUSPECT_CASES[0]};lse=0")
+    assert all(half not in record.message for half in ("the LSE is right", "the output is"))
+
+
 def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
     rows = JudgedRows((0, 4, 4, 9))
     wrong = torch.zeros(9, 3, 16, dtype=torch.bool)
