@@ -200,7 +200,7 @@ class TreeOfTiles(EagerSparseBackend):
         return state
 
     def _attend(self, q, request, sources, k_scale):
-        self._states: list[SoftmaxState] = []
+        self._states = []
         queries = q.transpose(0, 1)
         self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
         super()._attend(q, request, sources, k_scale)

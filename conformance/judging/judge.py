@@ -249,7 +249,7 @@ class AttentionJudge(Steps):
         return failed(
             Check.OUTPUT,
             f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "
-            f"{int(outside[index])} codes outside the allowed interval",
+            f"{int(outside[index])} codes outside the allowed interval, {extent(self.rows, outside > 0)}",
             place.to_json(),
             self.used,
         )
