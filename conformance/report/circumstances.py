@@ -15,7 +15,7 @@ _LONG = 1024
 
 
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
-    """What the failures of one cause have in common, and how many such cases fail; empty if it tells them not apart.
+    """What the failures of one cause have in common, and how many such cases pass; empty if it tells them not apart.
 
     Args:
         failures: of one cause.
@@ -32,7 +32,7 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     told, remaining = _telling(sorted(shared), lacking)
     if remaining == len(lacking) or remaining > len(failing):
         return ""
-    return f"only with {' and '.join(sorted(told))}: {len(failing)} of {len(failing) + remaining} such cases fail"
+    return f"only with {' and '.join(sorted(told))}: {len(failing)} such cases fail so, {remaining} pass"
 
 
 def _telling(shared: Sequence[str], passing: Sequence[frozenset[str]]) -> tuple[frozenset[str], int]:
@@ -42,7 +42,7 @@ def _telling(shared: Sequence[str], passing: Sequence[frozenset[str]]) -> tuple[
         counted = (
             (facts, sum(facts <= each for each in passing)) for facts in map(frozenset, combinations(shared, count))
         )
-        return min(counted, key=lambda each: each[1])
+        return min(counted, key=lambda each: each[1], default=(frozenset(), len(passing)))
 
     one, two = fewest(1), fewest(2)
     return two if 2 * two[1] + 2 <= one[1] else one
