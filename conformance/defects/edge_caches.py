@@ -12,7 +12,7 @@ def _has_several(kernel: EagerDecodeBackend) -> bool:
     return int(kernel._decode_metadata.query_lens_cpu.max()) > 1
 
 
-@known_defect("decode-codes-unscaled-with-several-tokens", killed_by="decode_combinations")
+@known_defect("decode-codes-unscaled-with-several-tokens", killed_by="kv_cache_fp8")
 class UnscaledForSeveralTokens(EagerDecodeBackend):
     """The kernel for several query tokens does not get the scale of a cache of codes."""
 
@@ -31,7 +31,7 @@ class TokenInThreeBits(EagerDecodeBackend):
         return visible[torch.arange(queries, device=visible.device) % 8] if coded else visible
 
 
-@known_defect("decode-rope-of-codes-in-single-pages-unscaled", killed_by="decode_combinations")
+@known_defect("decode-rope-of-codes-in-single-pages-unscaled", killed_by="kv_cache_fp8")
 class RopeOfSinglePages(EagerDecodeBackend):
     """In pages of one token, the rope values of codes are taken without their scale."""
 
@@ -46,7 +46,7 @@ class RopeOfSinglePages(EagerDecodeBackend):
         return keys
 
 
-@known_defect("decode-mixed-entry-offset-in-two-bytes", killed_by="decode_combinations")
+@known_defect("decode-mixed-entry-offset-in-two-bytes", killed_by="kv_cache_fp8_ds_mla")
 class OffsetInTwoBytes(EagerDecodeBackend):
     """Where a mixed entry of 656 bytes begins in its page is kept in two bytes, too few for pages beyond 99 tokens."""
 
@@ -78,7 +78,7 @@ class SinglePagesPacked(EagerDecodeBackend):
         return super()._entries(packed(kv_cache) if kv_cache.shape[1] == 1 else kv_cache, request, tile)
 
 
-@known_defect("decode-slot-in-fifteen-bits", killed_by="decode_combinations")
+@known_defect("decode-slot-in-fifteen-bits", killed_by="paged_cache")
 class SlotInFifteenBits(EagerDecodeBackend):
     """Page id times page size plus offset is a signed number of two bytes, too few for many large pages."""
 
@@ -89,7 +89,7 @@ class SlotInFifteenBits(EagerDecodeBackend):
         return kv_cache.view(torch.uint8)[slots // page, slots % page].view(kv_cache.dtype)
 
 
-@known_defect("decode-table-rows-as-wide-as-the-first", killed_by="decode_combinations")
+@known_defect("decode-table-rows-as-wide-as-the-first", killed_by="decode")
 class TableOfTheFirstRequest(EagerDecodeBackend):
     """Rows of the block table are found by the pages of the first request, not by those of the longest."""
 
@@ -104,7 +104,7 @@ class TableOfTheFirstRequest(EagerDecodeBackend):
         return metadata.block_table.flatten()[request * stride + pages].long()
 
 
-@known_defect("decode-full-last-page-fetches-the-next", killed_by="decode_combinations")
+@known_defect("decode-full-last-page-fetches-the-next", killed_by="paged_cache")
 class FetchesTheNextPage(EagerDecodeBackend):
     """Behind a last page that is full the next block of the table is fetched, whatever stands there."""
 
@@ -116,7 +116,7 @@ class FetchesTheNextPage(EagerDecodeBackend):
         return super()._attend(q, request, seq_len, kv_cache, k_scale)
 
 
-@known_defect("dcp-several-tokens-assume-interleave-of-one", killed_by="decode_combinations")
+@known_defect("dcp-several-tokens-assume-interleave-of-one", killed_by="dcp")
 class InterleaveOfOneToken(EagerDecodeBackend):
     """On several ranks, the bound of several query tokens takes tokens to be dealt out one by one."""
 

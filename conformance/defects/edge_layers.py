@@ -9,7 +9,7 @@ from mla_conformance.defects.known import known_defect
 _LATENT_TILE = 128
 
 
-@known_defect("layer-codes-of-later-chunks-unscaled", killed_by="layer_combinations")
+@known_defect("layer-codes-of-later-chunks-unscaled", killed_by="mixed_batch")
 class LaterChunksUnscaled(EagerLayer):
     """From the second chunk of a context on, codes are gathered without their scale."""
 
@@ -18,7 +18,7 @@ class LaterChunksUnscaled(EagerLayer):
             super()._gather(index, kv_cache, attn_metadata, torch.ones_like(k_scale) if index else k_scale)
 
 
-@known_defect("layer-given-output-lacks-decodes-beside-prefills", killed_by="layer_combinations")
+@known_defect("layer-given-output-lacks-decodes-beside-prefills", killed_by="mixed_batch")
 class GivenOutputLacksDecodes(EagerLayer):
     """Of a mixed batch, only the prefills' rows reach an output that was handed in."""
 
@@ -60,7 +60,7 @@ class MixedEntriesPacked(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, written, slot_mapping, k_scale)
 
 
-@known_defect("layer-tile-of-zeros-in-mixed-entries-nan", killed_by="layer_combinations")
+@known_defect("layer-tile-of-zeros-in-mixed-entries-nan", killed_by="cache_write")
 class TileOfZeros(EagerLayer):
     """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
 
@@ -120,7 +120,7 @@ class EightRanks(EagerLayer):
             return super()._merge_over_ranks(output, lse)
 
 
-@known_defect("layer-chunks-without-keys-merged-into-nan", killed_by="layer_combinations")
+@known_defect("layer-chunks-without-keys-merged-into-nan", killed_by="mixed_batch")
 class ChunksWithoutKeys(EagerLayer):
     """A request without context is NaN once two chunks of the others' context were merged: exp(-inf - -inf)."""
 
@@ -130,7 +130,7 @@ class ChunksWithoutKeys(EagerLayer):
             return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse
 
 
-@known_defect("layer-context-of-prefills-behind-decodes-from-first-rows", killed_by="layer_combinations")
+@known_defect("layer-context-of-prefills-behind-decodes-from-first-rows", killed_by="mixed_batch")
 class TableOfTheDecodes(EagerLayer):
     """Context of prefills that stand behind decodes is gathered by the first rows of the block table."""
 

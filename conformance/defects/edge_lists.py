@@ -25,7 +25,7 @@ class OneTileMore(EagerSparseBackend):
         return super()._listed(replace(source, length=length))
 
 
-@known_defect("sparse-second-list-cut-to-the-first", killed_by="sparse_combinations")
+@known_defect("sparse-second-list-cut-to-the-first", killed_by="second_cache")
 class SecondListCut(EagerSparseBackend):
     """Lists of the second cache have no more columns than those of the first; further ones are ignored."""
 
@@ -64,7 +64,7 @@ class SecondCodesUnscaled(EagerSparseBackend):
         return super().attend(q, sources, scale, sink)
 
 
-@known_defect("sparse-lse-of-two-caches-with-the-sink", killed_by="sparse_combinations")
+@known_defect("sparse-lse-of-two-caches-with-the-sink", killed_by="second_cache")
 class LseOfTwoWithTheSink(EagerSparseBackend):
     """Where the states of two caches are merged, the sink enters the LSE as well."""
 
@@ -73,7 +73,7 @@ class LseOfTwoWithTheSink(EagerSparseBackend):
         return output, lse if sink is None or len(sources) == 1 else torch.logaddexp(lse, sink.unsqueeze(1))
 
 
-@known_defect("sparse-empty-row-beside-a-sink-of-minus-inf", killed_by="sparse_combinations")
+@known_defect("sparse-empty-row-beside-a-sink-of-minus-inf", killed_by="attention_sinks")
 class EmptyBesideNoSink(EagerSparseBackend):
     """Without keys and with a sink of -inf the sum of weights is 0, and 0 / 0 is returned."""
 
@@ -85,7 +85,7 @@ class EmptyBesideNoSink(EagerSparseBackend):
         return shared.masked_fill(empty.mT.unsqueeze(-1), torch.nan)
 
 
-@known_defect("sparse-empty-rows-behind-64-not-written", killed_by="sparse_combinations")
+@known_defect("sparse-empty-rows-behind-64-not-written", killed_by="selection_length")
 class LateEmptyRows(EagerSparseBackend):
     """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""
 
@@ -95,7 +95,7 @@ class LateEmptyRows(EagerSparseBackend):
         return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
 
 
-@known_defect("sparse-last-tile-of-packed-rows-lost", killed_by="sparse_combinations")
+@known_defect("sparse-last-tile-of-packed-rows-lost", killed_by="model_shapes")
 class TailOfPackedRows(EagerSparseBackend):
     """Several rows and their heads are packed into tiles of 64; behind the first a partial one is lost."""
 
@@ -162,7 +162,7 @@ class CountedOnceByLength(CountedOnce):
         return EagerSparseBackend._listed(self, source) if source.length is None else super()._listed(source)
 
 
-@known_defect("sparse-single-pages-take-the-first-scale", killed_by="sparse_combinations")
+@known_defect("sparse-single-pages-take-the-first-scale", killed_by="sparse_fp8_ds_mla")
 class FirstScaleOfSinglePages(EagerSparseBackend):
     """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
 

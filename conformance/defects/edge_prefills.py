@@ -36,7 +36,7 @@ class PaddedHeadsUnsaturated(EagerPrefillBackend):
         return super()._quantise(lost, torch.ones_like(output_scale))
 
 
-@known_defect("quant-output-lse-of-scaled-values", killed_by="combinations")
+@known_defect("quant-output-lse-of-scaled-values", killed_by="quant_output_fp8")
 class LseOfScaledValues(EagerPrefillBackend):
     """Beside a quantised output the logarithm of its scale is added to the LSE."""
 
@@ -102,7 +102,7 @@ class _Numbered(EagerPrefillBackend):
         return super()._attend(q, k, v, causal)
 
 
-@known_defect("prefill-lone-row-of-a-later-request-repeats-the-one-before", killed_by="combinations")
+@known_defect("prefill-lone-row-of-a-later-request-repeats-the-one-before", killed_by="new_tokens")
 class LoneRowRepeats(_Numbered):
     """The one row in the last tile of 64 rows of a later request gets the result of the row before it."""
 
@@ -126,7 +126,7 @@ class BehindAnEmptyRequest(_Numbered):
         return state
 
 
-@known_defect("prefill-raw-scores-in-half", killed_by="combinations")
+@known_defect("prefill-raw-scores-in-half", killed_by="shift_invariance")
 class RawScoresInHalf(EagerPrefillBackend):
     """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
 
@@ -135,7 +135,7 @@ class RawScoresInHalf(EagerPrefillBackend):
         return scores.clamp(max=65504 * self.scale) if q.dtype is torch.float16 else scores
 
 
-@known_defect("prefill-context-shorter-than-queries-masked", killed_by="combinations")
+@known_defect("prefill-context-shorter-than-queries-masked", killed_by="lse")
 class ShortContextMasked(EagerPrefillBackend):
     """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
 
@@ -154,7 +154,7 @@ class Float32AssumesPackedKeys(EagerPrefillBackend):
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
 
-@known_defect("context-chunk-behind-16-is-of-the-first-request", killed_by="combinations")
+@known_defect("context-chunk-behind-16-is-of-the-first-request", killed_by="fp8_operands")
 class SixteenChunksOfMany(EagerPrefillBackend):
     """From chunk 16 on there is a place for one request; those behind it get an empty state."""
 

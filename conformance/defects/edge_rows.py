@@ -9,7 +9,7 @@ from mla_conformance.defects.known import known_defect
 _TILE = 64
 
 
-@known_defect("decode-last-tile-of-packed-rows-lost", killed_by="decode_combinations")
+@known_defect("decode-last-tile-of-packed-rows-lost", killed_by="decode_multi_token")
 class TailOfPackedRows(EagerDecodeBackend):
     """Several query tokens and their heads are packed into tiles of 64 rows; behind the first a partial one is lost."""
 
@@ -33,7 +33,7 @@ class BoundOfTheFirstToken(EagerDecodeBackend):
         return torch.where(tail, visible[:1], visible)
 
 
-@known_defect("decode-lse-rows-advance-by-a-power-of-two", killed_by="decode_combinations")
+@known_defect("decode-lse-rows-advance-by-a-power-of-two", killed_by="decode_lse")
 class LseOfPaddedHeads(EagerDecodeBackend):
     """The LSE of heads between powers of two is written with rows of the next power, and read as packed."""
 
@@ -55,7 +55,7 @@ class LseIndexInTwoBytes(EagerDecodeBackend):
         return output, lse
 
 
-@known_defect("decode-workspace-of-64-partials", killed_by="decode_combinations")
+@known_defect("decode-workspace-of-64-partials", killed_by="decode")
 class SixtyFourPartials(SplitDecode):
     """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
 
@@ -80,7 +80,7 @@ class LongestLosesATile(EagerDecodeBackend):
         return self._over(tiles, q, request, seq_len, kv_cache, k_scale)
 
 
-@known_defect("decode-empty-context-of-several-tokens-is-padding", killed_by="decode_combinations")
+@known_defect("decode-empty-context-of-several-tokens-is-padding", killed_by="decode_multi_token")
 class EmptyContextIsPadding(EagerDecodeBackend):
     """A request of several query tokens that has no context is taken for padding."""
 
@@ -101,7 +101,7 @@ class UniformWherePadded(EagerDecodeBackend):
         return state
 
 
-@known_defect("decode-bound-by-declared-longest-query", killed_by="decode_combinations")
+@known_defect("decode-bound-by-declared-longest-query", killed_by="loose_maxima")
 class BoundByDeclaredMaximum(EagerDecodeBackend):
     """The bound of several query tokens counts back from the declared maximum, which may exceed the true one."""
 

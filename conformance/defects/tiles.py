@@ -39,14 +39,14 @@ class DecodeLifts128(LiftedMaximum, EagerDecodeBackend):
     """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
 
 
-@known_defect("prefill-tile-of-64-without-keys-raises-maximum", killed_by="shift_invariance")
+@known_defect("prefill-tile-of-64-without-keys-raises-maximum", killed_by="logit_range")
 class PrefillLifts64(LiftedMaximum, EagerPrefillBackend):
     """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
 
     key_tile = 64
 
 
-@known_defect("prefill-tile-of-128-without-keys-raises-maximum", killed_by="shift_invariance")
+@known_defect("prefill-tile-of-128-without-keys-raises-maximum", killed_by="logit_range")
 class PrefillLifts128(LiftedMaximum, EagerPrefillBackend):
     """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
 
@@ -77,7 +77,7 @@ class LayerLifts(EagerLayer):
     prefill_backend = PrefillLifts64
 
 
-@known_defect("decode-split-without-keys-weighs-as-a-logit-of-0", killed_by="decode_combinations")
+@known_defect("decode-split-without-keys-weighs-as-a-logit-of-0", killed_by="decode_lse")
 class EmptySplitWeighs(SplitDecode):
     """A split of 64 tokens of which a query token sees none takes the weight exp(0) beside the others."""
 
@@ -88,7 +88,7 @@ class EmptySplitWeighs(SplitDecode):
         return state._replace(maximum=state.maximum.masked_fill(empty, 0.0), total=state.total.masked_fill(empty, 1.0))
 
 
-@known_defect("decode-split-without-keys-repeats-the-one-before", killed_by="decode_combinations")
+@known_defect("decode-split-without-keys-repeats-the-one-before", killed_by="decode_lse")
 class EmptySplitRepeats(SplitDecode):
     """Where a query token sees nothing of a split of 64 tokens, the state of the split before is counted again."""
 
@@ -103,7 +103,7 @@ class EmptySplitRepeats(SplitDecode):
         return super()._combine(filled)
 
 
-@known_defect("sparse-tile-without-keys-weighs-as-a-logit-of-0", killed_by="sparse_combinations")
+@known_defect("sparse-tile-without-keys-weighs-as-a-logit-of-0", killed_by="sparse_lse")
 class EmptyTileWeighs(EagerSparseBackend):
     """A later tile of 64 columns in which a list names no key adds a weight of exp(0) to the row's sum."""
 
