@@ -20,7 +20,8 @@ _DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
 _ROLES = ("batches", "plans", "replays", "shapes")
 _SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
-FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE)
+_EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
+FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_EDGES)
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend
@@ -59,7 +60,8 @@ class KnownDefect:
         id: its id, of a reported one that in the catalogue of reported bugs.
         kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
-        related: capabilities that may fail before that one, because the bug is theirs too.
+        related: capabilities that may fail before that one, because the bug is theirs too; any may before one of
+            combinations.
     """
 
     id: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
+from mla_conformance.defects.tiles import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
 
@@ -208,6 +209,25 @@ class RotatedHeads(OnlineSoftmax):
     def _finish(self, state):
         output, lse = super()._finish(state)
         return output.roll(1, 1), lse.roll(1, 0)
+
+
+_LIFTED = (
+    "decode-tile-of-32-without-keys-raises-maximum",
+    "decode-tile-of-64-without-keys-raises-maximum",
+    "decode-tile-of-128-without-keys-raises-maximum",
+    "prefill-tile-of-64-without-keys-raises-maximum",
+    "prefill-tile-of-128-without-keys-raises-maximum",
+    "sparse-tile-of-32-without-keys-raises-maximum",
+    "sparse-tile-of-64-without-keys-raises-maximum",
+    "sparse-tile-of-128-without-keys-raises-maximum",
+    "layer-tile-without-keys-raises-maximum",
+)
+
+
+# One sentence for tiles of any size, since a case seldom tells them apart.
+for _size in (16, 32, 64, 128):
+    _named = {"__doc__": LiftedMaximum.__doc__, "__module__": __name__, "key_tile": _size}
+    suspect("tiles", *_LIFTED)(type(f"LiftedByTilesOf{_size}", (LiftedMaximum,), _named))
 
 
 @suspect("precision")

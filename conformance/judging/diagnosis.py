@@ -42,7 +42,12 @@ class Position:
 
     def __str__(self) -> str:
         column = "" if self.column is None else f", column {self.column}"
-        return f"request {self.request}, query {self.position}, head {self.head}{column}"
+        return f"{self.row_name}, head {self.head}{column}"
+
+    @property
+    def row_name(self) -> str:
+        """The row alone."""
+        return f"request {self.request}, query {self.position}"
 
     def to_json(self) -> dict[str, int]:
         """Plain data, without what is not known."""
@@ -51,7 +56,7 @@ class Position:
 
 
 def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
-    """How far an error reaches: ``wrong`` is a mask [T], [T, N] or [T, N, V] with at least one place."""
+    """How far an error reaches, and where first: ``wrong`` is a mask [T], [T, N] or [T, N, V] with a place at least."""
     affected = wrong.view(len(wrong), -1).any(dim=1)
     requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
     counts = [(requests, len(rows.start_loc) - 1, "requests"), (int(affected.sum()), len(affected), "rows")]
@@ -59,7 +64,16 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
         if dim < wrong.dim():
             affected = wrong.movedim(dim, 0).flatten(1).any(dim=1)
             counts.append((int(affected.sum()), len(affected), name))
-    return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
+    reach = ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
+    return f"wrong in {reach}, first at {_first(rows, wrong)}"
+
+
+def _first(rows: JudgedRows, wrong: torch.Tensor) -> str:
+    """The first place of a mask as :func:`extent` takes it, without its column."""
+    row = int(wrong.flatten(1).any(dim=1).int().argmax()) if wrong.dim() > 1 else int(wrong.int().argmax())
+    if wrong.dim() == 1:
+        return Position.of(rows, [row, 0]).row_name
+    return str(Position.of(rows, [row, int(wrong[row].view(wrong.shape[1], -1).any(dim=1).int().argmax())]))
 
 
 def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:

@@ -125,12 +125,17 @@ class AttentionJudge(Steps):
 
     def _values(self, part: _Part) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        budget, allowed = self._budget(part), self._allowed(part)
+        budget = self._budget(part)
         yield self._mask(part, ~budget.visible)
         if part.lse is not None:
             yield self._lse(part, budget)
-        fp8 = self.problem.output_scale is not None
-        yield self._codes(part, budget) if fp8 else self._output(part, budget, allowed)
+        if wrong := self._stored(part, budget):
+            yield wrong if part.lse is None else _beside(wrong, "the LSE is right")
+
+    def _stored(self, part: _Part, budget: Budget) -> Verdict | None:
+        """The output, or its codes."""
+        coded = self.problem.output_scale is not None
+        return self._codes(part, budget) if coded else self._output(part, budget, self._allowed(part))
 
     def _budget(self, part: _Part) -> Budget:
         allowed = self._allowed(part)
@@ -188,7 +193,8 @@ class AttentionJudge(Steps):
         detail += extent(self.rows, share.mT > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
         finding = explain_lse(part.lse.double(), part.golden.lse) if part.keys > 1 else ""
-        return replace(verdict, finding=finding)
+        output = "wrong as well" if self._stored(part, budget) else "right"
+        return _beside(replace(verdict, finding=finding), f"the output is {output}")
 
     def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
@@ -243,7 +249,7 @@ class AttentionJudge(Steps):
         return failed(
             Check.OUTPUT,
             f"{part.name}: e4m3 code of {got:.5g} at {place}, expected that of {part.golden.output[index].item():.5g}: "
-            f"{int(outside[index])} codes outside the allowed interval",
+            f"{int(outside[index])} codes outside the allowed interval, {extent(self.rows, outside > 0)}",
             place.to_json(),
             self.used,
         )
@@ -254,6 +260,12 @@ class AttentionJudge(Steps):
         golden, scale = part.golden.output, float(self.problem.output_scale)
         ends = (golden - budget.element, golden, golden + budget.element)
         return tuple(e4m3_ordinal(quantize_e4m3(value, scale)).double() for value in ends)
+
+
+def _beside(verdict: Verdict, said: str) -> Verdict:
+    """The verdict with what became of the other half of the same result."""
+    clause = f" (SPEC {verdict.clause})"
+    return replace(verdict, message=f"{verdict.message.removesuffix(clause)}; {said}{clause}")
 
 
 def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

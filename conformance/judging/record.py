@@ -28,6 +28,9 @@ Confirmed = Literal["", "alone", "after", "unrepeated"]
 
 UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
+UNCOMPARED: Final = "not compared with every known defect, which would take too long"
+"""The explanation of a failure for which time ran out."""
+_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED)
 _SHOWN_CASES = 3
 
 
@@ -143,7 +146,7 @@ class Record(Said, frozen=True):
     @property
     def is_explained(self) -> bool:
         """Whether it fails as a wrong kernel does that is known."""
-        return self.explanation not in ("", UNLIKE)
+        return self.explanation not in _EXPLAIN_NOTHING
 
     @property
     def looks_like(self) -> str:
@@ -153,7 +156,7 @@ class Record(Said, frozen=True):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What every view says of a failure below its message: what it looks like, and what confirming it found."""
-        looks_like = self.looks_like if self.looks_like in ("", UNLIKE) else f"looks like: {self.looks_like}"
+        looks_like = self.looks_like if self.looks_like in _EXPLAIN_NOTHING else f"looks like: {self.looks_like}"
         return tuple(filter(None, (looks_like, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":

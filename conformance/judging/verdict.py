@@ -50,7 +50,9 @@ class Check(StrEnum):
 
 
 ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)
-"""The checks that a wrong number fails."""
+"""The checks that a wrong number of attention fails."""
+COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE)
+"""The checks whose failures are compared with known defects."""
 CLAUSES = {
     Check.CALL: "3.8",
     Check.SHAPE: "3.1",

@@ -9,8 +9,9 @@ from itertools import chain
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.circumstances import circumstances
 from mla_conformance.report.terminal import MESSAGE
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
@@ -27,6 +28,7 @@ class Cause:
     Attributes:
         sentence: what is wrong; the text of an exception where one was raised.
         failures: at least one.
+        only: the kind of cases that fail of it, where that tells them from most that pass.
         kind: "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside
             such a one, and may come of it; "seen" otherwise, and for what was raised.
     """
@@ -34,6 +36,7 @@ class Cause:
     sentence: str
     failures: tuple[Record, ...]
     kind: CauseKind = "seen"
+    only: str = ""
 
     @cached_property
     def example(self) -> Record:
@@ -84,13 +87,13 @@ def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
     return groups
 
 
-def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
+def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     likely = _likely(said)
     found = [
-        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely))
+        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely), circumstances(group, records))
         for sentence, group in said.items()
     ]
     return tuple(sorted(found, key=lambda cause: (cause.kind != "likely", -len(cause.failures))))
@@ -130,10 +133,12 @@ def _sentence(group: Sequence[Record]) -> str:
 
 
 def _compared(group: Sequence[Record]) -> str:
-    """How many were compared with everything that is known, if that was in vain."""
+    """How many were compared with everything that is known, if that was in vain, or that time ran out."""
     unlike = sum(record.explanation == UNLIKE for record in group)
-    if not unlike or any(record.is_explained for record in group):
+    if any(record.is_explained for record in group):
         return ""
+    if not unlike:
+        return f"; {UNCOMPARED}" if any(record.explanation == UNCOMPARED for record in group) else ""
     return f", {UNLIKE}" if unlike == len(group) else f"; compared in {unlike} of {len(group)} cases, {UNLIKE}"
 
 

@@ -71,8 +71,10 @@ def _causes(backend: BackendSummary) -> Iterator[str]:
 
 
 def _example(cause: Cause) -> Iterator[str]:
-    """The simplest case, with what was seen, and what confirming it found."""
+    """The kind of cases, the simplest one with what was seen, and what confirming it found."""
     example = cause.example
+    if cause.only:
+        yield cause.only
     yield f"{example.case}: {example.message}"
     if example.confirmed:
         yield example.confirmed

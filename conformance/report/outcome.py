@@ -217,7 +217,7 @@ def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    details = ["" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
+    details = [cause.only, "" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
     yield from wrapped(head, width, further=_INDENT)
     for detail in details:
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)

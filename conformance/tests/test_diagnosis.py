@@ -1,6 +1,7 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -21,9 +23,9 @@ from mla_conformance.diagnosis.suspects_of_roles import LeakedKey
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import UNLIKE, Record
-from mla_conformance.judging.verdict import ARITHMETIC, Check
-from mla_conformance.report.causes import symptom
+from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.verdict import COMPARED, Check
+from mla_conformance.report.causes import causes, symptom
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -54,9 +56,14 @@ CASES = (
     "selection_padding:call=sparse_decode;dims=small;heads=3;q=[3,1,6];kv=[130,40,300];topk=100;fill=ragged;"
     "holes=scattered;space=position",
     "attention_sinks:call=sparse_prefill;dims=small;heads=3;q=[2,3];kv=[300,9];topk=40;sink=drawn",
+    "indexer_logits:call=index_logits;heads=4;q=[2,1];kv=[70,9];page=128",
+    "indexer_topk:call=index_topk;heads=4;q=[3,2];kv=[70,90];topk=16",
 )
 """Small cases on which most known defects fail."""
 FURTHER_CASES = (
+    "shift_invariance:dims=small;heads=2;q=[129];data=negative",
+    "decode_multi_token:call=decode;dims=small;heads=2;q=[2];kv=[127];data=negative",
+    "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=192;data=negative",
     "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
     "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
 )
@@ -88,7 +95,7 @@ def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", CASES)
 def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> None:
     everyone = candidates(Case.parse(text).role)
-    failing = [each for each in everyone if tried(each.reference, text)[1].check in ARITHMETIC]
+    failing = [each for each in everyone if tried(each.reference, text)[1].check in COMPARED]
     assert failing
     for candidate in failing:
         found = [each for each in everyone if alike(candidate, each, text) >= ALIKE]
@@ -249,9 +256,51 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_without_time_for_every_candidate_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
+    assert explain(trial, record.with_fields(seconds=1e3)) == UNCOMPARED
     monkeypatch.setattr("mla_conformance.diagnosis.explain._PATIENCE", -1.0)
-    assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == ""
+    assert explain(trial, record) == UNCOMPARED and explain(trial, record, reported=["It is wrong"]) == ""
+    uncompared = record.with_fields(explanation=UNCOMPARED)
+    assert not uncompared.is_explained and uncompared.remarks == (UNCOMPARED,)
+    (cause,) = causes([uncompared])
+    assert cause.sentence == f"the LSE is wrong; {UNCOMPARED}"
+
+
+@pytest.mark.usefixtures("judged_once")
+def test_patience_counts_what_the_process_computes_not_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", count(0, 60).__next__)
+    assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == UNLIKE
+
+
+@pytest.mark.usefixtures("judged_once")
+@pytest.mark.parametrize(
+    ("id", "case"),
+    [
+        ("indexer-relu-dropped", "indexer_logits:call=index_logits;heads=4;q=[2,1];kv=[70,9]"),
+        ("indexer-token-twice", "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[70,9];topk=5"),
+        ("indexer-weights-of-another-head", "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[70,90];topk=16"),
+    ],
+)
+def test_scores_and_selections_are_compared_as_well(id: str, case: str) -> None:
+    trial, record = tried(known_defects()[id].reference, case)
+    assert record.failed and explain(trial, record) == Candidate.of(known_defects()[id]).reported
+    trial, record = tried(located(NegatedScores), case)
+    assert record.failed and explain(trial, record) == UNLIKE
+
+
+def test_a_tile_without_keys_is_told_whatever_its_size() -> None:
+    case = "decode_multi_token:call=decode;dims=small;heads=2;q=[2,2];kv=[63,31];data=negative"
+    for size in (32, 64):
+        trial, record = tried(known_defects()[f"decode-tile-of-{size}-without-keys-raises-maximum"].reference, case)
+        assert "A tile without a visible key raises the running maximum to 0" in explain(trial, record)
+
+
+class NegatedScores(EagerIndexerBackend):
+    """Scores have the wrong sign."""
+
+    def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return -super()._scores(q, weights, keys)
 
 
 NUMBERS = torch.linspace(1, 2, 100, dtype=torch.float64)
@@ -313,12 +362,25 @@ def test_a_failing_run_prints_what_it_looks_like(tmp_path: Path, capsys: pytest.
     assert new in " ".join(printed.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("Base2Lse", "the output is right"), ("Zeros", "the LSE is right"), ("ScaleLeftOut", "as well")]
+)
+def test_a_failure_says_what_became_of_the_other_half(name: str, said: str) -> None:
+    candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
+    assert f"{said} (SPEC " in tried(candidate.reference, SUSPECT_CASES[0])[1].message
+    _, record = tried(candidate.reference, f"{SUSPECT_CASES[0]};lse=0")
+    assert all(half not in record.message for half in ("the LSE is right", "the output is"))
+
+
 def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
     rows = JudgedRows((0, 4, 4, 9))
     wrong = torch.zeros(9, 3, 16, dtype=torch.bool)
     wrong[5:7, 1, 3:6] = True
-    assert extent(rows, wrong) == "wrong in 1 of 3 requests, 2 of 9 rows, 1 of 3 heads, 3 of 16 columns"
-    assert extent(rows, wrong[..., 0] | True) == "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads"
+    first = "first at request 2, query 1, head 1"
+    assert extent(rows, wrong) == f"wrong in 1 of 3 requests, 2 of 9 rows, 1 of 3 heads, 3 of 16 columns, {first}"
+    every = "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads, first at request 0, query 0, head 0"
+    assert extent(rows, wrong[..., 0] | True) == every
+    assert extent(rows, wrong[:, 1, 3]) == "wrong in 1 of 3 requests, 2 of 9 rows, first at request 2, query 1"
 
 
 class HalvesItsQueries(EagerPrefillBackend):

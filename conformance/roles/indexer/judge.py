@@ -21,7 +21,7 @@ from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.roles.indexer.call import IndexerCall
-from mla_conformance.roles.indexer.selected_tokens import positions_of, wrong_tokens
+from mla_conformance.roles.indexer.selected_tokens import positions_of, selected, wrong_tokens
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,14 @@ class IndexJudge(Steps):
         self.allowed = roundoffs(problem.output_dtype, declared, numbers, dequantised=codes)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
-        """Nothing: no mistakes are emulated to compare with."""
-        return iter(())
+        """Visible scores, or how often each token was selected; of an observation whose form is right."""
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                yield selected(positions_of(call, self.rows, got.long()), golden, budget)
+            else:
+                seen = golden.visible
+                got = got[:, : seen.shape[1]].double()
+                yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
 
     def _expected_form(self, returned: Returned) -> Form:
         """Scores, or numbers of tokens."""
@@ -74,13 +80,19 @@ class IndexJudge(Steps):
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
         """Scores, or which tokens were selected."""
-        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
-            call, rows = _call(returned), self.rows.pick(returned.value)
-            budget = golden.budget(self.allowed) * self.numbers.element_limit
+        for call, got, golden, budget in self._called(observation):
             if call.selects:
-                yield from self._selection(call, rows.long(), golden, budget)
+                yield from self._selection(call, got.long(), golden, budget)
             else:
-                yield self._scores(call.name, rows[:, : golden.scores.shape[1]].double(), golden, budget)
+                yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+
+    def _called(
+        self, observation: Observation
+    ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
+        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            budget = golden.budget(self.allowed) * self.numbers.element_limit
+            yield _call(returned), self.rows.pick(returned.value), golden, budget
 
     def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
         """Every score below a row's bound against its budget."""
@@ -139,8 +151,7 @@ class IndexJudge(Steps):
         return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
 
     def _at(self, row: int) -> str:
-        place = Position.of(self.rows, [row, 0])
-        return f"request {place.request}, query {place.position}"
+        return Position.of(self.rows, [row, 0]).row_name
 
 
 def _call(returned: Returned) -> IndexerCall:

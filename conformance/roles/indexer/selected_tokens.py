@@ -6,6 +6,8 @@ import torch
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.reference.index_scores import IndexScores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.indexer.call import IndexerCall
 
@@ -54,6 +56,27 @@ def wrong_tokens(
         lambda row: f"{int(got[row])} tokens are selected, expected {int(want[row])} of {int(bounds[row])}",
         got != want,
     )
+
+
+def selected(positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Measured:
+    """How often each row selected each token [n, W], then anything else; expected are the best by their golden scores.
+
+    Args:
+        positions: [n, K] what was selected.
+        golden: of the rows.
+        budget: [n, W] errors of the scores; what may change places with the last of the best may be selected or not.
+    """
+    width = golden.scores.shape[1]
+    counted = positions.where((positions >= 0) & (positions < width), width)
+    got = torch.zeros(len(positions), width + 1, dtype=torch.float64, device=positions.device)
+    got.scatter_add_(1, counted, torch.ones_like(counted, dtype=torch.float64))
+    best = golden.scores.topk(min(positions.shape[1], width), dim=1)
+    wanted = torch.zeros_like(got).scatter_(1, best.indices, best.values.isfinite().double())
+    wanted[:, width] = positions.shape[1] - wanted.sum(dim=1)
+    if not best.values.numel():
+        return Measured(got, wanted, torch.zeros_like(got))
+    near = (golden.scores - best.values[:, -1:]).abs() <= budget + budget.gather(1, best.indices[:, -1:])
+    return Measured(got, wanted, torch.nn.functional.pad(near.double(), (0, 1)))
 
 
 def _first(values: torch.Tensor, wrong: torch.Tensor, row: int) -> int:
