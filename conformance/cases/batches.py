@@ -3,7 +3,7 @@
 Lengths are total ones, new tokens included, since those are what tiles, pages and splits are filled with. No torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice, repeat
@@ -11,42 +11,42 @@ from itertools import cycle, islice, repeat
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.classes import SOME, Numbers, exactly
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Pick, Row, Rule, measured
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
 
 HEADS = Numbers(
     {
-    **exactly(16, 128, 1),
-    "odd": ((5,), range(3, 128, 2)),
-    **exactly(8, 64, 32, 24, 40, 48, 56, 80, 96, 112),
-    "even": ((20, 2, 4, 12), range(2, 128, 2)),
+        **exactly(16, 128, 1),
+        "odd": ((5,), range(3, 128, 2)),
+        **exactly(8, 64, 32, 24, 40, 48, 56, 80, 96, 112),
+        "even": ((20, 2, 4, 12), range(2, 128, 2)),
     }
 )
 REQUESTS = Numbers(
     {
-    "2 to 7": ((4,), range(2, 8)),
-    "1": ((1,),),
-    "8 to 63": ((12,), range(8, 64)),
-    "64 to 299": ((72,), range(64, 300)),
-    "300 to 1,000": (range(300, 1001),),
+        "2 to 7": ((4,), range(2, 8)),
+        "1": ((1,),),
+        "8 to 63": ((12,), range(8, 64)),
+        "64 to 299": ((72,), range(64, 300)),
+        "300 to 1,000": (range(300, 1001),),
     }
 )
 QUERIES = Numbers(
     {
-    **exactly(1, 2, 3, 4),
-    "5 to 8": (range(5, 9),),
-    "9 to 16": (range(9, 17),),
-    "17 to 4,096": ((40,), range(17, 4097)),
+        **exactly(1, 2, 3, 4),
+        "5 to 8": (range(5, 9),),
+        "9 to 16": (range(9, 17),),
+        "17 to 4,096": ((40,), range(17, 4097)),
     }
 )
 MIXED = "mixed"
 DECODE_QUERIES = ("1", "2", MIXED, "3", "4", "5 to 8", "9 to 16")
 LONGEST = Numbers(
     {
-    "65 to 256": (range(65, 257),),
-    "1 to 16": (range(1, 17),),
-    "17 to 64": (range(17, 65),),
-    "257 to 1,024": (range(257, 1025),),
-    **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 17)},
+        "65 to 256": (range(65, 257),),
+        "1 to 16": (range(1, 17),),
+        "17 to 64": (range(17, 65),),
+        "257 to 1,024": (range(257, 1025),),
+        **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 17)},
     }
 )
 TILES = (128, 64, 16)
@@ -136,7 +136,6 @@ def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     )
 
 
-
 @cache
 def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Sequence[int]:
     """The first few of these lengths that leave so much of a tile and of a page."""
@@ -154,8 +153,12 @@ def lengths(longest: str, tile: str, least: int, page: int = 1, last: str = "ful
 @cache
 def rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Lengths, int]]:
     """Query tokens, over and over, and heads of these classes."""
-    tokens: Sequence[Lengths] = MIXED_QUERIES if queries == MIXED else [(number,) for number in QUERIES.members(queries)]
-    found = ((q, number) for number in HEADS.members(heads) for q in tokens if _product_class(max(q) * number) == product)
+    tokens: Sequence[Lengths] = (
+        MIXED_QUERIES if queries == MIXED else [(number,) for number in QUERIES.members(queries)]
+    )
+    found = (
+        (q, number) for number in HEADS.members(heads) for q in tokens if _product_class(max(q) * number) == product
+    )
     return tuple(islice(found, SOME))
 
 

@@ -8,9 +8,9 @@ from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, R
 
 COLUMNS = Numbers(
     {
-    **exactly(128, 64, 512, 2048, 1024),
-    "other tiles of 64": ((192,), range(256, 2**17, 64)),
-    "no tiles of 64": ((100, 63, 65, 33), range(1, 2**17)),
+        **exactly(128, 64, 512, 2048, 1024),
+        "other tiles of 64": ((192,), range(256, 2**17, 64)),
+        "no tiles of 64": ((100, 63, 65, 33), range(1, 2**17)),
     }
 )
 _SCANNED = 128

@@ -91,9 +91,7 @@ class Pairs:
                 later &= later - 1
 
 
-def cover(
-    space: Space, missing: Pairs, accept: Callable[[Row], bool] = lambda row: True
-) -> tuple[list[Row], Pairs]:
+def cover(space: Space, missing: Pairs, accept: Callable[[Row], bool] = lambda row: True) -> tuple[list[Row], Pairs]:
     """Rows that hold all pairs that are missing and that an accepted row of the space holds; and the other pairs.
 
     Args:

@@ -32,16 +32,16 @@ def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:
 
 K_SCALES = Numbers(
     {
-    "usual": ((13_000,), range(5_000, 100_000)),
-    "small": ((777,), range(1, 5_000)),
-    "large": ((2_300_000,), range(100_000, 2**31)),
+        "usual": ((13_000,), range(5_000, 100_000)),
+        "small": ((777,), range(1, 5_000)),
+        "large": ((2_300_000,), range(100_000, 2**31)),
     }
 )
 SCALES = Numbers(
     {
-    "usual": ((159,), range(100, 200)),
-    "small": ((50,), range(1, 100)),
-    "large": ((237,), range(200, 2**31)),
+        "usual": ((159,), range(100, 200)),
+        "small": ((50,), range(1, 100)),
+        "large": ((237,), range(200, 2**31)),
     }
 )
 RANKS = Numbers({**exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16": ((16,), range(9, 17))})

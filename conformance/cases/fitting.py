@@ -32,7 +32,8 @@ class Region:
         """Of each dimension, the classes that some supported row has, in the order of the dimension."""
         found = {value for row in self.rows for value in held(row)}
         return {
-            each.name: [label for label in each.classes if (each.name, label) in found] for each in self.space.dimensions
+            each.name: [label for label in each.classes if (each.name, label) in found]
+            for each in self.space.dimensions
         }
 
     @property

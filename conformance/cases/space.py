@@ -80,7 +80,9 @@ def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension
     return plain(name, {str(value): {field: value} for value in found}, only)
 
 
-def measured(name: str, classes: Iterable[str], class_of: Callable[[Any], str | None], only: Only = ALWAYS) -> Dimension:
+def measured(
+    name: str, classes: Iterable[str], class_of: Callable[[Any], str | None], only: Only = ALWAYS
+) -> Dimension:
     """A dimension that the shape of the batch decides."""
     return Dimension(name, {label: {} for label in classes}, class_of, only)
 
@@ -149,7 +151,9 @@ class Space:
         Raises:
             CaseError: the space has a row that no case can be.
         """
-        fields = {name: value for each in self.dimensions for name, value in each.classes.get(row[each.name], {}).items()}
+        fields = {
+            name: value for each in self.dimensions for name, value in each.classes.get(row[each.name], {}).items()
+        }
         return Case.of(**{"capability": self.capability, **fields, **self.shape(row, pick), **(further or {})})
 
     def row_of(self, case: Case) -> Row:
@@ -205,7 +209,9 @@ class Space:
             names, found = list(wanted), list[str]()
             every = [each.name for each in self.dimensions]
             for name in chain(names, every):  # grows while it is gone through
-                names += [other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names]
+                names += [
+                    other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names
+                ]
             for name in dict.fromkeys((*names, *every)):
                 found += [other for other in self._depends(name) if other not in (*wanted, *found)]
             self._orders[wanted] = tuple(self._named[name] for name in found)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
@@ -17,7 +18,7 @@ from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
@@ -66,7 +67,7 @@ def _new(options: argparse.Namespace) -> RunRequest:
         options.tier or "full",
         options.device,
         cases,
-        options.explore or 0,
+        options.explore or NOTHING_DRAWN,
         options.salt or "",
         _is_apart(options),
     )
@@ -139,7 +140,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         options.tier or plan.tier,
         options.device or plan.device,
         plan.cases,
-        plan.explore if options.explore is None else options.explore,
+        Extent.of(plan.explore) if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import Plan
 from mla_conformance.engine.request import RequestError
@@ -78,13 +79,19 @@ def run_and_report(
 def _header(run: Run) -> str:
     """One line on where the run takes place, and of how many cases of what: of a tier or a model."""
     asked, environment = run.request, run.environment
-    drawn = f" and {asked.explore} drawn ones" if asked.explore else ""
-    what = [asked.of_what, counted(len(asked.judged_ids), "case") + drawn]
+    fitted = sum(len(facts.fitted) for facts in run.available)
+    cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn_words(asked.explore)]
+    what = [asked.of_what, " and ".join(filter(None, cases))]
     salted = [f"salt {environment['salt']}"] if "salt" in environment else []
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
     said = [*where, *what, *salted, "golden float64", environment.get("judge", ""), shard]
     return " · ".join(filter(None, said))
+
+
+def drawn_words(extent: Extent) -> str:
+    """What is drawn beside the list, in words."""
+    return f"what {extent} draw" if extent.seconds else f"{extent} drawn ones of each role" if extent else ""
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
@@ -114,7 +121,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.verdicts.values()
-    total = sum(run.request.expected.values()) * len(run.available)
+    total = sum(sum(run.request.expected(facts).values()) for facts in run.available)
     progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:
         if silent:  # a machine reads the report

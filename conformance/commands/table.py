@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mla_conformance.cases.extent import Extent
 from mla_conformance.commands.options import (
     Command,
     count,
@@ -48,7 +49,12 @@ COMMANDS = (
         "mla_conformance.commands.certify:certify",
         (
             *_SELECTION,
-            option("--explore", "N", "judge N drawn cases as well; one that fails is made small", type=number(0)),
+            option(
+                "--explore",
+                "N|TIME",
+                "judge N drawn cases of each role as well, or as many as 10m allow; what fails is made small",
+                type=Extent.of,
+            ),
             option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
             option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),
             path("--durations", "REPORT", "balance the shards by an earlier run"),

@@ -204,7 +204,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         backends: what tells that each backend, by reference, is still the same.
         capabilities: number and digest of each capability's cases.
         cases: ids of cases that were asked for one by one.
-        explore: further cases that are drawn for each backend.
+        explore: how much is drawn for each backend; 0 for nothing.
         shard: the part of the list that is judged.
         deployment: the model that the cases are of, if they are.
         salt: what inputs are drawn with beside their case.
@@ -220,7 +220,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     backends: dict[str, str]
     capabilities: dict[str, str]
     cases: tuple[str, ...]
-    explore: int
+    explore: str
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
@@ -236,10 +236,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             device_name=environment["device"],
             tier=request.tier.value,
-            backends={each.reference: each.fingerprint for each in facts},
+            backends={each.reference: f"{each.fingerprint}, region {each.region}" for each in facts},
             capabilities={name: _case_list(request, name) for name in request.capabilities},
             cases=tuple(case.id for case in request.cases),
-            explore=request.explore,
+            explore=str(request.explore),
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,

@@ -31,9 +31,15 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
-    """Import a backend and tell what it is."""
+    """Import a backend and tell what it is.
+
+    Attributes:
+        reference: the backend.
+        arrays: the capabilities to whose covering arrays further cases are fitted.
+    """
 
     reference: str
+    arrays: tuple[str, ...] = ()
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
@@ -74,7 +80,7 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
 
     reference: str
     draws: int
-    seconds: float
+    seconds: int
     capabilities: tuple[str, ...]
 
     @property

@@ -29,6 +29,7 @@ from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.verdict import Check, Status, failed
+from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -150,7 +151,7 @@ class Run:
         self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
 
     def _setup(self, device: str, memory: int | None = None) -> Setup:
-        return Setup(device, memory, self.request.salt, self.request.apart, self.request.explore > 0, self._began)
+        return Setup(device, memory, self.request.salt, self.request.apart, bool(self.request.explore), self._began)
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -193,7 +194,7 @@ class Run:
         """
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        for outcome in self.outcomes(Tasks([[Describe(reference)] for reference in names])):
+        for outcome in self.outcomes(Tasks([[Describe(reference, self.request.arrays)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
@@ -351,7 +352,7 @@ class Run:
 
     def _left(self) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
-        for group in self.request.tasks([each.reference for each in self.available], tuple(self.before)):
+        for group in self.request.tasks(self.available, tuple(self.before)):
             left = [task for task in group if task.record_key not in self.verdicts]
             if left:
                 yield left
@@ -444,10 +445,11 @@ class Run:
         backends = tuple(
             BackendSummary(
                 facts,
-                () if facts.reasons else summarise(groups[facts.name], self.request.expected),
+                () if facts.reasons else summarise(groups[facts.name], self.request.expected(facts)),
                 self._given_up.get(facts.reference, ""),
                 self._traced.get(facts.reference, NOTHING_TRACED),
                 self._heat_of(groups[facts.name]),
+                judged_pairs(groups[facts.name], facts.fitted) if self.request.arrays else {},
             )
             for facts in self.facts
         )
@@ -461,7 +463,8 @@ class Run:
 
     @cached_property
     def _positions(self) -> dict[str, int]:
-        return {case: index for index, case in enumerate(self.request.judged_ids)}
+        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
+        return {case: index for index, case in enumerate(cases)}
 
     def _position(self, record: Record) -> int:
         """Where a record's case stands in the list; drawn cases stand behind it."""

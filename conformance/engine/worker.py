@@ -70,9 +70,11 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
+from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
+from mla_conformance.vocabulary.arrays import SPACES, digest_of
 
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
@@ -156,7 +158,7 @@ class Worker:
 
     def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Describe):
-            return TaskReply(facts=self._described(task.reference))
+            return TaskReply(facts=self._described(task))
         if isinstance(task, Explore):
             return self._explored(task)
         if isinstance(task, Trace):
@@ -177,8 +179,8 @@ class Worker:
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _described(self, reference: str) -> BackendFacts:
-        subject = self._subject(reference)
+    def _described(self, task: Describe) -> BackendFacts:
+        subject = self._subject(task.reference)
         done = self._executor.query(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         if facts.reasons:
@@ -186,7 +188,9 @@ class Worker:
         declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
         if declared.error:
             return undescribed(subject, declared.error)
-        return replace(facts, declared={role.value: repr(each) for role, each in declared.value.items()})
+        fitted = tuple(case.id for name in task.arrays for case in region_of(subject, SPACES[name]).cases)
+        words = {role.value: repr(each) for role, each in declared.value.items()}
+        return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
 
     def _explored(self, task: Explore) -> TaskReply:
         subject = self._subject(task.reference)

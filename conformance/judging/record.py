@@ -218,6 +218,8 @@ class BackendFacts:
         deviations: (convention of its library, what the adapter does about it).
         rounding: the declared rounding classes by name.
         fingerprint: what tells that it is still the same: the digest of its file, or its versions.
+        fitted: ids of the cases that hold every pair of classes which it declares and no listed case holds.
+        region: digest of the spaces and of these cases.
         declared: all that it declares of each role, in words; it is the same in every process.
     """
 
@@ -229,4 +231,6 @@ class BackendFacts:
     deviations: tuple[tuple[str, str], ...] = ()
     rounding: dict[str, str] = dataclasses.field(default_factory=dict)
     fingerprint: str = ""
+    fitted: tuple[str, ...] = ()
+    region: str = ""
     declared: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -83,6 +83,14 @@ class DeviationForm(_Form, frozen=True, kw_only=True):
     adapter: str
 
 
+class PairsForm(_Form, frozen=True, kw_only=True):
+    """Pairs of classes of a role's space."""
+
+    claimed: Annotated[Number, Meta(description="Of what the backend declares.")]
+    judged: Number
+    not_judged: Annotated[tuple[str, ...], Meta(description="Those that were claimed and not judged.")]
+
+
 class BackendForm(_Form, frozen=True, kw_only=True):
     """One backend."""
 
@@ -97,6 +105,9 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
+    fitted: Annotated[_CaseList, Meta(description="Ids of the cases that were made for what it declares.")]
+    region: Annotated[str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")]
+    pairs: Annotated[dict[str, PairsForm], Meta(description="By role, of a tier that holds every pair of classes.")]
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]
     heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]

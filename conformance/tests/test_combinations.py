@@ -7,8 +7,8 @@ import torch
 
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space, cover, covered
-from mla_conformance.cli import main
 from mla_conformance.cases.work import operations_of
+from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.table import build_problem

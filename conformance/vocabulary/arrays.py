@@ -3,6 +3,7 @@
 They are kept, since finding them takes longer than judging some of them.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -27,6 +28,12 @@ def array_of(capability: str) -> tuple[Case, ...]:
     """The cases of a capability's covering array."""
     kept = json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text(encoding="utf-8"))
     return tuple(Case.parse(f"{capability}:{fields}") for fields in kept[capability])
+
+
+def digest_of(fitted: Sequence[str]) -> str:
+    """Twelve hexadecimal digits of the arrays, and of cases that were fitted beside them."""
+    text = "\n".join([*(case.id for capability in SPACES for case in array_of(capability)), *fitted])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:

@@ -143,8 +143,14 @@ CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _vocabular
 def counted(space: Space, tier: Tier) -> Iterator[Case]:
     """The listed cases of a role that are judged by one right call anywhere, as those of its array are."""
     for entry in CAPABILITIES.values():
-        if entry.procedure == CONFORMS and not (entry.needs_cuda or entry.is_array):
+        if counts(entry.name) and not entry.is_array:
             yield from (case for case in entry.select(tier) if case.role is space.role)
+
+
+def counts(capability: str) -> bool:
+    """Whether cases of a capability are judged by one right call anywhere."""
+    entry = find_capability(capability)
+    return entry.procedure == CONFORMS and not entry.needs_cuda
 
 
 def listed(space: Space) -> tuple[Case, ...]:

@@ -1,7 +1,17 @@
 """What varies in the cases of a decode backend. No torch."""
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import BATCH_RULES, DECODE_QUERIES, PAGE_RULES, SMALL_BATCHES, batch, batch_fields, lone_padding, pages, shapes_of
+from mla_conformance.cases.batches import (
+    BATCH_RULES,
+    DECODE_QUERIES,
+    PAGE_RULES,
+    SMALL_BATCHES,
+    batch,
+    batch_fields,
+    lone_padding,
+    pages,
+    shapes_of,
+)
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.dimensions import (

@@ -198,7 +198,9 @@ def _decodes(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
     q = tuple(islice(cycle(batch.queries), requests))
     if row["others"] == "equal":
         return [(new, batch.longest - new) for new in q]
-    found = [(new, context_of(row["others"], number, requests, batch.longest - new - 1)) for number, new in enumerate(q)]
+    found = [
+        (new, context_of(row["others"], number, requests, batch.longest - new - 1)) for number, new in enumerate(q)
+    ]
     if requests and row["chunks"] in (NOTHING, "0"):
         found[q.index(max(q))] = (max(q), batch.longest - max(q))
     return found
@@ -235,22 +237,57 @@ LAYER = Space(
     ),
     rules=(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
-        Rule("weights that pick latents pick as many as a head has columns", ("weights", "dims"), lambda weights, dims: weights == "dense" or dims != "64-16-96-64"),
-        Rule("ranks share no weighed latents", ("weights", "ranks"), lambda weights, n: n == "1" or weights == "selection"),
+        Rule(
+            "weights that pick latents pick as many as a head has columns",
+            ("weights", "dims"),
+            lambda weights, dims: weights == "dense" or dims != "64-16-96-64",
+        ),
+        Rule(
+            "ranks share no weighed latents",
+            ("weights", "ranks"),
+            lambda weights, n: n == "1" or weights == "selection",
+        ),
         Rule("ranks are handed no output", ("out", "ranks"), lambda out, n: n == "1" or out == "none"),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
         Rule("one request has no others", ("requests", "others"), lambda n, others: (n == "1") == (others == "alone")),
         Rule("one request does not both", ("requests", "requests that"), lambda n, kind: n != "1" or kind != "both"),
-        Rule("one request does not both", ("others", "requests that"), lambda others, kind: others != "alone" or kind != "both"),
+        Rule(
+            "one request does not both",
+            ("others", "requests that"),
+            lambda others, kind: others != "alone" or kind != "both",
+        ),
         Rule("one request has no mixed queries", ("requests", "queries"), lambda n, q: n != "1" or q != MIXED),
-        Rule("one request has no mixed queries", ("others", "queries"), lambda others, q: others != "alone" or q != MIXED),
-        Rule("behind prefills no row of padding is a request", ("requests that", "padding"), lambda kind, padding: kind != "prefills" or padding == "none"),
+        Rule(
+            "one request has no mixed queries", ("others", "queries"), lambda others, q: others != "alone" or q != MIXED
+        ),
+        Rule(
+            "behind prefills no row of padding is a request",
+            ("requests that", "padding"),
+            lambda kind, padding: kind != "prefills" or padding == "none",
+        ),
         Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
-        Rule("prefills behind decodes are longer, by which they are known", ("order", "queries", "tokens"), _longer, always=True),
-        Rule("where no prefill has a context, some request has none", ("chunks", "others"), lambda n, others: n != "0" or others in ("alone", "no context")),
-        Rule(_TOO_MANY, ("others", "longest", "heads"), lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest)),
+        Rule(
+            "prefills behind decodes are longer, by which they are known",
+            ("order", "queries", "tokens"),
+            _longer,
+            always=True,
+        ),
+        Rule(
+            "where no prefill has a context, some request has none",
+            ("chunks", "others"),
+            lambda n, others: n != "0" or others in ("alone", "no context"),
+        ),
+        Rule(
+            _TOO_MANY,
+            ("others", "longest", "heads"),
+            lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest),
+        ),
         Rule(_TOO_MANY, ("requests", "others", "longest", "heads"), _few_keys),
-        Rule("a request is no shorter than its new tokens", ("tokens", "longest"), lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1]),
+        Rule(
+            "a request is no shorter than its new tokens",
+            ("tokens", "longest"),
+            lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1],
+        ),
         Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1))),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
         Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),

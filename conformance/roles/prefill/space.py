@@ -6,7 +6,7 @@ from functools import cache
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import HEADS, LONGEST, PAGES, REQUESTS, TILE_CLASSES, in_tile, lengths, tile_class
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, plain, values
@@ -15,29 +15,29 @@ from mla_conformance.roles.prefill.case import MOST_SLICES, PrefillCase, slices_
 
 TOKENS = Numbers(
     {
-    "65 to 256": (range(65, 257),),
-    "1": ((1,),),
-    "2 to 16": (range(2, 17),),
-    "17 to 64": (range(17, 65),),
-    "257 to 1,024": (range(257, 1025),),
-    "> 2^10": (range(1025, 2049),),
-    "> 2^11": (range(2049, 4097),),
+        "65 to 256": (range(65, 257),),
+        "1": ((1,),),
+        "2 to 16": (range(2, 17),),
+        "17 to 64": (range(17, 65),),
+        "257 to 1,024": (range(257, 1025),),
+        "> 2^10": (range(1025, 2049),),
+        "> 2^11": (range(2049, 4097),),
     }
 )
 CHUNKS = Numbers(
     {
-    "2": ((2,),),
-    "1": ((1,),),
-    "3 to 8": (range(3, 9),),
-    "9 to 64": (range(9, 65),),
-    "more than 64": (range(65, 2**16),),
+        "2": ((2,),),
+        "1": ((1,),),
+        "3 to 8": (range(3, 9),),
+        "9 to 64": (range(9, 65),),
+        "more than 64": (range(65, 2**16),),
     }
 )
 OUTPUT_SCALES = Numbers(
     {
-    "usual": ((13_000,), range(5_000, 100_000)),
-    "small": ((300,), range(1, 5_000)),
-    "large": ((1_000_000,), range(100_000, 2**31)),
+        "usual": ((13_000,), range(5_000, 100_000)),
+        "small": ((300,), range(1, 5_000)),
+        "large": ((1_000_000,), range(100_000, 2**31)),
     }
 )
 _SHORT = 17
@@ -78,7 +78,9 @@ def _spread(requests: int, longest: int, others: str) -> Lengths:
     """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short."""
     if others == "equal":
         return (longest,) * requests
-    short = [0 if others == "empty" and index % 2 == 0 else min(_SHORT, longest - 1) for index in range(min(requests, 2))]
+    short = [
+        0 if others == "empty" and index % 2 == 0 else min(_SHORT, longest - 1) for index in range(min(requests, 2))
+    ]
     middle = requests // 2
     first, last = short[0], short[-1]
     return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
@@ -111,7 +113,9 @@ def _fields(row: Row, pick: Pick) -> Fields:
     fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"])}
     if row["context"] == NOTHING:
         return fields
-    contexts = _spread(requests, pick(lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"])
+    contexts = _spread(
+        requests, pick(lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"]
+    )
     if row["chunks"] == NOTHING:
         return {**fields, "kv": contexts}
     return {**fields, "kv": contexts, **pick(tuple(_plans(row, contexts)))}
@@ -168,15 +172,32 @@ PREFILL = Space(
     ),
     rules=(
         Rule("one request has no others", ("requests", "others"), lambda n, others: (n == "1") == (others == "alone")),
-        Rule("one request has no others", ("requests", "contexts"), lambda n, others: (n == "1") == (others == "alone")),
+        Rule(
+            "one request has no others", ("requests", "contexts"), lambda n, others: (n == "1") == (others == "alone")
+        ),
         Rule("one request has no others", ("others", "contexts"), lambda *each: each.count("alone") != 1),
         Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
         Rule("no length is shorter, but none", ("others", "tokens"), lambda others, n: n != "1" or others != "shorter"),
-        Rule("no length is in both classes", ("contexts", "context", "context tile"), lambda others, *classes: bool(lengths(*classes, _BEYOND[others]))),
+        Rule(
+            "no length is in both classes",
+            ("contexts", "context", "context tile"),
+            lambda others, *classes: bool(lengths(*classes, _BEYOND[others])),
+        ),
         Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
         Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),
-        Rule("no workspace makes so many chunks", ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"), _planned),
+        Rule(
+            "no workspace makes so many chunks",
+            ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"),
+            _planned,
+        ),
     ),
     shape=_fields,
-    small={"heads": ("16", "1", "odd", "8", "24", "even"), "requests": ("2 to 7", "1", "8 to 63"), "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"), "others": ("shorter", "alone", "empty"), "contexts": ("shorter", "alone", "empty"), "context": ("65 to 256", "1 to 16", "17 to 64")},
+    small={
+        "heads": ("16", "1", "odd", "8", "24", "even"),
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"),
+        "others": ("shorter", "alone", "empty"),
+        "contexts": ("shorter", "alone", "empty"),
+        "context": ("65 to 256", "1 to 16", "17 to 64"),
+    },
 )

@@ -2,7 +2,16 @@
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import BATCH_RULES, DECODE_QUERIES, PAGE_RULES, SMALL_BATCHES, batch, batch_fields, lone_padding, pages
+from mla_conformance.cases.batches import (
+    BATCH_RULES,
+    DECODE_QUERIES,
+    PAGE_RULES,
+    SMALL_BATCHES,
+    batch,
+    batch_fields,
+    lone_padding,
+    pages,
+)
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
@@ -80,10 +89,18 @@ SPARSE = Space(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
         Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), room),
         Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
-        Rule("ranks are merged by their LSE, without sinks", ("ranks", "sink"), lambda n, sink: n == "1" or sink == "none"),
+        Rule(
+            "ranks are merged by their LSE, without sinks",
+            ("ranks", "sink"),
+            lambda n, sink: n == "1" or sink == "none",
+        ),
         Rule("ranks share no second cache", ("ranks", "extra"), lambda n, extra: n == "1" or extra == "none"),
         Rule("ranks are merged by their LSE", ("ranks", "lse"), lambda n, lse: n == "1" or lse == "asked"),
-        Rule("gathered keys are on one rank", ("call", "space"), lambda call, space: call == Call.SPARSE_DECODE or space != IndexSpace.RANK_LOCAL),
+        Rule(
+            "gathered keys are on one rank",
+            ("call", "space"),
+            lambda call, space: call == Call.SPARSE_DECODE or space != IndexSpace.RANK_LOCAL,
+        ),
         *BATCH_RULES,
         *PAGE_RULES,
         *LIST_RULES,
