@@ -11,7 +11,7 @@ from itertools import cycle, islice, repeat
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.classes import SOME, Numbers, exactly
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured, never
 
 HEADS = Numbers(
     {
@@ -97,6 +97,8 @@ def others_class(case: Case) -> str:
 
 
 OTHERS = ("shorter", "alone", "equal", "no context")
+OTHERS_BESIDE = tuple(label for label in OTHERS if label != "alone")
+SEVERAL = tuple(label for label in REQUESTS if label != "1")
 ROWS_AND_HEADS = ("17 to 63", "up to 16", "multiple of 64", "beyond 64")
 
 
@@ -203,14 +205,17 @@ def _fewest(queries: str) -> int:
 
 
 def ends(longest: str, tile: str, page: str, last: str) -> bool:
+    """Whether a length of these classes leaves so much of a tile and of a page."""
     return any(lengths(longest, tile, 1, size, last) for size in PAGES.some[page])
 
 
 def ends_anywhere(tile: str, page: str, last: str) -> bool:
+    """Whether any length does."""
     return ends("257 to 1,024", tile, page, last)
 
 
 def fills(page: str, last: str) -> bool:
+    """Whether the last page of this size can be so full."""
     return any(last in map(last_page, range(size, 2 * size), repeat(size)) for size in PAGES.some[page])
 
 
@@ -223,11 +228,16 @@ SMALL_BATCHES = {
     "unused": ("few",),
 }
 """Classes of batches that are little work."""
+LONE_RULES: tuple[Rule, ...] = (
+    never("one request has no others", {"requests": ("1",), "others": OTHERS_BESIDE}),
+    never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
+    never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)}),
+    never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
+)
+"""Of batches of one request."""
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
-    Rule("one request has no others", ("requests", "others"), lambda n, others: (n == "1") == (others == "alone")),
-    Rule("one request has no mixed queries", ("requests", "queries"), lambda n, q: n != "1" or q != MIXED),
-    Rule("one request has no mixed queries", ("others", "queries"), lambda others, q: others != "alone" or q != MIXED),
+    *LONE_RULES,
     Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
     Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1))),
     Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
@@ -246,9 +256,10 @@ PAGE_RULES: tuple[Rule, ...] = (
 )
 
 
-def lone_padding(queries: str, padding: str) -> bool:
-    """Whether rows of padding, of one query token each, leave the queries of this class."""
-    return padding == "none" or queries in ("1", MIXED)
+LONE_PADDING = never(
+    "rows of padding have one query token each",
+    {"queries": tuple(label for label in QUERIES if label != "1"), "padding": ("some",)},
+)
 
 
 def shapes_of(row: Row) -> Iterator[Shape]:

@@ -104,7 +104,7 @@ class _Fitting:
         self._left.drop(row)
 
     def _like(self, base: Row) -> Preference:
-        """What decides about support as the base has it, everything else as it holds most of the pairs that are left."""
+        """What decides about support as the base has it, everything else as it holds most of the missing pairs."""
 
         def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
             if self._decides is None or name in self._decides:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
+from operator import contains
 from typing import Any
 
 from mla_conformance.backends.roles import Role
@@ -116,6 +117,12 @@ class Rule:
         return None in classes or (NOTHING in classes and not self.always) or self.holds(*classes)
 
 
+def never(why: str, together: Mapping[str, Sequence[str]]) -> Rule:
+    """The rule that no row has one of these classes of each of these dimensions."""
+    classes = tuple(together.values())
+    return Rule(why, tuple(together), lambda *labels: not all(map(contains, classes, labels)))
+
+
 _RulesOver = Mapping[str, Sequence[Rule]]
 
 
@@ -204,7 +211,7 @@ class Space:
         return False
 
     def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
-        """The other dimensions; first those that share a rule with what stands before, so that nothing is tried in vain."""
+        """The other dimensions; first those that share a rule with what stands before, so that little is tried in vain."""
         if wanted not in self._orders:
             names, found = list(wanted), list[str]()
             every = [each.name for each in self.dimensions]

@@ -6,7 +6,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 
 CPU_WORK = 1e9
-"""Work of the largest case of a covering array that a CPU is asked for, a second of it; larger ones are due on a GPU."""
+"""Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
 _OF_AN_ELEMENT = 100
 """Operations that take as long as an element, which is drawn, stored, checked and compared."""
 

@@ -70,8 +70,8 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
-from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
+from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of

@@ -77,6 +77,7 @@ def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
 def edges(keys: int, case: Case) -> list[int]:
     """Key positions next to a boundary, most telling first."""
     candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
+    candidates += [(keys - 1) // size * size for size in (case.page, 64, 128)]
     candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
     return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
 

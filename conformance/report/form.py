@@ -106,7 +106,9 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
     fitted: Annotated[_CaseList, Meta(description="Ids of the cases that were made for what it declares.")]
-    region: Annotated[str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")]
+    region: Annotated[
+        str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")
+    ]
     pairs: Annotated[dict[str, PairsForm], Meta(description="By role, of a tier that holds every pair of classes.")]
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]

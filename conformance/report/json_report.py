@@ -59,7 +59,10 @@ def _backend(backend: BackendSummary) -> BackendForm:
         fingerprint=facts.fingerprint,
         fitted=facts.fitted,
         region=facts.region,
-        pairs={role: PairsForm(claimed=p.claimed, judged=p.judged, not_judged=p.not_judged) for role, p in backend.pairs.items()},
+        pairs={
+            role: PairsForm(claimed=p.claimed, judged=p.judged, not_judged=p.not_judged)
+            for role, p in backend.pairs.items()
+        },
         causes=tuple(map(_cause, backend.causes)),
         heat=dict(backend.heat),
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},

@@ -63,7 +63,9 @@ def _require_pairs(run: RunSummary, path: str) -> None:
     """Hold what a report of this suite says of pairs against its records; other suites have other spaces."""
     for backend in run.backends:
         if backend.pairs and dict(backend.pairs) != judged_pairs(backend.records, backend.facts.fitted):
-            raise InputError(f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records")
+            raise InputError(
+                f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
+            )
 
 
 _NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")

@@ -4,11 +4,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import (
     BATCH_RULES,
     DECODE_QUERIES,
+    LONE_PADDING,
     PAGE_RULES,
     SMALL_BATCHES,
     batch,
     batch_fields,
-    lone_padding,
     pages,
     shapes_of,
 )
@@ -21,6 +21,7 @@ from mla_conformance.cases.dimensions import (
     PADDING,
     POISONS,
     SCALE,
+    SEVERAL_RANKS,
     cache,
     data,
     ranks,
@@ -29,7 +30,7 @@ from mla_conformance.cases.dimensions import (
     storage,
 )
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Pick, Row, Rule, Space, values
+from mla_conformance.cases.space import Pick, Row, Rule, Space, never, values
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
@@ -58,8 +59,8 @@ DECODE = Space(
     ),
     rules=(
         Rule("an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model", ("cache", "dims", "dtype"), room),
-        Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
-        Rule("ranks are merged by their LSE", ("ranks", "lse"), lambda n, lse: n == "1" or lse == "asked"),
+        LONE_PADDING,
+        never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)}),
         *BATCH_RULES,
         *PAGE_RULES,
     ),

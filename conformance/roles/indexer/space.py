@@ -5,11 +5,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import (
     BATCH_RULES,
     DECODE_QUERIES,
+    LONE_PADDING,
     PAGE_RULES,
     SMALL_BATCHES,
     batch,
     batch_fields,
-    lone_padding,
     pages,
     shapes_of,
 )
@@ -56,7 +56,7 @@ INDEXER = Space(
     ),
     rules=(
         Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), room),
-        Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
+        LONE_PADDING,
         *BATCH_RULES,
         *PAGE_RULES,
         *LIST_RULES,

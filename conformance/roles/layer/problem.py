@@ -156,7 +156,7 @@ class LayerBatch(Draw[LayerCase]):
         case, k = self.case, self.keys[0]
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case))
+            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case), causal=True)
             q[rows] = self.regime.queries(site)
         return self._padded(q.to(self.dtype))
 

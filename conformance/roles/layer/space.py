@@ -9,6 +9,8 @@ from mla_conformance.cases.batches import (
     BEYOND,
     DECODE_QUERIES,
     HEADS,
+    LONE_PADDING,
+    LONE_RULES,
     LONGEST,
     MIXED,
     MIXED_QUERIES,
@@ -24,7 +26,6 @@ from mla_conformance.cases.batches import (
     fills,
     in_tile,
     lengths,
-    lone_padding,
     others_class,
     pages,
     query_class,
@@ -40,6 +41,7 @@ from mla_conformance.cases.dimensions import (
     POISONS,
     RANKS,
     SCALE,
+    SEVERAL_RANKS,
     cache,
     data,
     ranks,
@@ -48,7 +50,7 @@ from mla_conformance.cases.dimensions import (
     storage,
 )
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.roles.layer.case import LATENTS, LayerCase, Order
 
@@ -237,45 +239,23 @@ LAYER = Space(
     ),
     rules=(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
-        Rule(
-            "weights that pick latents pick as many as a head has columns",
-            ("weights", "dims"),
-            lambda weights, dims: weights == "dense" or dims != "64-16-96-64",
-        ),
-        Rule(
-            "ranks share no weighed latents",
-            ("weights", "ranks"),
-            lambda weights, n: n == "1" or weights == "selection",
-        ),
-        Rule("ranks are handed no output", ("out", "ranks"), lambda out, n: n == "1" or out == "none"),
+        never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
+        never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
+        never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
-        Rule("one request has no others", ("requests", "others"), lambda n, others: (n == "1") == (others == "alone")),
-        Rule("one request does not both", ("requests", "requests that"), lambda n, kind: n != "1" or kind != "both"),
-        Rule(
-            "one request does not both",
-            ("others", "requests that"),
-            lambda others, kind: others != "alone" or kind != "both",
-        ),
-        Rule("one request has no mixed queries", ("requests", "queries"), lambda n, q: n != "1" or q != MIXED),
-        Rule(
-            "one request has no mixed queries", ("others", "queries"), lambda others, q: others != "alone" or q != MIXED
-        ),
-        Rule(
-            "behind prefills no row of padding is a request",
-            ("requests that", "padding"),
-            lambda kind, padding: kind != "prefills" or padding == "none",
-        ),
-        Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
+        *LONE_RULES,
+        never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
+        never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
+        never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
+        LONE_PADDING,
         Rule(
             "prefills behind decodes are longer, by which they are known",
             ("order", "queries", "tokens"),
             _longer,
             always=True,
         ),
-        Rule(
-            "where no prefill has a context, some request has none",
-            ("chunks", "others"),
-            lambda n, others: n != "0" or others in ("alone", "no context"),
+        never(
+            "where no prefill has a context, some request has none", {"chunks": ("0",), "others": ("shorter", "equal")}
         ),
         Rule(
             _TOO_MANY,

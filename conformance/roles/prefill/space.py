@@ -4,12 +4,22 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import HEADS, LONGEST, PAGES, REQUESTS, TILE_CLASSES, in_tile, lengths, tile_class
+from mla_conformance.cases.batches import (
+    HEADS,
+    LONGEST,
+    PAGES,
+    REQUESTS,
+    SEVERAL,
+    TILE_CLASSES,
+    in_tile,
+    lengths,
+    tile_class,
+)
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 from mla_conformance.roles.prefill.case import MOST_SLICES, PrefillCase, slices_of
 
@@ -57,6 +67,7 @@ def _others(lengths: Lengths) -> str:
     return "empty" if 0 in lengths else "equal" if len(set(lengths)) == 1 else "shorter"
 
 
+_BESIDE = ("shorter", "equal", "empty")
 _OTHERS = ("shorter", "alone", "equal", "empty")
 
 
@@ -171,13 +182,14 @@ PREFILL = Space(
         MAXIMA,
     ),
     rules=(
-        Rule("one request has no others", ("requests", "others"), lambda n, others: (n == "1") == (others == "alone")),
-        Rule(
-            "one request has no others", ("requests", "contexts"), lambda n, others: (n == "1") == (others == "alone")
-        ),
-        Rule("one request has no others", ("others", "contexts"), lambda *each: each.count("alone") != 1),
+        never("one request has no others", {"requests": ("1",), "others": _BESIDE}),
+        never("one request has no others", {"requests": ("1",), "contexts": _BESIDE}),
+        never("one request has no others", {"others": ("alone",), "contexts": _BESIDE}),
+        never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
+        never("of several requests none is alone", {"requests": SEVERAL, "contexts": ("alone",)}),
+        never("of several requests none is alone", {"others": _BESIDE, "contexts": ("alone",)}),
         Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
-        Rule("no length is shorter, but none", ("others", "tokens"), lambda others, n: n != "1" or others != "shorter"),
+        never("no length is shorter than one, but none", {"tokens": ("1",), "others": ("shorter",)}),
         Rule(
             "no length is in both classes",
             ("contexts", "context", "context tile"),

@@ -5,11 +5,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import (
     BATCH_RULES,
     DECODE_QUERIES,
+    LONE_PADDING,
     PAGE_RULES,
     SMALL_BATCHES,
     batch,
     batch_fields,
-    lone_padding,
     pages,
 )
 from mla_conformance.cases.case import Call
@@ -22,6 +22,7 @@ from mla_conformance.cases.dimensions import (
     PADDING,
     POISONS,
     SCALE,
+    SEVERAL_RANKS,
     cache,
     data,
     numbers,
@@ -31,7 +32,7 @@ from mla_conformance.cases.dimensions import (
     storage,
 )
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.roles.sparse.case import EXTRA_CACHES, MAIN_CACHES, SparseCase
 
 PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
@@ -88,19 +89,11 @@ SPARSE = Space(
     rules=(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
         Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), room),
-        Rule("rows of padding have one query token each", ("queries", "padding"), lone_padding),
-        Rule(
-            "ranks are merged by their LSE, without sinks",
-            ("ranks", "sink"),
-            lambda n, sink: n == "1" or sink == "none",
-        ),
-        Rule("ranks share no second cache", ("ranks", "extra"), lambda n, extra: n == "1" or extra == "none"),
-        Rule("ranks are merged by their LSE", ("ranks", "lse"), lambda n, lse: n == "1" or lse == "asked"),
-        Rule(
-            "gathered keys are on one rank",
-            ("call", "space"),
-            lambda call, space: call == Call.SPARSE_DECODE or space != IndexSpace.RANK_LOCAL,
-        ),
+        LONE_PADDING,
+        never("ranks share no sinks", {"ranks": SEVERAL_RANKS, "sink": ("drawn", "extreme")}),
+        never("ranks share no second cache", {"ranks": SEVERAL_RANKS, "extra": EXTRA_CACHES[1:]}),
+        never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)}),
+        never("gathered keys are on one rank", {"call": (Call.SPARSE_PREFILL,), "space": (IndexSpace.RANK_LOCAL,)}),
         *BATCH_RULES,
         *PAGE_RULES,
         *LIST_RULES,
