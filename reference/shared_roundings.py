@@ -43,7 +43,9 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
     """
     found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
     longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
-    if any(_clustered(q[row], k[visible[row]], scale) for row in longest):
+    shown = [_clustered(q[row], k[visible[row]], scale) for row in longest]
+    # By half of them: of a few keys two may be close by chance.
+    if shown and 2 * int(torch.cat(shown).sum()) >= sum(map(len, shown)):
         combined = _combined(v.double())
         every = 1 + q.shape[1] * sum(map(_count, visible)) // _MOST_PAIRS
         for row, keys in list(enumerate(visible))[::every]:
@@ -55,13 +57,13 @@ def _count(keys: slice | Tensor) -> int:
     return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
 
 
-def _clustered(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether weights of a row, q [N, D], are much closer to each other than weights that are spread evenly."""
+def _clustered(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[heads] bool, whether weights of a row, q [N, D], are much closer than weights that are spread evenly."""
     heads = slice(None, None, -(-len(q) // _SAMPLED))
     logits = _logits(q[heads], k if k.shape[1] == 1 else k[:, heads], scale)
     p = logits.softmax(dim=-1)
     alone = p.square().sum(dim=-1, keepdim=True)
-    return bool((_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any())
+    return (_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any(dim=-1)
 
 
 def _of_row(q: Tensor, k: Tensor, combined: Tensor, scale: float) -> Tensor:
