@@ -211,7 +211,7 @@ class Space:
         return False
 
     def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
-        """The other dimensions; first those that share a rule with what stands before, so that little is tried in vain."""
+        """Other dimensions; first those that share a rule with what stands before, so that less is tried in vain."""
         if wanted not in self._orders:
             names, found = list(wanted), list[str]()
             every = [each.name for each in self.dimensions]

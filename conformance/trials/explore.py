@@ -91,9 +91,11 @@ class _Exploration:
         while len(self.causes) < _MOST_CAUSES and not self._device_lost:
             self._sought: Cause | None = None
             try:
-                return holds()
+                holds()
             except _CaseFails as found:
                 self._keep(found.case)
+            else:
+                break
 
     def _judge(self, case: Case) -> Record | None:
         if case.id not in self.records and not self._device_lost:
@@ -145,5 +147,6 @@ def _told(found: list[_Exploration], subject: Subject, capability: str) -> Recor
 
 
 def _of_causes(causes: list[Record], judged: int) -> Iterator[str]:
-    yield f"{len(causes)} cause{'s' if len(causes) > 1 else ''} in {judged} drawn cases, made small: {causes[0].message}"
+    number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
+    yield f"{number} in {judged} drawn cases, made small: {causes[0].message}"
     yield from (f"{record.check} at {record.case}: {record.message}" for record in causes[1:])

@@ -254,9 +254,7 @@ LAYER = Space(
             _longer,
             always=True,
         ),
-        never(
-            "where no prefill has a context, some request has none", {"chunks": ("0",), "others": ("shorter", "equal")}
-        ),
+        never("without contexts of prefills some have none", {"chunks": ("0",), "others": ("shorter", "equal")}),
         Rule(
             _TOO_MANY,
             ("others", "longest", "heads"),
