@@ -142,12 +142,14 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     """The golden result, computed in float64."""
     rows = choose_rows(problem)
     states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
-    merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.case.is_merged else None
+    merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
     return GoldenAttention(rows, states, merged)
 
 
-def _unchunked(problem: Problem) -> AttentionOperands:
-    """Causal attention over context and new tokens."""
+def _whole(problem: Problem) -> AttentionOperands:
+    """What all calls attend to together; of chunks causal attention over context and new tokens."""
+    if problem.whole:
+        return problem.whole
     new, *chunks = problem.attention
     ordered = [*chunks, new]
     lengths = [
@@ -158,14 +160,29 @@ def _unchunked(problem: Problem) -> AttentionOperands:
 
 
 def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    state = replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
+    return replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
+
+
+def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
+    """A golden state with what roundings that the weights of a row share add to its error.
+
+    That takes several times as long as the state itself, so it is computed where an error exceeds what independent
+    roundings explain, and nowhere else.
+
+    Args:
+        problem: the inputs.
+        rows: which rows the state holds.
+        state: a golden state.
+        call: which call it is of; None for all calls merged.
+    """
     if problem.output_dtype is torch.float32:
         return state
+    operands = _whole(problem) if call is None else problem.attention[call].operands()
     return replace(state, shared=_shared(problem, rows, operands, state.lse))
 
 
 def _shared(problem: Problem, rows: JudgedRows, operands: AttentionOperands, lse: torch.Tensor) -> torch.Tensor:
-    """[T, N, 3], what roundings that weights of a row share add to its error."""
+    """[T, N, 3], what they add."""
     ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
     q, visible = rows.pick(operands.q), _visible(operands, rows)
     shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
