@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from mla_conformance.cases.space import Row, Space, Value, held
+from mla_conformance.cases.space import ClassOf, Row, Space, held
 
-Pair = tuple[Value, Value]
+Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
 
 
@@ -48,7 +48,7 @@ class Pairs:
             if value in self._bits:
                 self._partners[value] &= ~mask
 
-    def leave(self, values: Iterable[Value]) -> None:
+    def leave(self, values: Iterable[ClassOf]) -> None:
         """Without all pairs of these classes."""
         mask = sum(self._bits[value] for value in values)
         for value, bit in self._bits.items():
@@ -63,11 +63,11 @@ class Pairs:
         """A row's classes."""
         return sum(self._bits.get(value, 0) for value in held(row))
 
-    def gain(self, value: Value, mask: int) -> int:
+    def gain(self, value: ClassOf, mask: int) -> int:
         """Pairs of a class with those of a mask."""
         return (self._partners[value] & mask).bit_count()
 
-    def _with(self, partners: dict[Value, int]) -> "Pairs":
+    def _with(self, partners: dict[ClassOf, int]) -> "Pairs":
         found = Pairs(self.space)
         found._partners = partners
         return found

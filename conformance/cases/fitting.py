@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.space import Preference, Row, Space, Value, held
+from mla_conformance.cases.space import ClassOf, Preference, Row, Space, held
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
@@ -61,7 +61,7 @@ class _Fitting:
 
     def __init__(self, region: Region, supports: Supports, reachable: Pairs) -> None:
         self.region, self._supports = region, supports
-        self._with: dict[Value, list[Row]] = {}
+        self._with: dict[ClassOf, list[Row]] = {}
         for row in region.rows:
             self._index(row)
         self._left = reachable - Pairs(region.space, region.rows)
@@ -88,7 +88,7 @@ class _Fitting:
             if not self._try(pair, bases):
                 self._left.drop(dict(pair))
 
-    def _try(self, wanted: Sequence[Value], bases: Iterable[Row]) -> bool:
+    def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
         for base in bases:
             row = self.region.space.completed(wanted, self._like(base))

@@ -19,7 +19,7 @@ NOTHING = ""
 """The class of a dimension that has no say in a row."""
 Row = Mapping[str, str]
 """Classes by dimension; a case outside of a dimension's classes lacks it."""
-Value = tuple[str, str]
+ClassOf = tuple[str, str]
 """A dimension and a class of it."""
 Pick = Callable[[Sequence[Any]], Any]
 """Chooses a member of a class; covering arrays take the first."""
@@ -148,7 +148,7 @@ class Space:
     _orders: dict[frozenset[str], Sequence[Dimension]] = field(default_factory=dict)
 
     @cached_property
-    def values(self) -> tuple[Value, ...]:
+    def values(self) -> tuple[ClassOf, ...]:
         """Every class of every dimension."""
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
@@ -179,7 +179,7 @@ class Space:
 
     def completed(
         self,
-        wanted: Iterable[Value],
+        wanted: Iterable[ClassOf],
         prefer: Preference = lambda name, labels, row: labels,
         rules: Sequence[Rule] | None = None,
     ) -> Row | None:
@@ -233,7 +233,7 @@ class Space:
     def _named(self) -> Mapping[str, Dimension]:
         return {each.name: each for each in self.dimensions}
 
-    def reason(self, pair: Iterable[Value]) -> str:
+    def reason(self, pair: Iterable[ClassOf]) -> str:
         """Why no row holds both: the first rule that excludes it alone, or all of them."""
         both = tuple(pair)
         alone = (rule.why for rule in self.all_rules if not self.completed(both, rules=(rule, *self._says)))
@@ -255,6 +255,6 @@ def _say(dimension: Dimension) -> Rule:
     return Rule(only.why, say, lambda other, own: own == NOTHING or other in only.classes, always=True)
 
 
-def held(row: Row) -> Iterator[Value]:
+def held(row: Row) -> Iterator[ClassOf]:
     """The classes of a row that have a say."""
     return ((name, label) for name, label in row.items() if label != NOTHING)

@@ -18,7 +18,7 @@ from mla_conformance.vocabulary.arrays import SPACES
 _ROUND = 200
 """Cases that are drawn with one seed."""
 _MOST_CAUSES = 8
-Cause = tuple[str, str]
+_Cause = tuple[str, str]
 """The call and the check that fails."""
 
 
@@ -65,7 +65,7 @@ class _Exploration:
     context: Context
     started: OnStarted
     records: dict[str, Record] = field(default_factory=dict)
-    causes: dict[Cause, Record] = field(default_factory=dict)
+    causes: dict[_Cause, Record] = field(default_factory=dict)
     _device_lost: bool = False
 
     def search(self, draws: int, until: float) -> None:
@@ -89,7 +89,7 @@ class _Exploration:
                 raise _CaseFails(case)
 
         while len(self.causes) < _MOST_CAUSES and not self._device_lost:
-            self._sought: Cause | None = None
+            self._sought: _Cause | None = None
             try:
                 holds()
             except _CaseFails as found:
@@ -125,7 +125,7 @@ class _Exploration:
         return [record for record in self.records.values() if record.status is not Status.UNSUPPORTED]
 
 
-def _cause(record: Record) -> Cause:
+def _cause(record: Record) -> _Cause:
     return Case.parse(record.case).call, record.check
 
 
