@@ -12,6 +12,8 @@ from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
 
 FLOAT32_ROUNDOFF = 2.0**-24
+_LARGEST_SHIFT = 40.0
+"""Scores that are off by more leave nothing of a weight that could be judged; its budget stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,15 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     float32 = _accumulated(state, roundoffs)
     floors = _floors(state, roundoffs)
-    moved = _moved(state)
+    growth = _growth(state, roundoffs)
+    moved = growth * _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
     rest = roundoffs.output * state.output.abs() + floors + float32 + dots
     if state.projected is None:
         return weights + rest + keys
     projected = state.projected
-    keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
+    keys = growth * (roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding)
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
@@ -108,6 +111,16 @@ def _moved(state: AttentionState) -> torch.Tensor:
     return terms.score + terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
 
 
+def _growth(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large.
+
+    A weight that is off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
+    """
+    off = roundoffs.keys + roundoffs.scores + roundoffs.projections
+    d = (off * _terms(state).lse_score.mT.unsqueeze(-1)).clamp(max=_LARGEST_SHIFT)
+    return torch.where(d > 0, d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny), torch.ones_like(d))
+
+
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
     terms, projected = _terms(state), state.projected
@@ -118,15 +131,17 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     systematic = _accumulated(state, roundoffs)
     systematic = systematic + _floors(state, roundoffs)
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
-    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)
+    growth = _growth(state, roundoffs)
+    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * growth * _moved(state)
     if roundoffs.keys:
         # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
         spread, shared, shift = _key_terms(state)
         keys = terms.squares + spread + shared.unsqueeze(-1)
-        rounding = rounding + roundoffs.keys**2 * (keys if projected is None else projected.latent_variance)
-        systematic = systematic + roundoffs.keys * shift
+        keys = keys if projected is None else projected.latent_variance
+        rounding = rounding + (roundoffs.keys * growth).square() * keys
+        systematic = systematic + roundoffs.keys * growth * shift
     if projected is not None:
-        rounding = rounding + roundoffs.projections**2 * projected.variance
+        rounding = rounding + (roundoffs.projections * growth).square() * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
         systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     squares = (rounding / 3 + systematic.square()).mean(dim=-1)

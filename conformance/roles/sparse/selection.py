@@ -38,6 +38,8 @@ class Lists:
     def renumbered(self, numbers: torch.Tensor) -> "Lists":
         """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
         there = self.keys != NO_KEY
+        if not len(numbers):  # a rank without keys
+            return replace(self, keys=torch.full_like(self.keys, NO_KEY))
         return replace(self, keys=torch.where(there, numbers[self.keys.clamp(min=0)], NO_KEY))
 
     def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
