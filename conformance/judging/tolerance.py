@@ -60,6 +60,7 @@ def tolerance() -> Tolerance:
 
 
 _FP22_ROUNDOFF = 2.0**-13
+_FLUSHED = 2.0**-126
 _E4M3_ROUNDOFF = 2.0**-4
 _E4M3_FLOOR = 2.0**-10
 SCALED_P = 2.0**8
@@ -72,8 +73,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """Half the smallest subnormal: the absolute error of rounding values below the smallest normal."""
-    return float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype)
+    """The absolute error of values below the smallest normal: half the smallest subnormal of a dtype.
+
+    What float32 holds as a subnormal may be 0, since processors flush those, and approximate exponentials end there.
+    """
+    return max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED)
 
 
 def _roundoff(precision: Precision, model: torch.dtype) -> float:
