@@ -64,23 +64,26 @@ class _Fitting:
         self._with: dict[ClassOf, list[Row]] = {}
         for row in region.rows:
             self._index(row)
-        self._left = reachable - Pairs(region.space, region.rows)
         self._decides = {each.name for each in region.space.dimensions}
-        self._decides = self._find_classes()
-        self._find_pairs()
+        refused = set(region.space.values)
+        while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
+            self._left = reachable - Pairs(region.space, region.rows)
+            refused = self._find_classes()
+            self._decides = {name for name, _ in refused}
+            self._find_pairs()
 
     def _index(self, row: Row) -> None:
         for value in held(row):
             self._with.setdefault(value, []).append(row)
 
-    def _find_classes(self) -> set[str]:
-        """Try each class that no supported row has; the dimensions that have a refused one."""
-        refused = set()
+    def _find_classes(self) -> set[ClassOf]:
+        """Try each class that no supported row has; those that are refused."""
+        refused: set[ClassOf] = set()
         for value in self.region.space.values:
             if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
                 refused.add(value)
         self._left.leave(refused)
-        return {name for name, _ in refused}
+        return refused
 
     def _find_pairs(self) -> None:
         while pair := next(iter(self._left), None):
