@@ -27,7 +27,7 @@ REQUESTS = Numbers(
         "1": ((1,),),
         "8 to 63": ((12,), range(8, 64)),
         "64 to 299": ((72,), range(64, 300)),
-        "300 to 1,000": (range(300, 1001),),
+        "300 or more": (range(300, 2**20),),
     }
 )
 QUERIES = Numbers(
@@ -46,7 +46,8 @@ LONGEST = Numbers(
         "1 to 16": (range(1, 17),),
         "17 to 64": (range(17, 65),),
         "257 to 1,024": (range(257, 1025),),
-        **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 17)},
+        **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 16)},
+        "> 2^16": (range(2**16 + 1, 2**20 + 1),),
     }
 )
 TILES = (128, 64, 16)

@@ -52,7 +52,7 @@ LAYOUT = values("layout", "layout", *(layout.value for layout in Layout))
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}))
 POISONS = values("poison", "poison", *POISON)
 LSE = plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
-MAXIMA = plain("maxima", {"true": {"inflate": 1}, "loose": {"inflate": 100}})
+MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,), range(2, 2**31))}))
 
 
 def storage(only: Only = ALWAYS) -> tuple[Dimension, ...]:

@@ -1,11 +1,11 @@
 """Cases that follow a kernel: rows that hold every pair of classes of the region which it declares. No torch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.space import ClassOf, Preference, Row, Space, held
+from mla_conformance.cases.space import ClassOf, Row, Space, held
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
@@ -64,51 +64,67 @@ class _Fitting:
         self._with: dict[ClassOf, list[Row]] = {}
         for row in region.rows:
             self._index(row)
-        self._left = reachable - Pairs(region.space, region.rows)
-        self._decides: set[str] | None = None
-        self._decides = self._find_classes()
-        self._find_pairs()
+        self._decides = {each.name for each in region.space.dimensions}
+        refused = set(region.space.values)
+        while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
+            self._left = reachable - Pairs(region.space, region.rows)
+            refused = self._find_classes()
+            self._decides = {name for name, _ in refused}
+            self._find_pairs()
 
     def _index(self, row: Row) -> None:
         for value in held(row):
             self._with.setdefault(value, []).append(row)
 
-    def _find_classes(self) -> set[str]:
-        """Try each class that no supported row has; the dimensions that have a refused one."""
-        refused = set()
+    def _find_classes(self) -> set[ClassOf]:
+        """Try each class that no supported row has; those that are refused."""
+        refused: set[ClassOf] = set()
         for value in self.region.space.values:
             if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
                 refused.add(value)
         self._left.leave(refused)
-        return {name for name, _ in refused}
+        return refused
 
     def _find_pairs(self) -> None:
         while pair := next(iter(self._left), None):
             bases = [row for value in pair for row in self._with[value][-_BASES:]]
-            if not self._try(pair, bases):
-                self._left.drop(dict(pair))
+            while not self._try(pair, bases):
+                further = self._deciding(pair, bases)
+                if not further:
+                    self._left.drop(dict(pair))
+                    break
+                self._decides.add(further)
 
     def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
+        row = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
+        if row:
+            self.region.rows.append(row)
+            self.region.fitted.append(row)
+            self._index(row)
+            self._left.drop(row)
+        return row is not None
+
+    def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:
+        """A further dimension that decides: a row is refused, and supported once it is there like a base as well."""
+        free = [each.name for each in self.region.space.dimensions if each.name not in self._decides]
         for base in bases:
-            row = self.region.space.completed(wanted, self._like(base))
-            if row and self._supports([self.region.space.case_of(row)])[0]:
-                self._keep(row)
-                return True
-        return False
+            if self._supported(wanted, base, {*self._decides, *free}):
+                few, enough = 0, len(free)
+                while enough - few > 1:
+                    middle = (few + enough) // 2
+                    supported = self._supported(wanted, base, {*self._decides, *free[:middle]})
+                    few, enough = (few, middle) if supported else (middle, enough)
+                return free[enough - 1]
+        return None
 
-    def _keep(self, row: Row) -> None:
-        self.region.rows.append(row)
-        self.region.fitted.append(row)
-        self._index(row)
-        self._left.drop(row)
-
-    def _like(self, base: Row) -> Preference:
-        """What decides about support as the base has it, everything else as it holds most of the missing pairs."""
+    def _supported(self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str]) -> Row | None:
+        """A supported row with these classes: as the base in some dimensions, else with most of the missing pairs."""
 
         def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
-            if self._decides is None or name in self._decides:
+            if name in alike:
                 return sorted(labels, key=lambda label: label != base.get(name))
             return self._left.dense(name, labels, row, small=True)
 
-        return prefer
+        row = self.region.space.completed(wanted, prefer)
+        return row if row and self._supports([self.region.space.case_of(row)])[0] else None

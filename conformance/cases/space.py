@@ -234,10 +234,10 @@ class Space:
         return {each.name: each for each in self.dimensions}
 
     def reason(self, pair: Iterable[ClassOf]) -> str:
-        """Why no row holds both: the first rule that excludes it alone, or all of them."""
+        """Why no row holds both: the first rule that excludes them alone."""
         both = tuple(pair)
         alone = (rule.why for rule in self.all_rules if not self.completed(both, rules=(rule, *self._says)))
-        return next(alone, "; ".join(dict.fromkeys(rule.why for rule in self.all_rules)))
+        return next(alone, "several rules together")
 
     @cached_property
     def all_rules(self) -> tuple[Rule, ...]:

@@ -252,6 +252,7 @@ LAYER = Space(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
         never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
         never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
+        never("weights of such dims are dense, which ranks do not share", {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS}),
         never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
         *LONE_RULES,
@@ -272,6 +273,11 @@ LAYER = Space(
             lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest),
         ),
         Rule(_TOO_MANY, ("requests", "others", "longest", "heads"), _few_keys),
+        Rule(
+            _TOO_MANY,
+            ("ranks", "longest"),
+            lambda ranks, longest: RANKS.first(ranks) * LONGEST.least(longest) <= _MOST_KEYS,
+        ),
         Rule(
             "a request is no shorter than its new tokens",
             ("tokens", "longest"),
