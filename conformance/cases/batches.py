@@ -56,7 +56,7 @@ LAST_PAGES = ("between", "full", "one token", "all but one")
 MIXED_QUERIES = ((3, 1, 2), (2, 1), (9, 4, 1, 1), (1, 16, 5))
 _SHORTER = (17, 5, 1, 64, 33)
 _MANY = 8
-MOST_TOKENS = 2**20
+MOST_TOKENS = 2**19
 """Tokens of a batch in the covering arrays."""
 
 

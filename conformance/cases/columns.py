@@ -2,7 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from mla_conformance.cases.batches import LONGEST, PAGED_SHAPE, Shape, lengths, shapes, shapes_of, tile_class, totals
+from mla_conformance.cases.batches import (
+    LONGEST,
+    MIXED,
+    MIXED_QUERIES,
+    PAGED_SHAPE,
+    QUERIES,
+    REQUESTS,
+    Shape,
+    lengths,
+    shapes,
+    shapes_of,
+    tile_class,
+    totals,
+)
 from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
 
@@ -14,6 +27,8 @@ COLUMNS = Numbers(
     }
 )
 _SCANNED = 128
+_MOST_NAMED, _MOST_SCORES = 2**20, 2**25
+"""Entries of lists, and scores, of a batch in the covering arrays."""
 LENGTHS = ("more keys", "fewer keys", "as many")
 NAMED = ("whole tiles", "between", "one more", "one fewer")
 _OF_64 = {"0": "whole tiles", "1": "one more", "-1": "one fewer"}
@@ -73,7 +88,23 @@ def shapes_with_columns(row: Row) -> Iterator[tuple[Shape, int]]:
             yield shape, columns
 
 
+def _few_named(requests: str, queries: str, columns: str) -> bool:
+    return _rows(requests, queries) * COLUMNS.first(columns) <= _MOST_NAMED
+
+
+def _rows(requests: str, queries: str) -> int:
+    most = max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries)
+    return REQUESTS.first(requests) * most
+
+
+def _few_scores(requests: str, queries: str, longest: str) -> bool:
+    return _rows(requests, queries) * LONGEST.least(longest) <= _MOST_SCORES
+
+
+SCORES_RULE = Rule(f"more than {_MOST_SCORES:,} scores", ("requests", "queries", "longest"), _few_scores)
+"""Of an indexer, whose rows score every token."""
 LIST_RULES = (
+    Rule(f"more than {_MOST_NAMED:,} entries of lists", ("requests", "queries", "columns"), _few_named),
     Rule("no list is so long", ("longest", "keys"), _longer_lists),
     Rule("no list is so long, or so short", ("longest", "columns", "keys"), _lists_beside),
     Rule("no list of such columns leaves so much of a tile", ("columns", "keys", "named"), _leaves),

@@ -91,19 +91,23 @@ class Pairs:
                 later &= later - 1
 
 
-def cover(space: Space, missing: Pairs, accept: Callable[[Row], bool] = lambda row: True) -> tuple[list[Row], Pairs]:
+def cover(
+    space: Space, missing: Pairs, accept: Callable[[Row], bool] = lambda row: True, small: bool = False
+) -> tuple[list[Row], Pairs]:
     """Rows that hold all pairs that are missing and that an accepted row of the space holds; and the other pairs.
 
     Args:
         space: what they are of.
         missing: pairs.
         accept: refuses a row once it is found; one with smaller batches is tried then.
+        small: only rows with batches as small as can be.
     """
     rows: list[Row] = []
     left, without = missing | Pairs(space), Pairs(space)
 
     while pair := next(iter(left), None):
-        found = (space.completed(pair, partial(left.dense, small=small)) for small in (False, True))
+        tried = (True,) if small else (False, True)
+        found = (space.completed(pair, partial(left.dense, small=few)) for few in tried)
         row = next((row for row in found if row and accept(row)), None)
         if row:
             rows.append(row)

@@ -36,6 +36,10 @@ def digest_of(fitted: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+_GPU_WORK = 6e10
+"""Work of a case beyond which its batch is small in all but the pair that it is for."""
+
+
 def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:
     """Rows that, with given cases, hold every pair that a row can hold; and the pairs that none can.
 
@@ -43,5 +47,6 @@ def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:
     """
     missing = Pairs.every(space) - Pairs(space, map(space.row_of, given))
     light, without = cover(space, missing, lambda row: work_of(space.case_of(row)) <= CPU_WORK)
-    heavy, impossible = cover(space, without)
-    return [*light, *heavy], impossible
+    heavy, without = cover(space, without, lambda row: work_of(space.case_of(row)) <= _GPU_WORK)
+    largest, impossible = cover(space, without, small=True)
+    return [*light, *heavy, *largest], impossible

@@ -14,7 +14,7 @@ from mla_conformance.cases.batches import (
     shapes_of,
 )
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
+from mla_conformance.cases.columns import LIST_RULES, SCORES_RULE, list_dimensions, shapes_with_columns
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, plain, values
@@ -60,6 +60,7 @@ INDEXER = Space(
         *BATCH_RULES,
         *PAGE_RULES,
         *LIST_RULES,
+        SCORES_RULE,
     ),
     shape=_fields,
     small=SMALL_BATCHES,

@@ -16,7 +16,7 @@ from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, o
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.context import ContextKeys, latent_context
 
-_COUNTED_ELEMENTS = 2**30
+_COUNTED_ELEMENTS = 2**27
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
 

@@ -51,7 +51,7 @@ OUTPUT_SCALES = Numbers(
     }
 )
 _SHORT = 17
-_MOST_ROWS, _MOST_KEYS = 2**21, 2**24
+_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
 """Rows and keys times heads, of a batch in the covering arrays."""
 _NEW = Only("call", (Call.NEW_TOKENS,), "only new tokens are asked without an LSE, or with quantised results")
 _GIVEN = Only("call", (Call.NEW_TOKENS, Call.CHUNKED_CONTEXT), "a chunk of context is handed no output")
