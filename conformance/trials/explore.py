@@ -77,7 +77,7 @@ class _Exploration:
 
     def _round(self, number: int, draws: int) -> None:
         """Draw the cases of a seed, again behind each cause that is found; what was judged is not judged again."""
-        from hypothesis import given, seed
+        from hypothesis import given, reject, seed
 
         from mla_conformance.cases.strategies import cases, profile
 
@@ -87,6 +87,8 @@ class _Exploration:
         def holds(case: Case) -> None:
             if self._fails(case):
                 raise _CaseFails(case)
+            if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
+                reject()
 
         while len(self.causes) < _MOST_CAUSES and not self._device_lost:
             self._sought: _Cause | None = None
