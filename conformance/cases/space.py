@@ -234,10 +234,15 @@ class Space:
         return {each.name: each for each in self.dimensions}
 
     def reason(self, pair: Iterable[ClassOf]) -> str:
-        """Why no row holds both: the first rule that excludes them alone."""
-        both = tuple(pair)
-        alone = (rule.why for rule in self.all_rules if not self.completed(both, rules=(rule, *self._says)))
-        return next(alone, "several rules together")
+        """Why no row holds both: where their dimensions have a say, or else the first rule that excludes them."""
+        both, says = tuple(pair), list(self._says)
+        if self.completed(both, rules=says):
+            found = (rule.why for rule in self.rules if not self.completed(both, rules=(rule, *says)))
+            return next(found, "several rules together")
+        for say in self._says:
+            less = [other for other in says if other is not say]
+            says = says if self.completed(both, rules=less) else less
+        return "; ".join(dict.fromkeys(say.why for say in says))
 
     @cached_property
     def all_rules(self) -> tuple[Rule, ...]:

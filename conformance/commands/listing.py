@@ -19,7 +19,7 @@ from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
-from mla_conformance.vocabulary.tiers import tier_lines
+from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
 
@@ -50,6 +50,10 @@ def list_capabilities(options: argparse.Namespace) -> int:
         from mla_conformance.commands.unreached import list_unreached
 
         return list_unreached(options.backend, options.device)
+    if options.excluded:
+        for line in excluded_lines():
+            say(line)
+        return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")

@@ -158,10 +158,13 @@ COMMANDS = (
         "list the capabilities with their definitions",
         "mla_conformance.commands.listing:list_capabilities",
         (
-            option("--backend", _REFERENCE, "instead, the pairs of values that its declared support leaves unreached"),
+            (
+                option("--backend", _REFERENCE, "instead, what it declares of each role, and the cases fitted to it"),
+                flag("--excluded", "instead, the pairs that no case can hold, with the reason"),
+            ),
             option("--device", "cpu|cuda", "of --backend"),
         ),
-        ("", "--backend TORCH_SDPA"),
+        ("", "--backend TORCH_SDPA", "--excluded"),
         _TOLD,
     ),
     Command(

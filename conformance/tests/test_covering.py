@@ -69,8 +69,8 @@ def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
     for pair in cover(given, Pairs.every(given))[1]:
         reason = given.reason(pair)
         together = pair == (("a", "1"), ("c", "p"))
-        assert (reason in {rule.why for rule in given.all_rules}) != together, pair
-        assert (reason == "several rules together") == together
+        expected = {"several rules together"} if together else {rule.why for rule in given.all_rules}
+        assert reason in expected, pair
 
 
 def test_pairs_take_about_as_many_rows_as_the_two_largest_dimensions_need() -> None:
