@@ -55,10 +55,7 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
     rows, impossible = cover(given, Pairs.every(given))
     assert all(allowed(given, row) and list(row) == list(CLASSES) for row in rows)
     possible = {
-        frozenset(pair)
-        for row in possible_rows(given)
-        if allowed(given, row)
-        for pair in combinations(held(row), 2)
+        frozenset(pair) for row in possible_rows(given) if allowed(given, row) for pair in combinations(held(row), 2)
     }
     assert set(map(frozenset, Pairs(given, rows))) == possible
     assert set(map(frozenset, Pairs.every(given))) - possible == set(map(frozenset, impossible))

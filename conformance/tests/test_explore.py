@@ -64,14 +64,13 @@ def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypa
 
 def test_two_causes_are_found_in_one_call_and_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(case: Case) -> str:
-        return Check.LSE if case.heads == 128 else Check.OUTPUT if case.heads % 2 and case.heads > 1 else ""
+        return Check.LSE if case.pad else Check.OUTPUT if case.poison == "inf" else ""
 
-    judged, record = explored(monkeypatch, fails, draws=100)
+    judged, record = explored(monkeypatch, fails)
     assert record.status is Status.FAIL and " drawn cases, made small: " in record.message
     told = {Check.LSE, Check.OUTPUT}
     assert record.check in told and all(check in record.message for check in told)
-    assert len({Case.parse(record.case).heads, 128, 5}) == 2
-    assert len([case for case in judged if not fails(case)]) > 30, "it goes on behind a failure"
+    assert len([case for case in judged if not fails(case)]) > 5, "it goes on behind a failure"
 
 
 def test_a_cause_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,9 @@ def test_each_tier_tells_what_it_reaches_of_each_role() -> None:
         (line,) = (line for line in lines if line.strip().startswith(f"{space.role} "))
         possible = len(Pairs(space, map(space.row_of, listed(space))))
         light = len(Pairs(space, (space.row_of(case) for case in listed(space) if work_of(case) <= CPU_WORK)))
-        assert f" {possible:,} pairs possible" in line and f"full {possible:,}, {possible - light:,} of them due" in line
+        assert (
+            f" {possible:,} pairs possible" in line and f"full {possible:,}, {possible - light:,} of them due" in line
+        )
     assert max(map(len, lines)) <= 80
 
 
@@ -210,7 +212,9 @@ def test_what_a_declaration_claims_and_refuses_is_told(tmp_path: Path, capsys: p
     headline, *lines = capsys.readouterr().out.splitlines()
     assert headline.startswith("Narrow decode: ") and " cases fitted" in headline
     text = " ".join(" ".join(lines).split())
-    assert "refused on cpu: cache=fp8, cache=fp8_ds_mla" in text and "page=16, page=32" in text and "queries=mixed" in text
+    assert (
+        "refused on cpu: cache=fp8, cache=fp8_ds_mla" in text and "page=16, page=32" in text and "queries=mixed" in text
+    )
     assert max(map(len, [headline, *lines])) <= 80
 
 

@@ -241,7 +241,10 @@ LAYER = Space(
         Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
         never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
         never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
-        never("weights of such dims are dense, which ranks do not share", {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS}),
+        never(
+            "weights of such dims are dense, which ranks do not share",
+            {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS},
+        ),
         never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
         *LONE_RULES,
