@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import ClassVar
 
 import pytest
 import torch
@@ -72,9 +73,9 @@ def test_every_pair_of_what_a_kernel_declares_is_held(name: str) -> None:
 
 
 class Narrow(EagerDecodeBackend):
-    supported_kv_cache_dtypes = ["auto", "fp8"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supports_nonuniform_queries = False
-    supported_latent_dims = [(512, 64)]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len = 4
 
     @staticmethod
