@@ -45,6 +45,8 @@ def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]], c
         return sorted(known, key=lambda label: label != drawn.get(name))
 
     def pick(members: Sequence[Any]) -> Any:
+        if not members:  # beside what was picked before
+            reject()
         return members[draw(st.integers(0, len(members) - 1))]
 
     row = space.completed((), prefer)

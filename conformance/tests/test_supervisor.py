@@ -194,8 +194,8 @@ def test_only_equal_failures_of_a_process_use_up_patience() -> None:
         (Describe("B"), TaskReply(RECORD), False),
         (Trace("B", {}), TaskReply(traced=Traced()), True),
         (Trace("B", {}), TaskReply(RECORD), False),
-        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD), False),
-        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
+        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD), False),
+        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
     ],
     ids=range(12),
 )
@@ -203,7 +203,7 @@ def test_an_answer_is_of_what_was_asked(asked: Task, answered: TaskReply, right:
     assert answers(asked, answered) is right
 
 
-@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, ("new_tokens",))])
+@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, 0, ("combinations",))])
 def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Explore) -> None:
     record = crash_of(task, "gone")
     assert record and answers(task, TaskReply(record)) and (record.status, record.message) == (Status.CRASH, "gone")
@@ -212,7 +212,9 @@ def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Exp
 
 def test_a_call_that_is_given_up_leaves_the_others() -> None:
     chunk = "context_chunk:dims=small;q=[1];kv=[5]"
-    tasks = Tasks([[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, ("new_tokens",))]])
+    tasks = Tasks(
+        [[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, 0, ("combinations",))]]
+    )
     tasks.dropped.add(("A", call_of(CASES[0])))
     taken = [task for _ in range(4) if (task := tasks.take(0))]
     assert [(task.reference, type(task)) for task in taken] == [("B", Judge), ("A", Judge), ("A", Explore)]

@@ -26,7 +26,7 @@ def _reached(space: Space) -> str:
     in_smoke, in_light = (len(Pairs(space, map(space.row_of, cases))) for cases in (smoke, light))
     full = len(_held(space))
     return (
-        f"  {space.role:<7} pairs {in_smoke:,}/{full:,} of {full:,} possible in smoke/full, "
+        f"  {space.role:<7} {full:,} pairs possible: smoke {in_smoke:,}, full {full:,}, "
         f"{full - in_light:,} of them due on a GPU"
     )
 

@@ -68,8 +68,6 @@ _KINDS = ("both", "decodes", "prefills")
 _MOST_KEYS = 2**20
 _WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
 _WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
-_LARGEST_WORKSPACE = 2**17
-"""Tokens of the workspace that a layer makes at most."""
 _TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
 _SHORT = 17
 
@@ -158,15 +156,6 @@ def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
     return keys * HEADS.first(heads) <= _MOST_KEYS
 
 
-def _fits_workspace(kind: str, requests: str, others: str, chunks: str, longest: str) -> bool:
-    """Whether the workspace that makes so many chunks is one that a layer has."""
-    number = REQUESTS.first(requests)
-    prefills = number - -(-number // 2) if kind == "both" else number
-    with_context = min(prefills, 2) if others == "no context" else prefills
-    share = LONGEST.least(longest) // max(1, CHUNKS.first(chunks)) + max(map(max, PAGES.some.values()))
-    return chunks == "0" or with_context * share <= _LARGEST_WORKSPACE
-
-
 def _longer(order: str, queries: str, tokens: str) -> bool:
     """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
@@ -253,7 +242,7 @@ LAYER = Space(
         never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
         never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
         never(
-            "weights of such dims are dense: not for ranks",
+            "weights of such dims are dense, which ranks do not share",
             {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS},
         ),
         never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
@@ -285,11 +274,6 @@ LAYER = Space(
             "a request is no shorter than its new tokens",
             ("tokens", "longest"),
             lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1],
-        ),
-        Rule(
-            f"a layer has no workspace beyond {_LARGEST_WORKSPACE:,} tokens",
-            ("requests that", "requests", "others", "chunks", "longest"),
-            _fits_workspace,
         ),
         Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1))),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
