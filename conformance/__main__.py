@@ -4,11 +4,14 @@ import os
 import sys
 from typing import NoReturn
 
+from mla_conformance.files.places import forget_current_folder
+
 
 def start() -> NoReturn:
     """Carry out the command line; who ends it while it is imported is told nothing."""
     _open_streams()
     try:
+        forget_current_folder()
         from mla_conformance.cli import command
     except KeyboardInterrupt:
         sys.exit(130)

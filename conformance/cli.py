@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.commands.parser import Parser, add_commands
-from mla_conformance.engine.limits import leave, look_here_last
+from mla_conformance.engine.limits import leave
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import put, say
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     _print_anywhere()
     try:
-        look_here_last()
         options = _parser().parse_args(arguments)
         status: int = options.run(options)
     except InputError as error:

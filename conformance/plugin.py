@@ -123,9 +123,9 @@ def _params(config: pytest.Config) -> Iterator[Any]:
 
 def _require_survival(subject: "Subject") -> None:
     """Refuse a module that ends the process which imports it; this one's end would be no failure."""
-    from mla_conformance.engine.limits import end_of
+    from mla_conformance.engine.limits import how_it_ends
 
-    if ":" in subject.backend.reference and (ended := end_of(lambda: subject.unavailable)):
+    if ":" in subject.backend.reference and (ended := how_it_ends(lambda: subject.unavailable)):
         raise pytest.UsageError(f"--backend {subject.backend.reference}: a process that imported it ended: {ended}")
 
 

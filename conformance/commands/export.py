@@ -15,12 +15,13 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
-from mla_conformance.engine.limits import end_of
+from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
@@ -62,7 +63,7 @@ def _require_survival(options: argparse.Namespace, case: Case) -> None:
         torch.set_num_threads(1)  # threads of the process before do not exist in a fork
         reproduced(_subject(options), case)
 
-    if ended := end_of(judged_elsewhere):
+    if ended := how_it_ends(judged_elsewhere):
         raise InputError(f"export: a process that judged {case.id} on {options.backend} ended: {ended}")
 
 
@@ -76,6 +77,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     device = find_device(options.device or "")
     if device is None:
         raise InputError(f"export: this machine has no device {options.device}")
+    search_current_folder()
     subject = Subject.of(options.backend, device)
     if subject.unavailable:
         raise InputError(f"export: what it calls can only be seen where it runs; {'; '.join(subject.unavailable)}")

@@ -19,6 +19,7 @@ from mla_conformance.engine.supervisor import Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import from_here
@@ -54,6 +55,7 @@ def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
     """Write what the case is judged by in this process, where nothing else ran before it."""
     device = find_device(options.device or "")
     assert device is not None, "the run was on it"
+    search_current_folder()
     dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
     say(f"operands, results, golden results and errors: {options.dump}")
 

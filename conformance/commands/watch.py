@@ -17,7 +17,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks, call_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -121,7 +121,7 @@ class _Watch:
             records.append(record)
             progress(record)
             if patience.exhausted(record):
-                tasks.dropped.add(self._backend.reference)
+                tasks.dropped.add((self._backend.reference, call_of(record.case)))
         return records
 
     def _judged(self, tasks: Tasks) -> Iterator[Record]:

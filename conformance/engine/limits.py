@@ -85,6 +85,14 @@ def children() -> set[int]:
     return found
 
 
+def end_of(process: int) -> list[int]:
+    """A descriptor that becomes readable when a process ends; none on a system without."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
 def end_children(spared: set[int]) -> None:
     """End every child but ``spared``, and whatever becomes a child by that."""
     while strangers := children() - spared:
@@ -145,14 +153,7 @@ def end_as(process: int) -> NoReturn:
     os._exit(1)
 
 
-def look_here_last() -> None:
-    """Let modules be found in the current folder, where a plug-in often is, and never in place of a library's."""
-    with contextlib.suppress(OSError):  # the folder is gone
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)
-
-
-def end_of(step: Callable[[], object]) -> str:
+def how_it_ends(step: Callable[[], object]) -> str:
     """How a process ended that was forked to carry out a step; empty if it came behind it, whatever that raised."""
     reported, told = os.pipe()
     process = os.fork()

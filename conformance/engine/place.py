@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mla_conformance.engine.limits import how
+from mla_conformance.engine.limits import end_of, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
@@ -38,9 +40,14 @@ _READ = 2**16
 _LONGEST_LINE = 2**24
 """Bytes of a message, generously: every text in one is cut, and a case's id has 1 MiB at most."""
 _MOST_STACKS = 2**10
+_MOST_DRAWN = 100_000
 DIED = "the process died during this case"
 GARBLED = "it was ended, since it wrote to the supervisor what no worker says"
 HUNG = "no verdict within the time that a case may take; the process was ended"
+
+
+class RunError(RuntimeError):
+    """A run that could not go on; what it had judged is in the journal."""
 
 
 @dataclass(eq=False)
@@ -76,6 +83,8 @@ class WorkerSlot:
     _asked: bool = False
     _killed: bool = False
     _garbled: bool = False
+    _served: bool = False
+    _begun: int = 0
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -94,7 +103,7 @@ class WorkerSlot:
             start_new_session=True,
         )
         remote.close()
-        self._ends = _end_of(self.keeper.pid)
+        self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
         with contextlib.suppress(OSError):  # it died at once: its end is on the way
@@ -118,6 +127,7 @@ class WorkerSlot:
     def give(self, task: Task) -> None:
         """Have the worker carry out a task."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+        self._begun = 0
         self._wait(self.timeout)
         if isinstance(task, Describe | Trace):
             self.history.append((task.reference, ""))
@@ -150,8 +160,7 @@ class WorkerSlot:
                 stray = not self._is_stack(line)
                 continue
             stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
-            over = self._killed or self._garbled
-            if not (over and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)):  # those come too late
+            if not self._comes_too_late(event):
                 self._note(event)
                 yield event
         if stray:
@@ -170,16 +179,17 @@ class WorkerSlot:
             self._garbled = True
             self._end_worker()
 
+    def _comes_too_late(self, event: WorkerEvent) -> bool:
+        """Whether it is said by a worker that was ended, or once more."""
+        said = (self._killed or self._garbled) and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
+        return said or (self._judged is not None and isinstance(event, WorkerJudged))
+
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
-            self._killed = self._garbled = False
+            self._killed, self._garbled, self._served = False, False, True
         elif isinstance(event, WorkerStarted):
-            self._started = event.record
-            judged = (self._started.reference, self._started.case)
-            if self.history[-1:] != [judged]:  # told twice where it waited for memory
-                self.history.append(judged)
-            self._wait(self.timeout)
+            self._begin(event.record)
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
@@ -190,6 +200,15 @@ class WorkerSlot:
         elif isinstance(event, Ended):
             self.hello, self._process = None, 0
             self._wait(START_SECONDS)
+
+    def _begin(self, record: Record) -> None:
+        """The backend's time on a case begins."""
+        self._started, judged = record, (record.reference, record.case)
+        if self.history[-1:] != [judged]:  # told twice where it waited for memory
+            self.history.append(judged)
+        self._begun += 1
+        if self._begun <= _most_begun(self.task):
+            self._wait(self.timeout)
 
     def why(self, status: int) -> str:
         """What the worker of the moment ended of."""
@@ -242,6 +261,9 @@ class WorkerSlot:
         self.keeper.kill()
         status = self.keeper.wait()
         self._signal(signal.SIGKILL)
+        if self.setup.apart and self._served:
+            # A new one would read what decides again, while a kernel may write there.
+            raise RunError(f"the process that starts judges was ended from outside ({how(status)}); start the run anew")
         self.spawn()
         return status
 
@@ -260,9 +282,6 @@ class WorkerSlot:
         self._deadline = time.monotonic() + seconds
 
 
-def _end_of(process: int) -> list[int]:
-    """A descriptor that becomes readable when a process ends; none on a system without."""
-    try:
-        return [os.pidfd_open(process)]
-    except (AttributeError, OSError):
-        return []
+def _most_begun(task: Task | None) -> int:
+    """How often a worker may tell that a case begins: each twice, where it waits for memory, and once more again."""
+    return _MOST_DRAWN if isinstance(task, Explore) else 4 * (1 + len(task.before)) if isinstance(task, Judge) else 0

@@ -215,6 +215,7 @@ class BackendFacts:
         deviations: (convention of its library, what the adapter does about it).
         rounding: the declared rounding classes by name.
         fingerprint: what tells that it is still the same: the digest of its file, or its versions.
+        declared: all that it declares of each role, in words; it is the same in every process.
     """
 
     name: str
@@ -225,3 +226,4 @@ class BackendFacts:
     deviations: tuple[tuple[str, str], ...] = ()
     rounding: dict[str, str] = dataclasses.field(default_factory=dict)
     fingerprint: str = ""
+    declared: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -108,7 +108,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
-    reported = {each.name: getattr(part, each.name) for each in fields(BackendFacts) if each.name != "name"}
+    known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
+    reported = {each: getattr(part, each) for each in known}
     return BackendFacts(**reported | {"name": name, "deviations": deviations})
 
 

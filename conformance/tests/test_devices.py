@@ -40,8 +40,8 @@ class Places:
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.environments.append(environment)
 
-    def hello(self) -> Hello:
-        return Hello(1, "cuda", {}, self._gpus)
+    def hellos(self) -> list[Hello]:
+        return [Hello(1, "cuda", {}, self._gpus)]
 
     def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:

@@ -12,7 +12,7 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands.console import _write_step_summary
-from mla_conformance.engine.limits import end_of
+from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.plugin import _require_survival
@@ -156,7 +156,7 @@ def test_a_module_that_ends_the_process_is_a_usage_error_of_pytest(tmp_path: Pat
 
 
 def test_a_step_that_only_raises_has_not_ended_its_process() -> None:
-    assert end_of(lambda: sys.exit(3)) == "" and end_of(lambda: os._exit(3)) == "exit status 3"
+    assert how_it_ends(lambda: sys.exit(3)) == "" and how_it_ends(lambda: os._exit(3)) == "exit status 3"
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ class Subject:
 
     def declaration_of(self, role: Role) -> Declaration:
         """What the adapter of a role declares."""
-        return self._declarations[role]
+        return self.declarations[role]
 
     @cached_property
-    def _declarations(self) -> dict[Role, Declaration]:
+    def declarations(self) -> dict[Role, Declaration]:
         """Of the roles that can run here."""
         usable = [role for role in self.roles if not self._unavailable[role]]
         return {role: definition_of(role).declared(self.class_of(role)) for role in usable}
@@ -101,7 +101,7 @@ class Subject:
     @cached_property
     def declaration(self) -> Declaration:
         """What the adapters of all roles declare together; the rounding classes are those of the first role."""
-        declared = list(self._declarations.values())
+        declared = list(self.declarations.values())
         return Declaration(
             rounding=declared[0].rounding,
             e4m3_rounding=declared[0].e4m3_rounding,
@@ -116,8 +116,8 @@ class Subject:
     def rounding(self) -> dict[str, str]:
         """The declared rounding classes by name; those of a role beside prefill say so."""
         found: dict[str, str] = {}
-        kernels = {role: reported for role, reported in self._declarations.items() if role is not Role.LAYER}
-        for role, declaration in (kernels or self._declarations).items():
+        kernels = {role: reported for role, reported in self.declarations.items() if role is not Role.LAYER}
+        for role, declaration in (kernels or self.declarations).items():
             prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
             found |= _classes(declaration.rounding, prefix)
             if declaration.e4m3_rounding is not None:
