@@ -11,7 +11,7 @@ import pytest
 from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
 
 CI = Path(__file__).parents[2] / "ci"
-RECORD = CI.parent / "submissions" / "2026.4" / "TORCH_SDPA" / "record.json"
+RECORD = CI.parent / "submissions" / SUITE_VERSION / "TORCH_SDPA" / "record.json"
 HEADER = {"cpu": "one", "torch": "2.13", "threads": 1, "small": False, "digests": installed_digests()}
 ROW = {"case": "lse:q=[64]", "kernel": "EAGER", "status": "pass", "used": {"lse": "0.1"}}
 
@@ -58,7 +58,7 @@ def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, 
     known = list(accept.problems(written(tmp_path / "before", listed, ROW), same, [RECORD]))
     assert any("expected records of 4 kernels or more, got 1" in problem for problem in known)
     unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
-    said = f"'judging' of suite 2026.4: expected one of {locked_digests()['judging'][0]}"
+    said = f"'judging' of suite {SUITE_VERSION}: expected one of {locked_digests()['judging'][0]}"
     assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))
 
 
