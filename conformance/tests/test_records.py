@@ -37,7 +37,7 @@ def test_the_records_of_this_suite_verify(capsys: pytest.CaptureFixture[str]) ->
     assert main(["verify", str(folder)]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", OLD, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", OLD, ids=lambda path: f"{path.parent.parent.name}-{path.parent.name}")
 def test_an_older_record_is_told_to_be_old(path: Path) -> None:
     """With the command that renews it, and nothing that sounds as if it held."""
     with pytest.raises(Outdated, match="renew it: mla-conformance certify --backend"):
