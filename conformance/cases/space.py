@@ -194,27 +194,38 @@ class Space:
         if not all(rule.allows(row) for rule in asked):
             return None
         over = {each.name: tuple(rule for rule in asked if each.name in rule.over) for each in self.dimensions}
-        if not self._grow(self._order(frozenset(row)), row, prefer, over):
+        if self._grow(self._order(frozenset(row)), row, prefer, over) is not None:
             return None
         return {each.name: row[each.name] for each in self.dimensions}
 
-    def _grow(self, left: Sequence[Dimension], row: dict[str, str], prefer: Preference, over: _RulesOver) -> bool:
-        """Whether a class of every dimension that is left could be added to the row."""
+    def _grow(
+        self, left: Sequence[Dimension], row: dict[str, str], prefer: Preference, over: _RulesOver
+    ) -> set[str] | None:
+        """Add a class of every dimension that is left; else the dimensions before them whose classes do not let it.
+
+        Other classes of a dimension that is not blamed would not help: the search goes back past it.
+        """
         if not left:
-            return True
+            return None
         each, *rest = left
+        blamed = {each.only.name} if each.only.name else set()
         for label in prefer(each.name, tuple(each.classes), row) if each.has_say(row) else (NOTHING,):
             row[each.name] = label
-            if all(rule.allows(row) for rule in over[each.name]) and self._grow(rest, row, prefer, over):
-                return True
+            broken = next((rule for rule in over[each.name] if not rule.allows(row)), None)
+            further = set(broken.over) if broken else self._grow(rest, row, prefer, over)
+            if further is None:
+                return None
             del row[each.name]
-        return False
+            if each.name not in further:
+                return further
+            blamed |= further
+        return blamed - {each.name}
 
     def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
         """Other dimensions; first those that share a rule with what stands before, so that less is tried in vain."""
         if wanted not in self._orders:
-            names, found = list(wanted), list[str]()
-            every = [each.name for each in self.dimensions]
+            every, found = [each.name for each in self.dimensions], list[str]()
+            names = [name for name in every if name in wanted]
             for name in chain(names, every):  # grows while it is gone through
                 names += [
                     other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names

@@ -12,7 +12,7 @@ from pathlib import Path
 from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import Plan
-from mla_conformance.engine.request import RequestError
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
@@ -24,6 +24,7 @@ from mla_conformance.report.json_report import report_form, report_json, to_text
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
+from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -54,7 +55,7 @@ def run_and_report(
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
         if not as_json:
-            _say_wrapped(_header(run))
+            _say_wrapped(_header(run), *_outside(run.request))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         try:
             run.finish()
@@ -87,6 +88,14 @@ def _header(run: Run) -> str:
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
     said = [*where, *what, *salted, "golden float64", environment.get("judge", ""), shard]
     return " · ".join(filter(None, said))
+
+
+def _outside(asked: RunRequest) -> Iterator[str]:
+    """Of cases that were named one by one: in what they are like none that the suite would make itself."""
+    for case in () if asked.deployment else asked.cases:
+        space = next(space for space in SPACES.values() if space.role is case.role)
+        if names := space.outside(case):
+            yield f"outside of the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
 
 
 def drawn_words(extent: Extent) -> str:

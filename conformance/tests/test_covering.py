@@ -1,5 +1,8 @@
 """Covering arrays: complete, small, allowed, and the same every time."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from itertools import combinations, product
 
@@ -107,3 +110,14 @@ def test_few_rows_are_chosen_that_hold_every_class_of_all() -> None:
     numbers = choose(rows, [])
     assert {value for number in numbers for value in held(rows[number])} == set(FREE.values)
     assert len(numbers) <= 5 and choose(rows, rows) == []
+
+
+def test_rows_are_the_same_in_every_process() -> None:
+    found = (
+        "from itertools import islice; from mla_conformance.cases.covering import Pairs;"
+        "from mla_conformance.roles.decode.space import DECODE;"
+        "print([DECODE.completed(pair) for pair in islice(Pairs.every(DECODE), 0, None, 100)])"
+    )
+    seeds = ({**os.environ, "PYTHONHASHSEED": seed} for seed in "12")
+    first, second = (subprocess.check_output([sys.executable, "-c", found], env=seed) for seed in seeds)
+    assert first == second and first.count(b"heads") > 50

@@ -27,7 +27,7 @@ def _reached(space: Space) -> str:
     full = len(_held(space))
     return (
         f"  {space.role:<7} {full:,} pairs possible: smoke {in_smoke:,}, full {full:,}, "
-        f"{full - in_light:,} of them due on a GPU"
+        f"{full - in_light:,} due on a GPU"
     )
 
 
