@@ -81,5 +81,3 @@ def _contradictions(backend: type) -> Iterator[str]:
         yield f"supported_query_len: expected a positive number or None, got {length!r}"
     if length == 1 and getattr(backend, "supports_nonuniform_queries", False):
         yield "supports_nonuniform_queries: expected False where supported_query_len is 1, got True"
-    if getattr(backend, "supports_causal_dcp", False) and not getattr(backend, "returns_lse", True):
-        yield "supports_causal_dcp: expected False where returns_lse is False (ranks are merged by it), got True"

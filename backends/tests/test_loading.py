@@ -136,7 +136,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 1",
             "supports_nonuniform_queries: expected False where supported_query_len is 1, got True",
         ),
-        (DECODE + "class Mine(EagerDecodeBackend): returns_lse = False", "supports_causal_dcp: expected False where"),
         (IMPORT + "class Mine(EagerPrefillBackend): prepare_metadata = None", "class Mine lacks prepare_metadata$"),
         (
             IMPORT + "class Mine(EagerPrefillBackend): declaration = {'emulated': True}",

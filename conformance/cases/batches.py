@@ -240,7 +240,7 @@ LONE_RULES: tuple[Rule, ...] = (
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
     Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
-    Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1))),
+    Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))),
     Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
     Rule("no such length has room for the query tokens", SHAPE, _exists),
     Rule(

@@ -22,13 +22,13 @@ class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int = 0) -> None:
+def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
     """Check a run before anything of it is launched.
 
     Args:
         backends: what it is to judge, those that cannot run here included.
         cases: ids of the listed cases that it is to judge, those of its shard only.
-        drawn: how many cases it is to draw beside them.
+        drawn: whether it is to draw others beside them.
 
     Raises:
         Refused: it could not be certified whatever it found.
@@ -48,7 +48,7 @@ def require_committed(pins: Pins) -> None:
             raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
 
 
-def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int) -> Iterator[str]:
+def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool) -> Iterator[str]:
     if len(backends) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
     listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}

@@ -193,7 +193,7 @@ class Issuing:
     def obstacle(self, run: Run) -> str:
         """Why a run that is prepared cannot be certified; empty if it can."""
         try:
-            require_certifiable(run.facts, run.request.judged_ids, run.request.explore)
+            require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
             self.pins = _pins(run.facts[0])
             require_committed(self.pins)
         except Refused as reason:

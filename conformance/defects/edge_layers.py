@@ -127,7 +127,8 @@ class ChunksWithoutKeys(EagerLayer):
     class impl_class(MLACommonImpl):
         def _merge(self, prefix, suffix):
             output, lse = super()._merge(prefix, suffix)
-            return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse
+            empty = lse == -torch.inf
+            return output.masked_fill(empty.mT.unsqueeze(-1), torch.nan), lse.masked_fill(empty, torch.nan)
 
 
 @known_defect("layer-context-of-prefills-behind-decodes-from-first-rows", killed_by="mixed_batch")

@@ -62,7 +62,7 @@ CASES_THAT_SHOW = {
         _DECODE + "heads=24;q=[1,1];kv=[40,9]", ("heads=32", "q=[1];kv=[40]")
     ),
     "decode-lse-index-in-two-bytes": Edge(
-        _DECODE + "heads=112;q=[1x600];kv=[3x600]", ("heads=8", "q=[1x100];kv=[3x100]")
+        "call=decode;dims=4-4-4-4;heads=112;q=[16x40];kv=[3x40]", ("heads=8", "q=[16];kv=[3]")
     ),
     "decode-workspace-of-64-partials": Edge(_DECODE + "q=[1x9];kv=[600x9]", ("q=[1,1];kv=[600,600]", "kv=[60x9]")),
     "decode-longest-of-many-loses-a-tile": Edge(_DECODE + "q=[1x9];kv=[9x8,1100]", ("q=[1,1];kv=[9,1100]", "kv=[9x9]")),
@@ -188,7 +188,9 @@ CASES_THAT_SHOW = {
     "layer-single-pages-of-codes-written-unscaled": Edge(
         _LAYER + "q=[5];kv=[9];cache=fp8;page=1", ("cache=auto", "page=16")
     ),
-    "layer-slot-in-fifteen-bits": Edge(_LAYER + "q=[600];kv=[0];page=64;spare=900", ("page=16", "spare=3")),
+    "layer-slot-in-fifteen-bits": Edge(
+        "call=layer;dims=4-4-4-4;heads=1;q=[200];kv=[0];page=64;spare=600", ("page=16", "spare=3")
+    ),
     "layer-mixed-entries-written-as-if-packed": Edge(
         "call=layer;heads=2;q=[40];kv=[9];cache=fp8_ds_mla;layers=2", ("cache=auto", "layers=1")
     ),

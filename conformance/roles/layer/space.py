@@ -275,7 +275,9 @@ LAYER = Space(
             ("tokens", "longest"),
             lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1],
         ),
-        Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1))),
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+        ),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
         Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
         Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),

@@ -193,7 +193,7 @@ PREFILL = Space(
         Rule(
             "no length is in both classes",
             ("contexts", "context", "context tile"),
-            lambda others, *classes: bool(lengths(*classes, _BEYOND[others])),
+            lambda others, context, tile: bool(lengths(context, tile, _BEYOND[others])),
         ),
         Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
         Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),
