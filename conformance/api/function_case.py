@@ -1,12 +1,15 @@
 """A case as a function is asked it, and which cases no function can be asked. No torch until tensors are wanted."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.vocabulary.capabilities import CapabilityError, find_capability
+
+if TYPE_CHECKING:
+    import torch
 
 NO_LAYER = (
     "a layer keeps weights and a cache from call to call, which no function does; judge its kernels as functions, by "
@@ -14,7 +17,7 @@ NO_LAYER = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FunctionCase:
     """A case of the suite that a plain function can be asked.
 
@@ -32,7 +35,10 @@ class FunctionCase:
     def __str__(self) -> str:
         return self.id
 
-    def inputs(self, device: str = "") -> dict[str, Any]:
+    def __repr__(self) -> str:
+        return f"mla.case({self.id!r})"
+
+    def inputs(self, device: "str | torch.device" = "") -> dict[str, Any]:
         """Named tensors and numbers for one call; docs/python-api.md has the table of each role.
 
         :func:`assert_conforms` judges what was made of the inputs that this thread was handed last. They are new
@@ -46,7 +52,7 @@ class FunctionCase:
         """
         from mla_conformance.api.inputs import hand_out
 
-        return hand_out(self, device)
+        return hand_out(self.suite_case, device)
 
 
 def find_case(id: str) -> FunctionCase:

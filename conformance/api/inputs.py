@@ -2,12 +2,13 @@
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mla_conformance.api.kernels import kernel_around
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.cases.case import Case
 from mla_conformance.engine.describe import find_device
 from mla_conformance.files.inputs import InputError
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
@@ -15,9 +16,6 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import definition_of
 from mla_conformance.trials.context import Clock, Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
-
-if TYPE_CHECKING:
-    from mla_conformance.api.function_case import FunctionCase
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class HandedInputs:
         before: their bytes.
     """
 
-    case: "FunctionCase"
+    case: Case
     problem: Problem
     context: Context
     out: Guarded | None
@@ -48,39 +46,37 @@ class _Last(threading.local):
 _LAST = _Last()
 
 
-def find_torch_device(name: str) -> torch.device:
+def find_torch_device(wanted: str | torch.device) -> torch.device:
     """The device of this name; by default CUDA where there is a GPU.
 
     Raises:
         InputError: it is not there.
     """
-    kind, _, number = str(name).partition(":")
-    if kind not in ("", "cpu", "cuda") or (number and not number.isdecimal()):
-        raise InputError(f"device: expected cpu, cuda or a GPU such as cuda:1, got {str(name)!r}")
-    device = find_device(kind)
-    if device is None or int(number or 0) >= max(1, torch.cuda.device_count()):
-        raise InputError(
-            f"device {name!s}: torch sees {torch.cuda.device_count()} CUDA devices; expected cpu or one of them"
-        )
+    kind, _, number = str(wanted).partition(":")
+    if kind not in ("", "cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
+        raise InputError(f"device: expected cpu, cuda or a GPU such as cuda:1, got {str(wanted)!r}")
+    device, count = find_device(kind), torch.cuda.device_count()
+    if device is None or int(number or 0) >= max(1, count):
+        raise InputError(f"device {wanted!s}: expected cpu, or one of the CUDA devices that torch sees: {count}")
     return torch.device(kind, int(number)) if number else device
 
 
-def hand_out(case: "FunctionCase", device: str) -> dict[str, Any]:
+def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     """The named inputs of a case's only call, in memory of their own.
 
     Raises:
         InputError: no such device, or a case that takes several calls.
     """
     where, context = find_torch_device(device), Context()
-    procedure = find_capability(case.suite_case.capability).procedure
-    problem = context.problem(case.suite_case, where, Clock()) if procedure == CONFORMS else None
+    procedure = find_capability(case.capability).procedure
+    problem = context.problem(case, where, Clock()) if procedure == CONFORMS else None
     if problem is None or len(problem.calls) > 1:
         raise InputError(f"{case.id}: decided by several calls; expected mla.judge(case, function), which makes them")
     call = problem.calls[0]
     out = call.output_buffer()
     inputs = _inputs_of(problem, out)
     _LAST.handed = HandedInputs(case, problem, context, out, Snapshot(_watched(problem, inputs)))
-    poison_allocator(call.result_shape, problem.output_dtype, where, case.suite_case.poison)
+    poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs
 
 
@@ -102,7 +98,7 @@ def _watched(problem: Problem, inputs: dict[str, Any]) -> dict[str, torch.Tensor
     return owned | {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
 
 
-def handed_last(case: "FunctionCase") -> HandedInputs:
+def handed_last(case: Case) -> HandedInputs:
     """What :func:`hand_out` remembers.
 
     Raises:

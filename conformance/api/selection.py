@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from mla_conformance.api.field_filter import FieldFilter
 from mla_conformance.api.function_case import NO_LAYER, FunctionCase, why_no_function
-from mla_conformance.backends.references import nearest
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.covering import choose
@@ -37,7 +37,6 @@ AT_DEFAULT = (
     "gathered",
 )  # fmt: skip
 """Fields whose other values a backend has to declare, so that they stand for nothing that a kernel must support."""
-_SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,15 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         raise InputError(f"cases: {error}") from error
     listed = {entry: _askable(entry, space.role, size) for entry in CAPABILITIES.values()}
     every = [case for cases in listed.values() for case in cases]
-    asked = [_Asked.of(space, every, name, value) for name, value in wanted.items()]
+    asked = [FieldFilter.of(space, every, name, value) for name, value in wanted.items()]
     found: list[Case] = []
     for entry, cases in listed.items():
-        fitting = [case for case in cases if all(each.holds(case) for each in asked) and _is_usual(case, wanted)]
+        fitting = [case for case in cases if _holds(case, asked) and not _unusual(case, wanted)]
         found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
-        raise InputError(_none_left(space.role, asked, wanted))
+        raise InputError(
+            _none_left(space.role, asked, [_unusual(case, wanted) for case in every if _holds(case, asked)])
+        )
     return CaseSelection(tuple(map(FunctionCase, found)))
 
 
@@ -113,84 +114,31 @@ def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Itera
     return with_killing(fitting, {light[number] for number in chosen})
 
 
-def _is_usual(case: Case, wanted: Mapping[str, object]) -> bool:
-    """Whether everything that was not asked for is as every kernel has it: one call, and nothing to be declared."""
+def _unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a case that nobody asked for, and that a kernel may lack: several calls, or what is declared."""
     usual = case.defaults()
-    declared = (name for name in AT_DEFAULT if name in usual and name not in wanted)
-    return (
-        ("capability" in wanted or counts(case.capability))
-        and ("call" in wanted or case.call in CALLS[case.role])
-        and all(getattr(case, name) == usual[name] for name in declared)
-    )
+    found = {name: getattr(case, name) for name in AT_DEFAULT if name in usual and getattr(case, name) != usual[name]}
+    if not counts(case.capability):
+        found["capability"] = case.capability
+    if case.call not in CALLS[case.role]:
+        found["call"] = case.call
+    return {name: value for name, value in found.items() if name not in wanted}
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What was asked of one field, or of one dimension of the role's space.
+def _holds(case: Case, asked: Iterable[FieldFilter]) -> bool:
+    return all(each.holds(case) for each in asked)
 
-    Attributes:
-        name: of the field.
-        values: any of them will do; of a list of lengths, each length is one of them.
-        label_of: the class of a case; None where no dimension has the name.
+
+def _none_left(role: Role, asked: Iterable[FieldFilter], lacking: Sequence[Mapping[str, object]]) -> str:
+    """The sentence for values that no case has together, or none that is otherwise at its default.
+
+    Args:
+        role: of the cases.
+        asked: the values.
+        lacking: of each case that has them, what else would have to be asked for.
     """
-
-    name: str
-    values: tuple[object, ...]
-    label_of: Callable[[Case], str | None]
-
-    @staticmethod
-    def of(space: Space, listed: Sequence[Case], name: str, value: object) -> "_Asked":
-        """What is asked by ``name=value``; each value must be one that some case has.
-
-        Raises:
-            InputError: an unknown field, or a value that no listed case has.
-        """
-        labels = {each.name.replace(" ", "_"): each.class_of for each in space.dimensions}
-        known = [*listed[0].defaults(), *labels]
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(dict.fromkeys(known))}"
-            raise InputError(f"cases: unknown field {name!r} of a {space.role} case; {hint}")
-        values = tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
-        asked = _Asked(name, values, labels.get(name, lambda case: None))
-        for each in values:
-            if not any(_Asked(name, (each,), asked.label_of).touches(case) for case in listed):
-                raise InputError(f"cases: no {space.role} case has {name}={each}; {asked.expected(listed)}")
-        return asked
-
-    def holds(self, case: Case) -> bool:
-        """Whether a case has one of the values, or its class is one of them."""
-        got = getattr(case, self.name, None)
-        lengths = got if isinstance(got, tuple) else ()
-        each = bool(lengths) and all(length in self.values for length in lengths)
-        return each or self._is(case, got)
-
-    def touches(self, case: Case) -> bool:
-        """Whether a case has one of the values at all, if only as one length among others."""
-        got = getattr(case, self.name, None)
-        return self._is(case, got) or (isinstance(got, tuple) and any(length in self.values for length in got))
-
-    def _is(self, case: Case, got: object) -> bool:
-        texts = [str(value) for value in self.values if isinstance(value, str)]
-        plain = not isinstance(got, tuple) and got in self.values
-        return plain or (got is not None and format_value(got) in texts) or self.label_of(case) in texts
-
-    def expected(self, listed: Iterable[Case]) -> str:
-        """The values that there are."""
-        got = [getattr(case, self.name, None) for case in listed]
-        parts = {part for each in got if each is not None for part in (each if isinstance(each, tuple) else (each,))}
-        labels = {str(label) for case in listed if (label := self.label_of(case)) is not None}
-        shown = [format_value(part) for part in sorted(parts)]
-        shown = [*shown, *sorted(labels - set(shown))]
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-        return f"expected one of {', '.join(shown[:_SHOWN])}{more}"
-
-
-def _none_left(role: Role, asked: Iterable[_Asked], wanted: Mapping[str, object]) -> str:
-    """The sentence for values that no case has together."""
     together = ", ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in asked)
-    left = ", ".join(name for name in ("call", *AT_DEFAULT) if name not in wanted)
-    return (
-        f"cases: no {role} case has {together}; expected fewer values, or values of the fields that are at "
-        f"their default where they are not named: {left}"
-    )
+    if not lacking:
+        return f"cases: no {role} case has {together} at once; expected fewer values"
+    nearest_one = ", ".join(f"{name}={format_value(value)}" for name, value in min(lacking, key=len).items())
+    return f"cases: no {role} case has {together} and defaults otherwise; expected more values, such as {nearest_one}"

@@ -74,7 +74,7 @@ class FunctionSubject(Subject):
     role: Role
 
     @property
-    def roles(self) -> tuple[Role, ...]:  # type: ignore[override]  # there, what it loads; here, what it is
+    def roles(self) -> tuple[Role, ...]:
         """The only role."""
         return (self.role,)
 
@@ -104,7 +104,7 @@ def judge(
     case: FunctionCase,
     function: Function,
     *,
-    device: str = "",
+    device: str | torch.device = "",
     declaration: Declaration = _STRICTEST,
     explain: bool = False,
 ) -> FunctionVerdict:
@@ -120,10 +120,10 @@ def judge(
     Raises:
         InputError: no such device.
     """
-    subject = _subject(case, function, find_torch_device(device), declaration)
+    subject = _subject(case.suite_case, function, find_torch_device(device), declaration)
     trial, record = judged_trial(subject, case.suite_case, Context())
     where = f", device={str(subject.device)!r}"
-    return _verdict(trial, record, explain, f"mla.judge(mla.case({case.id!r}), {name_of(function)}{where})")
+    return _verdict(trial, record, explain, f"mla.judge({case!r}, {name_of(function)}{where})")
 
 
 def assert_conforms(
@@ -142,7 +142,7 @@ def assert_conforms(
         InputError: no inputs of this case were handed out.
     """
     __tracebackhide__ = True
-    handed = handed_last(case)
+    handed = handed_last(case.suite_case)
     verdict = _judged(handed, results, declaration, explain)
     if not verdict.passed:
         raise AssertionError(verdict.message)
@@ -152,12 +152,12 @@ def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declarati
     device, case = handed.problem.device, handed.case
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    trial = Trial(_subject(case, results, device, declaration), case.suite_case, handed.context)
+    trial = Trial(_subject(case, results, device, declaration), case, handed.context)
     record = _record(trial, handed, given)
     if record.failed and not handed.context.is_intact():
         handed.context.forget()
         record = _record(trial, handed, given)
-    return _verdict(trial, record, explain, f"x = mla.case({case.id!r}).inputs({str(device)!r})")
+    return _verdict(trial, record, explain, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
 
 
 def _record(trial: Trial, handed: HandedInputs, given: tuple[Any, ...]) -> Record:
@@ -181,8 +181,8 @@ def results(**inputs: Any) -> None:
     """Stands for a function that was called by its own test."""
 
 
-def _subject(case: FunctionCase, function: Function, device: torch.device, declaration: Declaration) -> Subject:
-    name, role = name_of(function), case.suite_case.role
+def _subject(case: Case, function: Function, device: torch.device, declaration: Declaration) -> Subject:
+    name, role = name_of(function), case.role
     kernel = kernel_around(function, role, declaration)
     return FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
 

@@ -12,6 +12,8 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.cases.case import Case
+from mla_conformance.roles.definition import kernel_sizes
 
 Function = Callable[..., Any]
 _TILE = 16
@@ -77,50 +79,47 @@ def _half(scores, v, mistake) -> tuple[torch.Tensor, torch.Tensor]:
     return output / total.where(total > 0, 1.0), most + total.log()
 
 
-def as_function(kernel: Any, role: Role) -> Function:
-    """A function that does what the instances of a kernel's class do, a new one for each call."""
-    return lambda **x: _CALLS[role](kernel, x)
+def as_function(kernel: Any, case: Case) -> Function:
+    """A function that does what a kernel's class does for the head dims of a case, with an instance for each call."""
+    return lambda **x: _CALLS[case.role](kernel, case, x)
 
 
-def _decode(kernel, x) -> Any:
-    rank, starts = x["kv_lora_rank"], x["cu_seqlens_q"]
-    widths = {"kv_lora_rank": rank, "qk_nope_head_dim": 128, "qk_rope_head_dim": x["q"].shape[2] - rank}
-    made = kernel(num_heads=x["q"].shape[1], scale=x["scale"], v_head_dim=128, kv_cache_dtype=x["kv_cache_dtype"],
-                  vllm_config=None, **widths)  # fmt: skip
+def _instance(kernel, case, x, **further) -> Any:
+    sizes = kernel_sizes(case) | {"num_heads": x["q"].shape[1], "scale": x["scale"]}
+    return kernel(**sizes, **further, vllm_config=None)
+
+
+def _decode(kernel, case, x) -> Any:
+    made, rank, starts = _instance(kernel, case, x, **_some(x, "kv_cache_dtype")), x["kv_lora_rank"], x["cu_seqlens_q"]
     lengths = (x["max_seqlen_q"], x["max_seqlen_k"], starts.diff(), x["seq_lens"])
     made.prepare_metadata(MLACommonDecodeMetadata(x["block_table"], x["seq_lens"], starts, *lengths, **_ranks(x)))
     return made.run_decode(x["q"][..., :rank], x["q"][..., rank:], x["kv_cache"], x["k_scale"])
 
 
-def _prefill(kernel, x) -> Any:
-    q, v, starts, keys = x["q"], x["v"], x["cu_seqlens_q"], x["cu_seqlens_k"]
-    made = kernel(num_heads=q.shape[1], scale=x["scale"], kv_lora_rank=512, qk_nope_head_dim=q.shape[2] - 8,
-                  qk_rope_head_dim=8, v_head_dim=v.shape[2], vllm_config=None)  # fmt: skip
-    chunk = ChunkedContextMetadata(keys[None], keys[None, :-1] * 0, [int(keys[-1])], [x["max_seqlen_k"]],
-                                   keys.diff()[None], q[:1, 0])  # fmt: skip
-    blocks = torch.zeros(len(starts) - 1, 1, dtype=torch.int32)
-    batch = (blocks, starts, x["max_seqlen_q"], None if x["causal"] else chunk, q.dtype, q.dtype, starts.diff())
-    made.prepare_metadata(MLACommonPrefillMetadata(*batch))
-    if not x["causal"]:
-        return made.run_prefill_context_chunk(0, q, x["k"], v)
-    return made.run_prefill_new_tokens(q, x["k"], v, True, **_some(x, "out", "output_scale"))
+def _prefill(kernel, case, x) -> Any:
+    made, starts, keys = _instance(kernel, case, x), x["cu_seqlens_q"], x["cu_seqlens_k"]
+    operands = [x[name] for name in ("q", "k", "v")]
+    plan = (keys[None], keys[None, :-1] * 0, [int(keys[-1])], [x["max_seqlen_k"]], keys.diff()[None], x["q"][:1, 0])
+    chunk = None if x["causal"] else ChunkedContextMetadata(*plan)
+    dtypes, blocks = (x["q"].dtype, x["q"].dtype), torch.zeros(len(starts) - 1, 1, dtype=torch.int32)
+    made.prepare_metadata(MLACommonPrefillMetadata(blocks, starts, x["max_seqlen_q"], chunk, *dtypes, starts.diff()))
+    if chunk:
+        return made.run_prefill_context_chunk(0, *operands)
+    return made.run_prefill_new_tokens(*operands, return_softmax_lse=True, **_some(x, "out", "output_scale"))
 
 
-def _sparse(kernel, x) -> Any:
-    q, rank = x["q"], x["kv_lora_rank"]
-    made = kernel(num_heads=q.shape[1], scale=x["scale"], kv_lora_rank=rank, qk_nope_head_dim=128,
-                  qk_rope_head_dim=q.shape[2] - rank, v_head_dim=128, kv_cache_dtype=x.get("kv_cache_dtype", "auto"),
-                  vllm_config=None, **_some(x, "extra_kv_cache_dtype"))  # fmt: skip
+def _sparse(kernel, case, x) -> Any:
+    made = _instance(kernel, case, x, kv_cache_dtype=case.cache, **_some(x, "extra_kv_cache_dtype"))
     made.prepare_metadata(_metadata(x))
     lists = _some(x, "topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
     if "kv" in x:
-        return made.run_sparse_prefill(q, x["kv"], x["topk_indices"], True, **lists)
-    return made.run_sparse_decode(q, x["kv_cache"], x["k_scale"], x["topk_indices"], True, **lists)
+        return made.run_sparse_prefill(x["q"], x["kv"], x["topk_indices"], True, **lists)
+    return made.run_sparse_decode(x["q"], x["kv_cache"], x["k_scale"], x["topk_indices"], True, **lists)
 
 
-def _indexer(kernel, x) -> Any:
+def _indexer(kernel, case, x) -> Any:
     _, heads, width = x["q"].shape
-    made = kernel(num_heads=heads, head_dim=width, kv_cache_dtype=x["kv_cache_dtype"], vllm_config=None)
+    made = kernel(num_heads=heads, head_dim=width, vllm_config=None, **_some(x, "kv_cache_dtype"))
     made.prepare_metadata(_metadata(x))
     call = made.run_index_topk if "topk_tokens" in x else made.run_index_logits
     return call(x["q"], x["weights"], x["k"], **_some(x, "topk_tokens", "k_scale"))

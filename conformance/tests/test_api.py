@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import mla_conformance as mla
-from mla_conformance.backends.declaration import declaration_of
+from mla_conformance.api.selection import AT_DEFAULT
+from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
@@ -49,7 +50,7 @@ MISTAKES = {
 def test_a_right_function_passes(case: mla.FunctionCase) -> None:
     verdict = mla.judge(case, decode_with(""), device="cpu")
     assert (verdict.status, verdict.check, verdict.message) == (Status.PASS, "", "")
-    assert verdict.passed and 0.1 < verdict.used.worst <= 1
+    assert verdict.passed and verdict.used.worst <= 1
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -86,7 +87,7 @@ def spread() -> Iterator[Any]:
 def test_a_function_gets_the_verdict_of_the_class_that_it_wraps(kernel: Any, case: Case) -> None:
     subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", CPU)
     suite = judge_one(subject, case, Context())
-    function = as_function(kernel, case.role)
+    function = as_function(kernel, case)
     own = mla.judge(mla.case(case.id), function, device="cpu", declaration=declaration_of(kernel))
     assert suite.status is Status.FAIL
     assert (own.status, own.check, dict(own.where), vars(own.used)) == (
@@ -136,8 +137,6 @@ def test_what_a_kernel_declares_decides_its_budget() -> None:
     rounded = (output, lse * (1 + 1e-4))
     with pytest.raises(AssertionError, match="LSE"):
         mla.assert_conforms(case, *rounded)
-    from mla_conformance.backends.declaration import Declaration, LseClass, Rounding
-
     mla.assert_conforms(case, *rounded, declaration=Declaration(rounding=Rounding(lse=LseClass.ROUNDED_P)))
 
 
@@ -186,8 +185,17 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
         ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
         ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
         ("decode", {"q": 123}, "no decode case has q=123; expected one of 1, 2, 3"),
-        ("decode", {"capability": "dcp"}, "no decode case has capability=dcp; expected fewer values, or values of"),
-        ("prefill", {"capability": "merge_states"}, "no prefill case has capability=merge_states"),
+        (
+            "decode",
+            {"capability": "dcp"},
+            "no decode case has capability=dcp and defaults otherwise; expected more values, such as ranks=2",
+        ),
+        (
+            "decode",
+            {"cache": "fp8", "capability": "decode_lse"},
+            "cache=fp8, capability=decode_lse at once; expected fewer",
+        ),
+        ("prefill", {"merge": "own"}, "no prefill case has merge=own; expected one of golden"),
     ],
 )
 def test_a_selection_without_a_case_says_what_there_is(role: str, wanted: dict[str, Any], said: str) -> None:
@@ -271,7 +279,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "decode": [{}, {"cache": "fp8"}, {"ranks": 2}],
     "sparse": [
         {}, {"call": "sparse_prefill"}, {"length": True}, {"sink": "drawn"}, {"extra": "auto"}, {"ranks": 2},
-        {"extra": "auto", "length": True},
+        {"extra": "fp8_ds_mla", "length": True},
     ],
     "indexer": [{}, {"gathered": True}, {"call": "index_topk"}],
 }  # fmt: skip
@@ -298,8 +306,10 @@ def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def test_the_public_names_are_few_and_cost_no_torch() -> None:
+def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
     assert set(mla.__all__) - {"__version__", "roles"} <= set(re.findall(r"\w+", PAGE.read_text("utf-8")))
+    default = PAGE.read_text("utf-8").split("Fields that you do not name")[1].partition(". Cases of")[0]
+    assert re.findall(r"`(\w+)`", default) == ["call", *AT_DEFAULT]
     assert len(mla.__all__) <= 8 + len({"__version__"})
     code = "import sys, mla_conformance as mla; mla.cases('decode'); assert not {'torch', 'pytest'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -337,5 +347,4 @@ def test_under_pytest_and_xdist_ids_are_cases_and_a_failure_is_the_card(tmp_path
     assert "looks like: the LSE is in base 2, expected the natural logarithm" in said
     replay = next(line for line in said if line.startswith("replay: "))
     assert replay == f"replay: pytest 'test_mine.py::test_wrong[{LSE}]'"
-    again = subprocess.run([*command, "-q", f"test_mine.py::test_wrong[{LSE}]"], **settings)
-    assert "1 failed" in again.stdout
+    assert f"FAILED test_mine.py::test_wrong[{LSE}]" in run.stdout
