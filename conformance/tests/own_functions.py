@@ -28,7 +28,9 @@ def decode_with(mistake: str) -> Function:
             plan[:] = seq_lens.tolist()
         scale = q.shape[-1] ** -0.5 if mistake == "wrong scale" else scale
         written = q.shape[1] // _TILE * _TILE if mistake == "last head tile" else q.shape[1]
-        output, lse = q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(*q.shape[1::-1], dtype=torch.float32)
+        # What is not written holds what poisoned memory does, which a CPU's allocator need not hand out again.
+        output = q.new_full((*q.shape[:2], kv_lora_rank), torch.nan)
+        lse = q.new_empty(*q.shape[1::-1], dtype=torch.float32)
         for request, (rows, blocks) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), block_table, strict=True)):
             k, v = _keys(kv_cache, blocks, plan[request], kv_lora_rank, k_scale, kv_cache_dtype, mistake)
             out, state = _attend(q[slice(*rows)].float(), k, v, scale, mistake)

@@ -32,7 +32,7 @@ LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
 SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,1000];page=64;data=needle"
 CODES = "kv_cache_fp8:call=decode;q=[1x4];kv=[64,5,1000,17];page=64;data=needle;cache=fp8"
 ORDER = "call_order:call=decode;heads=2;q=[1,1];kv=[130,40];page=64"
-TILES = "decode_combinations:call=decode;heads=24;q=[1x4];kv=[17,5,128,64];page=8;data=zero_keys;lse=0"
+TILES = "decode_combinations:call=decode;heads=17;q=[1x4];kv=[17,5,127,64];page=128;data=large_logits"
 MISTAKES = {
     "base-2 LSE": (LSE, "lse", "looks like: the LSE is in base 2, expected the natural logarithm"),
     "no causal mask": (SEVERAL, "lse", "wrong in 2 of 3 requests, 3 of 6 rows"),
@@ -50,7 +50,7 @@ MISTAKES = {
 def test_a_right_function_passes(case: mla.FunctionCase) -> None:
     verdict = mla.judge(case, decode_with(""), device="cpu")
     assert (verdict.status, verdict.check, verdict.message) == (Status.PASS, "", "")
-    assert verdict.passed and verdict.used.worst <= 1
+    assert verdict.passed and 0.1 < verdict.used.worst <= 1
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
