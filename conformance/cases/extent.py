@@ -39,7 +39,6 @@ class Extent:
         extent = Extent(seconds=number * _UNITS[unit]) if unit else Extent(draws=number)
         if not found or extent.draws > _MOST_DRAWS or extent.seconds > _MOST_SECONDS or (unit and not number):
             raise InputError(
-                f"--explore: expected a number of cases up to {_MOST_DRAWS:,}, or a time such as 90s, 10m or 1h, "
-                f"got {text!r}"
+                f"expected a number of cases up to {_MOST_DRAWS:,}, or a time such as 90s, 10m or 1h, got {text!r}"
             )
         return extent

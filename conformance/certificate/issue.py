@@ -7,7 +7,7 @@ from types import MappingProxyType
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
-from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Record, Traced
@@ -70,9 +70,15 @@ def issue(
     """The certificate of a run; see :func:`record`.
 
     Raises:
-        Refused: there is no record of it, or a must-pass case did not pass.
+        Refused: there is no record of it, a must-pass case did not pass, or a claimed pair was not judged.
     """
     found = record(run, today, pins, libraries)
+    (backend,) = run.backends
+    for role, pairs in backend.pairs.items():
+        if pairs.not_judged:
+            raise Refused(
+                f"{len(pairs.not_judged)} pairs that it claims of {role} were not judged: {pairs.not_judged[0]}"
+            )
     for case, why in found.lacking.items():
         raise Refused(f"must-pass case {case} did not pass: {why}")
     return found
@@ -110,7 +116,7 @@ def record(
         ),
         evidence=tuple(backend.evidence),
         traced=backend.traced.joined(Traced(libraries=dict(libraries))),
-        digests=installed_digests(),
+        digests=record_digests(backend.facts.fitted),
         counts=backend.counts,
         worst=_worst(backend.records),
         seconds=round(sum(record.seconds for record in backend.records), 1),

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mla_conformance.cases.extent import Extent
 from mla_conformance.commands.options import (
     Command,
     count,
     drift,
+    extent,
     flag,
     number,
     option,
@@ -53,7 +53,7 @@ COMMANDS = (
                 "--explore",
                 "N|TIME",
                 "judge N drawn cases of each role as well, or as many as 10m allow; what fails is made small",
-                type=Extent.of,
+                type=extent,
             ),
             option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
             option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),

@@ -236,7 +236,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             device_name=environment["device"],
             tier=request.tier.value,
-            backends={each.reference: f"{each.fingerprint}, region {each.region}" for each in facts},
+            backends={each.reference: _identity(each) for each in facts},
             capabilities={name: _case_list(request, name) for name in request.capabilities},
             cases=tuple(case.id for case in request.cases),
             explore=str(request.explore),
@@ -281,6 +281,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             elif old != new:
                 found.append(f"{name}: was {_text(old)}, is {_text(new)}")
         return found
+
+
+def _identity(facts: BackendFacts) -> str:
+    """What tells that a backend is still the same, and the cases that were fitted to it."""
+    return f"{facts.fingerprint}, region {facts.region}" if facts.region else facts.fingerprint
 
 
 def _text(value: Any) -> str:

@@ -75,6 +75,7 @@ from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
+from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
@@ -84,6 +85,7 @@ _MOST_STACKS = 2**16
 def load_all(setup: Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
     tolerance()
+    load_lists()
     for role in Role:
         candidates(role)
     wanted = ["torch.utils._device"]

@@ -34,8 +34,10 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.trials.regions import fitted_cases
 from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Json = dict[str, Any]
@@ -381,10 +383,12 @@ def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
     request = RunRequest.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
-    facts = [describe(Subject.of("TORCH_SDPA", device))]
+    subject = Subject.of("TORCH_SDPA", device)
+    fitted = tuple(case.id for case in fitted_cases(subject))
+    facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal.inside(folder)
     journal.append(Planned(Plan.of(request, "cpu", device_facts(device), facts).to_json()))
-    for entry in RECORDS[2:]:
+    for entry in (*RECORDS[2:], *map(record, fitted)):
         verdict = record(entry.case) if entry.case == WAIVED else entry
         journal.append(Judgement(verdict))
 

@@ -113,7 +113,7 @@ def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "", "0s", "1d", "1000001", "169h", "ten"])
 def test_another_extent_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="--explore: expected a number of cases up to 1,000,000, or a time such as"):
+    with pytest.raises(InputError, match="expected a number of cases up to 1,000,000, or a time such as"):
         Extent.of(text)
 
 

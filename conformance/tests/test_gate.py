@@ -129,7 +129,9 @@ def test_the_must_pass_list_of_this_version_is_what_the_vocabulary_gives(
 
 
 def test_a_changed_vocabulary_is_not_the_list_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CAPABILITIES, "lse", replace(CAPABILITIES["lse"], cases=CAPABILITIES["lse"].cases[1:]))
+    fewer = replace(CAPABILITIES["lse"])
+    vars(fewer)["cases"] = fewer.cases[1:]
+    monkeypatch.setitem(CAPABILITIES, "lse", fewer)
     with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* another list is another version"):
         MustPass.of_suite()
 

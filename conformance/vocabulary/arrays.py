@@ -5,11 +5,11 @@ They are kept, since finding them takes longer than judging some of them.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover
 from mla_conformance.cases.space import Row, Space
 from mla_conformance.cases.work import CPU_WORK, work_of
@@ -30,10 +30,19 @@ def array_of(capability: str) -> tuple[Case, ...]:
     return tuple(Case.parse(f"{capability}:{fields}") for fields in kept[capability])
 
 
-def digest_of(fitted: Sequence[str]) -> str:
+def digest_of(fitted: Iterable[str]) -> str:
     """Twelve hexadecimal digits of the arrays, and of cases that were fitted beside them."""
-    text = "\n".join([*(case.id for capability in SPACES for case in array_of(capability)), *fitted])
+    text = "\n".join([*(case.id for capability in SPACES for case in array_of(capability)), *sorted(fitted)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def could_be_fitted(id: str) -> bool:
+    """Whether a case is of a covering array's capability and of classes alone."""
+    try:
+        case = Case.parse(id)
+    except CaseError:
+        return False
+    return case.capability in SPACES and not SPACES[case.capability].outside(case)
 
 
 _GPU_WORK = 6e10

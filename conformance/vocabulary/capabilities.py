@@ -137,6 +137,13 @@ def _case_list(name: str) -> Callable[[], Iterable[Fields]]:
     return made
 
 
+def load_lists() -> None:
+    """Import every module that lists cases, which otherwise is when the first case of its capability is asked for."""
+    for entry in CAPABILITIES.values():
+        for name in entry.lists:
+            _case_list(name)
+
+
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _vocabulary()}
 
 
