@@ -13,6 +13,7 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped
+from mla_conformance.report.pairs import JudgedPairs
 from mla_conformance.report.summary import (
     SIGN,
     BackendOutcome,
@@ -323,12 +324,22 @@ def absent_line(backends: Sequence[BackendSummary], width: int) -> str:
 def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.stopped and backend.not_run:
         yield cut(backend.not_run)
+    if backend.pairs:
+        yield judged_of_claimed(backend.pairs)
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled([record.sampled for record in backend.records if record.sampled])
     yield from ran(backend.traced)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
+
+
+def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
+    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not."""
+    claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
+    said = f"pairs of classes claimed {claimed:,}, judged {judged:,}"
+    missing = [f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged]
+    return f"{said}; not judged, for example: {missing[0]}" if missing else said
 
 
 def declared(facts: BackendFacts) -> str:

@@ -4,6 +4,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.outcome import judged_of_claimed
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
@@ -44,3 +45,11 @@ def test_what_lacked_memory_or_a_verdict_is_claimed_and_named() -> None:
 
 def test_pairs_are_counted_where_the_array_was_asked_alone() -> None:
     assert judged_pairs([Record("MINE", "MINE", "lse", "lse:q=[4]", Status.PASS)], []) == {}
+
+
+def test_a_backend_tells_what_it_claims_and_a_pair_that_was_not_judged() -> None:
+    whole = judged_pairs(records(ARRAY), [])
+    assert judged_of_claimed(whole) == f"pairs of classes claimed {held(ARRAY):,}, judged {held(ARRAY):,}"
+    lacking = judged_pairs([*records(ARRAY[1:]), *records(ARRAY[:1], Status.UNAVAILABLE)], [])
+    said = judged_of_claimed(lacking)
+    assert said.endswith(f"; not judged, for example: {SPACE.role} {lacking[SPACE.role].not_judged[0]}")
