@@ -8,7 +8,8 @@ from mla_conformance.api.field_filter import FieldFilter
 from mla_conformance.api.function_case import NO_LAYER, FunctionCase, why_no_function
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cases.covering import choose
+from mla_conformance.cases.covering import Pairs, choose
+from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, work_of
@@ -23,6 +24,9 @@ from mla_conformance.vocabulary.capabilities import (
     find_tier,
     smoke_cases,
     with_killing,
+)
+from mla_conformance.vocabulary.capabilities import (
+    listed as every_case,
 )
 
 CALLS: Mapping[Role, tuple[Call, ...]] = {
@@ -78,8 +82,12 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     every = [case for cases in listed.values() for case in cases]
     asked = [FieldFilter.of(space, every, name, value) for name, value in wanted.items()]
     found: list[Case] = []
+
+    def fits(case: Case) -> bool:
+        return _holds(case, asked) and not _unusual(case, wanted) and not why_no_function(case)
+
     for entry, cases in listed.items():
-        fitting = [case for case in cases if _holds(case, asked) and not _unusual(case, wanted)]
+        fitting = [*filter(fits, cases), *(_fitted(space, fits) if entry.is_array and cases else ())]
         found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
         raise InputError(
@@ -103,6 +111,12 @@ def _askable(entry: Capability, role: Role, tier: Tier) -> list[Case]:
         return []
     cases = entry.select(Tier.FULL if tier is Tier.SMOKE else tier)
     return [case for case in cases if case.role is role and not why_no_function(case)]
+
+
+def _fitted(space: Space, fits: Callable[[Case], bool]) -> Sequence[Case]:
+    """Cases for what is asked, as they are made for what a kernel declares: with every pair of classes among it."""
+    cases = every_case(space)
+    return fit(space, cases, lambda some: list(map(fits, some)), Pairs(space, map(space.row_of, cases))).cases
 
 
 def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Iterable[Case]) -> Sequence[Case]:

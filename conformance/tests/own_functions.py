@@ -14,8 +14,10 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Case
 from mla_conformance.roles.definition import kernel_sizes
+from mla_conformance.roles.sparse.case import SparseCase
 
 Function = Callable[..., Any]
+Inputs = dict[str, Any]
 _TILE = 16
 
 
@@ -23,7 +25,18 @@ def decode_with(mistake: str) -> Function:
     """A decode in tiles of 16 keys and heads, merged from two halves; right without a mistake."""
     plan: list[int] = []
 
-    def decode(*, q, kv_cache, block_table, seq_lens, cu_seqlens_q, scale, kv_lora_rank, k_scale, kv_cache_dtype, **_):
+    def decode(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        scale: float,
+        kv_lora_rank: int,
+        k_scale: torch.Tensor,
+        kv_cache_dtype: str,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if mistake != "stale plan" or len(plan) != len(seq_lens):
             plan[:] = seq_lens.tolist()
         scale = q.shape[-1] ** -0.5 if mistake == "wrong scale" else scale
@@ -41,7 +54,9 @@ def decode_with(mistake: str) -> Function:
     return decode
 
 
-def _keys(cache, blocks, length, rank, k_scale, kind, mistake) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys(
+    cache: torch.Tensor, blocks: torch.Tensor, length: int, rank: int, k_scale: torch.Tensor, kind: str, mistake: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[S, L + R] and [S, L] float32 of a request."""
     token = torch.arange(length)
     rows = cache.view(torch.uint8)[blocks[token // cache.shape[1]].long(), token % cache.shape[1]]
@@ -51,7 +66,9 @@ def _keys(cache, blocks, length, rank, k_scale, kind, mistake) -> tuple[torch.Te
     return k, k.flatten()[: length * rank].view(length, rank) if mistake == "V read as packed" else k[:, :rank]
 
 
-def _attend(q, k, v, scale, mistake) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mistake: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, N, L] and LSE [N, T] of queries [T, N, L + R] at the end of the keys."""
     last = len(k) - len(q) + torch.arange(len(q)) if mistake != "no causal mask" else torch.full((len(q),), len(k))
     scores = torch.einsum("tnd,sd->tns", q, k) * scale
@@ -62,13 +79,13 @@ def _attend(q, k, v, scale, mistake) -> tuple[torch.Tensor, torch.Tensor]:
     most = torch.stack([lse for _, lse in states]).amax(dim=0)
     shift = most.masked_fill(most == -torch.inf, 0.0)
     weights = [power(lse - shift) for _, lse in states]
-    total = sum(weights)
+    total = torch.stack(weights).sum(dim=0)
     output = sum(weight * part for weight, (part, _) in zip(weights, states, strict=True))
     lse = shift + torch.stack([(lse - shift).exp() for _, lse in states]).sum(dim=0).log()
     return (output / total.where(total > 0, 1.0)), lse[..., 0].mT
 
 
-def _half(scores, v, mistake) -> tuple[torch.Tensor, torch.Tensor]:
+def _half(scores: torch.Tensor, v: torch.Tensor, mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised output and LSE [T, N, 1] of some keys, by an online softmax."""
     most = scores.new_full((*scores.shape[:2], 1), -torch.inf)
     total, output = torch.zeros_like(most), scores.new_zeros(*scores.shape[:2], v.shape[1])
@@ -86,19 +103,19 @@ def as_function(kernel: Any, case: Case) -> Function:
     return lambda **x: _CALLS[case.role](kernel, case, x)
 
 
-def _instance(kernel, case, x, **further) -> Any:
+def _instance(kernel: Any, case: Case, x: Inputs, **further: Any) -> Any:
     sizes = kernel_sizes(case) | {"num_heads": x["q"].shape[1], "scale": x["scale"]}
     return kernel(**sizes, **further, vllm_config=None)
 
 
-def _decode(kernel, case, x) -> Any:
+def _decode(kernel: Any, case: Case, x: Inputs) -> Any:
     made, rank, starts = _instance(kernel, case, x, **_some(x, "kv_cache_dtype")), x["kv_lora_rank"], x["cu_seqlens_q"]
     lengths = (x["max_seqlen_q"], x["max_seqlen_k"], starts.diff(), x["seq_lens"])
     made.prepare_metadata(MLACommonDecodeMetadata(x["block_table"], x["seq_lens"], starts, *lengths, **_ranks(x)))
     return made.run_decode(x["q"][..., :rank], x["q"][..., rank:], x["kv_cache"], x["k_scale"])
 
 
-def _prefill(kernel, case, x) -> Any:
+def _prefill(kernel: Any, case: Case, x: Inputs) -> Any:
     made, starts, keys = _instance(kernel, case, x), x["cu_seqlens_q"], x["cu_seqlens_k"]
     operands = [x[name] for name in ("q", "k", "v")]
     plan = (keys[None], keys[None, :-1] * 0, [int(keys[-1])], [x["max_seqlen_k"]], keys.diff()[None], x["q"][:1, 0])
@@ -110,7 +127,7 @@ def _prefill(kernel, case, x) -> Any:
     return made.run_prefill_new_tokens(*operands, return_softmax_lse=True, **_some(x, "out", "output_scale"))
 
 
-def _sparse(kernel, case, x) -> Any:
+def _sparse(kernel: Any, case: SparseCase, x: Inputs) -> Any:
     made = _instance(kernel, case, x, kv_cache_dtype=case.cache, **_some(x, "extra_kv_cache_dtype"))
     made.prepare_metadata(_metadata(x))
     lists = _some(x, "topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
@@ -119,7 +136,7 @@ def _sparse(kernel, case, x) -> Any:
     return made.run_sparse_decode(x["q"], x["kv_cache"], x["k_scale"], x["topk_indices"], True, **lists)
 
 
-def _indexer(kernel, case, x) -> Any:
+def _indexer(kernel: Any, case: Case, x: Inputs) -> Any:
     _, heads, width = x["q"].shape
     made = kernel(num_heads=heads, head_dim=width, vllm_config=None, **_some(x, "kv_cache_dtype"))
     made.prepare_metadata(_metadata(x))
@@ -127,7 +144,7 @@ def _indexer(kernel, case, x) -> Any:
     return call(x["q"], x["weights"], x["k"], **_some(x, "topk_tokens", "k_scale"))
 
 
-def _metadata(x) -> MLASparseMetadata:
+def _metadata(x: Inputs) -> MLASparseMetadata:
     starts = x["cu_seqlens_q"]
     request = torch.arange(len(starts) - 1).repeat_interleave(starts.diff()).int()
     where = (x.get("block_table"), x.get("workspace_starts"), IndexSpace(x.get("index_space", "position")))
@@ -135,12 +152,17 @@ def _metadata(x) -> MLASparseMetadata:
     return MLASparseMetadata(starts, request, x["seq_lens"], *where, *lengths, **_ranks(x))
 
 
-def _ranks(x) -> dict[str, Any]:
+def _ranks(x: Inputs) -> dict[str, Any]:
     return {name: value for name, value in x.items() if "dcp" in name or name.startswith("cp_")}
 
 
-def _some(x, *names: str) -> dict[str, Any]:
+def _some(x: Inputs, *names: str) -> dict[str, Any]:
     return {name: x[name] for name in names if name in x}
 
 
-_CALLS = {Role.PREFILL: _prefill, Role.DECODE: _decode, Role.SPARSE: _sparse, Role.INDEXER: _indexer}
+_CALLS: dict[Role, Callable[..., Any]] = {
+    Role.PREFILL: _prefill,
+    Role.DECODE: _decode,
+    Role.SPARSE: _sparse,
+    Role.INDEXER: _indexer,
+}

@@ -31,7 +31,7 @@ def run(*records: Record) -> RunSummary:
 
 def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
     shares = {"lse:q=[64]": 300.0, "lse:q=[9]": 12.0, "lse:heads=1;q=[2];data=needle": 9.0, "decode:q=[1];kv=[2]": 4.0}
-    (cause,) = causes(failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items())
+    (cause,) = causes([failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items()])
     assert (cause.sentence, cause.used, cause.capabilities) == (BASE_2, (4.0, 300.0), ("lse", "decode"))
     assert cause.example.case == "lse:q=[9]" and cause.extent == ", 4 to 300 × its budget (SPEC 4.2)"
 

@@ -285,15 +285,20 @@ REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
 @pytest.mark.parametrize(
     ("backends", "cases", "drawn", "reason"),
     [
-        ([REAL], LISTS["fewer"], 0, "1 cases are left out, for example"),
-        ([REAL], [*LISTS["all"], "lse:q=[77]"], 0, "1 cases are not of the full tier, for example lse:q=[77]"),
-        ([REAL], LISTS["all"], 2, "drawn cases stand in no list; certify without --explore"),
-        ([REAL, REAL], LISTS["all"], 0, "expected one --backend, got 2"),
-        ([replace(REAL, emulated=True)], LISTS["all"], 0, "is an emulated kernel, which is judged but never certified"),
-        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], 0, "TORCH_SDPA is unavailable: no GPU"),
+        ([REAL], LISTS["fewer"], False, "1 cases are left out, for example"),
+        ([REAL], [*LISTS["all"], "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
+        ([REAL], LISTS["all"], True, "drawn cases stand in no list; certify without --explore"),
+        ([REAL, REAL], LISTS["all"], False, "expected one --backend, got 2"),
+        (
+            [replace(REAL, emulated=True)],
+            LISTS["all"],
+            False,
+            "is an emulated kernel, which is judged but never certified",
+        ),
+        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], False, "TORCH_SDPA is unavailable: no GPU"),
     ],
 )
-def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: int, reason: str) -> None:
+def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: bool, reason: str) -> None:
     require_certifiable([REAL], LISTS["all"])
     with pytest.raises(Refused) as refused:
         require_certifiable(backends, cases, drawn)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ Fails = Callable[[Case], str]
 class Narrow(EagerPrefillBackend):
     """Of one dtype."""
 
-    supported_dtypes = [torch.bfloat16]  # noqa: RUF012
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
 
 
 class Nothing(EagerPrefillBackend):
-    supported_dtypes: list[torch.dtype] = []  # noqa: RUF012
+    supported_dtypes: ClassVar[list[torch.dtype]] = []
 
 
 def explored(

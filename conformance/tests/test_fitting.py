@@ -100,7 +100,7 @@ def test_the_region_of_a_narrow_kernel_is_what_it_declares_and_the_same_every_ti
     }
     assert {name: region.classes[name] for name in expected} == expected
     assert region.cases and [case.id for case in region.cases] == [case.id for case in narrow().cases]
-    assert not [case.id for case in region.cases if case.page != 64 or len(set(case.q)) > 1]  # type: ignore[attr-defined]
+    assert not [case.id for case in region.cases if case.page != 64 or len(set(case.q)) > 1]
 
 
 def test_a_kernel_that_declares_nothing_has_no_region_and_is_asked_once() -> None:
