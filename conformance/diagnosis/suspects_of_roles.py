@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.defects.tiles import LiftedMaximum
 from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles
 
@@ -282,7 +282,31 @@ class SkipsTiles(LiftedMaximum, EagerDecodeBackend):
         return SoftmaxState(*(torch.where(skipped, *pair) for pair in zip(state, raised, strict=True)))
 
 
-suspect_tiles(SkipsTiles, 16, 32, 64, 128)
+class _LseOfTheParts(OnlineSoftmax):
+    """What vanishes from the output is not missing in the LSE, which is joined from what the tiles had."""
+
+    def _initial(self, q, v):
+        self._joined = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+        return super()._initial(q, v)
+
+    def _accumulate(self, state, scores, v):
+        self._joined = torch.logaddexp(self._joined, scores.logsumexp(dim=-1))
+        return super()._accumulate(state, scores, v)
+
+    def _finish(self, state):
+        return super()._finish(state)[0], self._joined
+
+
+class RaisesForTheOutput(_LseOfTheParts, LiftedMaximum, EagerDecodeBackend):
+    """Every tile without keys."""
+
+
+class SkipsTilesOfTheOutput(_LseOfTheParts, SkipsTiles):
+    """Those that the next query token sees."""
+
+
+for _kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput):
+    suspect_tiles(_kernel, 16, 32, 64, 128)
 
 
 @suspect("sparse_lse")
