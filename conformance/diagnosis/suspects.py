@@ -224,10 +224,15 @@ _LIFTED = (
 )
 
 
-# One sentence for tiles of any size, since a case seldom tells them apart.
-for _size in (16, 32, 64, 128):
-    _named = {"__doc__": LiftedMaximum.__doc__, "__module__": __name__, "key_tile": _size}
-    suspect("tiles", *_LIFTED)(type(f"LiftedByTilesOf{_size}", (LiftedMaximum,), _named))
+def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
+    """Enter a mistake of tiles without keys with each size, in one sentence, since a case seldom tells them apart."""
+    for size in sizes:
+        name = f"{wrong.__name__}Of{size}"
+        named = {"__doc__": LiftedMaximum.__doc__, "__module__": __name__, "key_tile": size}
+        globals()[name] = suspect("tiles", *_LIFTED)(type(name, (wrong,), named))
+
+
+suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
 
 
 @suspect("precision")

@@ -1,5 +1,6 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -10,10 +11,14 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
+from mla_conformance.backends.selected import Selected
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
+from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.known import FAMILIES, known_defects
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, describe, explain
@@ -64,6 +69,7 @@ FURTHER_CASES = (
     "shift_invariance:dims=small;heads=2;q=[129];data=negative",
     "decode_multi_token:call=decode;dims=small;heads=2;q=[2];kv=[127];data=negative",
     "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=192;data=negative",
+    "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=512;holes=front;data=negative",
     "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
     "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
 )
@@ -289,11 +295,80 @@ def test_scores_and_selections_are_compared_as_well(id: str, case: str) -> None:
     assert record.failed and explain(trial, record) == UNLIKE
 
 
+RAISED = "A tile without a visible key raises the running maximum to 0"
+
+
 def test_a_tile_without_keys_is_told_whatever_its_size() -> None:
     case = "decode_multi_token:call=decode;dims=small;heads=2;q=[2,2];kv=[63,31];data=negative"
     for size in (32, 64):
         trial, record = tried(known_defects()[f"decode-tile-of-{size}-without-keys-raises-maximum"].reference, case)
-        assert "A tile without a visible key raises the running maximum to 0" in explain(trial, record)
+        assert RAISED in explain(trial, record)
+
+
+class ZeroForNoMaximum(EagerSparseBackend):
+    """A maximum of -inf becomes 0 behind every tile, and a sum of 0 divides, as in AITER's unified sparse attention.
+
+    Rows without keys are blanked, as an adapter does.
+    """
+
+    key_tile = 64
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        later = super()._accumulate(state, scores, v)
+        return later._replace(maximum=later.maximum.masked_fill(later.maximum == -torch.inf, 0.0))
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        _, lse = super()._finish(state)
+        return (state.weighted / state.total).transpose(0, 1), lse
+
+    def attend(
+        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, lse = super().attend(q, sources, k_scale, sink)
+        return output.masked_fill((sources[0].indices < 0).all(dim=1)[:, None, None], 0.0), lse
+
+
+class ZeroForNoMaximumOfASplit(SplitDecode):
+    """Likewise of splits that a query token shares with the next one, as in AITER's decode with 17 to 31 heads."""
+
+    split = key_tile = 64
+
+    def _part(self, state: SoftmaxState) -> SoftmaxState:
+        seen = state.total > 0
+        shared = torch.nn.functional.pad(seen[:, 1:], (0, 0, 0, 1))
+        return state._replace(maximum=state.maximum.masked_fill(shared & ~seen, 0.0))
+
+
+class LseOfSplits(ZeroForNoMaximumOfASplit):
+    """The LSE is joined from those of the splits, as an adapter does that is handed their states."""
+
+    def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
+        self._lse = torch.cat([part.maximum + part.total.log() for part in parts], dim=-1).logsumexp(dim=-1)
+        return super()._combine(parts)
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._finish(state)[0], self._lse
+
+
+THREE_TOKENS = "decode_multi_token:call=decode;dims=small;heads=2;q=[3];kv=[254];data=negative"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        (ZeroForNoMaximumOfASplit, THREE_TOKENS),
+        (LseOfSplits, THREE_TOKENS),
+        (
+            ZeroForNoMaximum,
+            "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[6];kv=[77];topk=512;fill=ragged;holes=scattered;"
+            "data=negative;lse=0",
+        ),
+    ],
+)
+def test_tiles_that_not_every_row_reaches_or_that_are_the_first_are_told_as_well(kernel: type, case: str) -> None:
+    trial, record = tried(located(kernel), case)
+    assert record.failed and RAISED in explain(trial, record)
+    assert not tried(located(kernel), case.replace("negative", "needle"))[1].failed
 
 
 class NegatedScores(EagerIndexerBackend):
