@@ -23,8 +23,6 @@ UNALIKE = 0.9
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
 """Seconds of this process's CPU time after which no further candidate is tried; others may share the machine."""
-_LONG_SECONDS = 5.0
-"""A trial that takes longer is not repeated with every candidate; a process's first one loads everything."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "
@@ -42,7 +40,7 @@ def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
     """
     if record.status is not Status.FAIL or record.check not in COMPARED:
         return ""
-    if record.seconds > _LONG_SECONDS or len(trial.case.q) > _MOST_REQUESTS:
+    if len(trial.case.q) > _MOST_REQUESTS:
         return "" if reported else UNCOMPARED
     everyone = candidates(trial.case.role)
     observed = Behaviour.of(trial, record)
