@@ -40,7 +40,7 @@ class SinglePagesUnscaled(EagerLayer):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, scale)
 
 
-@known_defect("layer-slot-in-fifteen-bits", killed_by="layer_combinations")
+@known_defect("layer-slot-in-fifteen-bits", killed_by="cache_write")
 class SlotInFifteenBits(EagerLayer):
     """Slots that are written are signed numbers of two bytes, too few for many large pages."""
 

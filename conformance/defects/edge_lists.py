@@ -14,7 +14,7 @@ from mla_conformance.reference.selected import NO_KEY
 _TILE = 64
 
 
-@known_defect("sparse-whole-tiles-of-a-list-read-one-more", killed_by="selection_length")
+@known_defect("sparse-whole-tiles-of-a-list-read-one-more", killed_by="sparse_combinations")
 class OneTileMore(EagerSparseBackend):
     """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""
 
@@ -122,7 +122,7 @@ class SecondGroupOfHeads(EagerSparseBackend):
         return replace(source, indices=source.indices[:, :columns], length=_at_most(source.length, columns))
 
 
-@known_defect("sparse-slot-in-fifteen-bits", killed_by="sparse_combinations")
+@known_defect("sparse-slot-in-fifteen-bits", killed_by="sparse_decode")
 class SlotInFifteenBits(EagerSparseBackend):
     """A slot is a signed number of two bytes, too few for many large pages."""
 
@@ -146,7 +146,7 @@ class TableOfTheFirstRequest(EagerSparseBackend):
         return metadata.block_table.long().flatten()[rows + columns] * page + position % page
 
 
-@known_defect("sparse-gathered-start-of-request-in-six-bits", killed_by="sparse_combinations")
+@known_defect("sparse-gathered-start-of-request-in-six-bits", killed_by="index_spaces")
 class StartInSixBits(EagerSparseBackend):
     """Where a request's gathered keys begin is looked up at its number modulo 64."""
 

@@ -47,7 +47,7 @@ class LseOfScaledValues(EagerPrefillBackend):
         return result[0], result[1] + output_scale.log()
 
 
-@known_defect("merge-of-nothing-halves-the-odd-head", killed_by="merge_states")
+@known_defect("merge-of-nothing-halves-the-odd-head", killed_by="combinations")
 class OddHeadHalved(EagerPrefillBackend):
     """A last odd head gets half of its weight where it is merged with a part without keys."""
 

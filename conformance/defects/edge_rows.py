@@ -45,7 +45,7 @@ class LseOfPaddedHeads(EagerDecodeBackend):
         return output, written.flatten()[: lse.numel()].view(tokens, heads).mT.contiguous()
 
 
-@known_defect("decode-lse-index-in-two-bytes", killed_by="decode_combinations")
+@known_defect("decode-lse-index-in-two-bytes", killed_by="decode_lse")
 class LseIndexInTwoBytes(EagerDecodeBackend):
     """Rows times heads of the LSE are counted in two bytes, and what lies beyond stays 0."""
 
@@ -69,7 +69,7 @@ class SixtyFourPartials(SplitDecode):
         return super()._combine(parts[: max(1, 64 - self._request * len(parts))])
 
 
-@known_defect("decode-longest-of-many-loses-a-tile", killed_by="decode_combinations")
+@known_defect("decode-longest-of-many-loses-a-tile", killed_by="decode")
 class LongestLosesATile(EagerDecodeBackend):
     """With more than eight requests, one of more than 1024 tokens is not read to its last tile."""
 
@@ -113,7 +113,7 @@ class BoundByDeclaredMaximum(EagerDecodeBackend):
         return super()._visible(queries, request, seq_len, slice(tile.start + excess, tile.stop + excess))
 
 
-@known_defect("decode-half-sum-of-scaled-weights-overflows", killed_by="decode_combinations")
+@known_defect("decode-half-sum-of-scaled-weights-overflows", killed_by="decode_lse")
 class HalfSumOverflows(EagerDecodeBackend):
     """In an fp16 model weights times 2^8 are added in fp16, which overflows for 256 keys of equal logits."""
 

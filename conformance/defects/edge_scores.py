@@ -33,7 +33,7 @@ class WeightsOf64Heads(EagerIndexerBackend):
         return super()._logits(q, stored.as_strided((rows, heads), (64, 1)), k, k_scale)
 
 
-@known_defect("indexer-gathered-start-of-request-in-six-bits", killed_by="indexer_logits")
+@known_defect("indexer-gathered-start-of-request-in-six-bits", killed_by="indexer_combinations")
 class StartInSixBits(EagerIndexerBackend):
     """Where a request's gathered keys begin is looked up at its number modulo 64."""
 
@@ -42,7 +42,7 @@ class StartInSixBits(EagerIndexerBackend):
         return super()._slots(k, request if paged else request % 64, positions)
 
 
-@known_defect("indexer-scales-of-64-tokens-with-several", killed_by="indexer_fp8", related=_EARLIER)
+@known_defect("indexer-scales-of-64-tokens-with-several", killed_by="indexer_combinations", related=_EARLIER)
 class ScalesOf64Tokens(EagerIndexerBackend):
     """The kernel for several query tokens knows the scales of the first 64 tokens of a page, and repeats them."""
 
@@ -66,7 +66,7 @@ class PaddingRepeatsTheBest(EagerIndexerBackend):
         return torch.where(chosen == NO_KEY, chosen[:, :1], chosen)
 
 
-@known_defect("indexer-partial-lists-of-the-first-1024", killed_by="indexer_topk")
+@known_defect("indexer-partial-lists-of-the-first-1024", killed_by="indexer_combinations")
 class PartialListsOfTheFirst(EagerIndexerBackend):
     """The selection of a number that is no multiple of 64 looks at the first 1024 tokens."""
 
@@ -75,7 +75,7 @@ class PartialListsOfTheFirst(EagerIndexerBackend):
         return super()._choose(logits.masked_fill(behind & (topk_tokens % 64 > 0), -torch.inf), topk_tokens)
 
 
-@known_defect("indexer-products-in-half", killed_by="indexer_logits")
+@known_defect("indexer-products-in-half", killed_by="indexer_combinations")
 class ProductsInHalf(EagerIndexerBackend):
     """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
 
@@ -87,7 +87,7 @@ class ProductsInHalf(EagerIndexerBackend):
         return super()._activated(dots.clamp(max=65504) if self._half else dots)
 
 
-@known_defect("indexer-row-offset-in-two-bytes", killed_by="indexer_logits")
+@known_defect("indexer-row-offset-in-two-bytes", killed_by="indexer_topk")
 class RowOffsetInTwoBytes(EagerIndexerBackend):
     """Rows times the longest sequence are counted in two bytes, and scores beyond are not written."""
 

@@ -20,21 +20,21 @@ class LiftedMaximum(OnlineSoftmax):
         return super()._accumulate(SoftmaxState(lifted, state.total * decay, state.weighted * decay), scores, v)
 
 
-@known_defect("decode-tile-of-32-without-keys-raises-maximum", killed_by="decode_combinations")
+@known_defect("decode-tile-of-32-without-keys-raises-maximum", killed_by="decode_multi_token")
 class DecodeLifts32(LiftedMaximum, EagerDecodeBackend):
     """A decode's tile of 32 tokens of which a query token sees none raises its running maximum to 0."""
 
     key_tile = 32
 
 
-@known_defect("decode-tile-of-64-without-keys-raises-maximum", killed_by="decode_combinations")
+@known_defect("decode-tile-of-64-without-keys-raises-maximum", killed_by="decode_multi_token")
 class DecodeLifts64(LiftedMaximum, EagerDecodeBackend):
     """A decode's tile of 64 tokens of which a query token sees none raises its running maximum to 0."""
 
     key_tile = 64
 
 
-@known_defect("decode-tile-of-128-without-keys-raises-maximum", killed_by="decode_combinations")
+@known_defect("decode-tile-of-128-without-keys-raises-maximum", killed_by="decode_multi_token")
 class DecodeLifts128(LiftedMaximum, EagerDecodeBackend):
     """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
 
@@ -103,7 +103,7 @@ class EmptySplitRepeats(SplitDecode):
         return super()._combine(filled)
 
 
-@known_defect("sparse-tile-without-keys-weighs-as-a-logit-of-0", killed_by="sparse_lse")
+@known_defect("sparse-tile-without-keys-weighs-as-a-logit-of-0", killed_by="sparse_decode")
 class EmptyTileWeighs(EagerSparseBackend):
     """A later tile of 64 columns in which a list names no key adds a weight of exp(0) to the row's sum."""
 

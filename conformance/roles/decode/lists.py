@@ -42,6 +42,7 @@ def outputs() -> Iterator[Fields]:
             single(200, 9, dims="glm", heads=8),
             single(300, 9, **_SMALL, data="needle"),
             single(9000, **_SMALL, data="hot_tail"),
+            single(*(9,) * 8, 1100, **_SMALL),
             single(*(17,) * 60, *(63,) * 50, *(64,) * 40, dims="small", heads=1, data="needle"),
             single(300, 40, dtype="fp16", data="needle"),
             single(300, 40, dtype="fp32", data="needle"),
@@ -77,6 +78,8 @@ def lses() -> Iterator[Fields]:
         yield single(300, 40, dtype=dtype)
     yield single(900, 2000, 64, heads=64, data="needle")
     yield single(*(17, 40) * 70, heads=32, dims="small")
+    yield decode((16,) * 40, (3,) * 40, heads=112, dims="4-4-4-4")
+    yield single(300, **_SMALL, dtype="fp16", data="zero_keys")
 
 
 def several_tokens() -> Iterator[Fields]:
@@ -98,6 +101,10 @@ def several_tokens() -> Iterator[Fields]:
     for page in (16, 32, 128):
         yield decode((4,) * 4, (0, 63, 255, 600), page=page, data="needle")
     yield decode((3, 1, 2), (300, 40, 0), page=1, data="needle")
+    # Just past a tile, so that the rows before see nothing of the last one: a maximum that it raises shows below 0.
+    yield decode((2,) * 3, (31, 63, 127), **_SMALL, data="negative")
+    for lse in (True, False):
+        yield decode((4, 4), (61, 125), heads=8, data="negative", lse=lse)
 
 
 def pages() -> Iterator[Fields]:

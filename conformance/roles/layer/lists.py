@@ -109,6 +109,7 @@ def cache_write() -> Iterator[Fields]:
             layer((5, 1), (12, 15), 1, layout=Layout.ODD, cache="fp8", layers=2, **_LATENT),
             layer((1, 5), (15, 12), 1, layout=Layout.SLICED, out=True, pad=4, order=Order.DECODES_FIRST, **_LATENT),
             layer((300, 65, 1), (1, 100, 255), 1, page=128, layers=2, **_LATENT),
+            layer((200,), (0,), 0, page=64, spare=600, dims="4-4-4-4", heads=1),
         ]
     )
 

@@ -58,6 +58,7 @@ def decodes() -> Iterator[Fields]:
                 *(single(300, 40, page=page, heads=16) for page in (1, 16, 32, 128)),
                 single(200, 9, layers=2, heads=16),
                 single(200, 9, spare=300),
+                single(600, spare=900, topk=512, dims="small", heads=2),
                 single(300, 40, **_SMALL, topk=40),
                 *(single(300, 40, dtype=dtype, heads=16) for dtype in ("fp16", "fp32")),
                 single(*(17, 300) * 20, dims="small", heads=1, topk=32),
@@ -181,6 +182,7 @@ def spaces() -> Iterator[Fields]:
     yield prefill((5, 9, 2), (0, 300, 64), space="position", fill="ragged", length=True, behind="huge", heads=16)
     yield single(300, 70, space="position", pad=3, data="needle", layers=2, heads=16)
     yield single(300, 70, spare=500, data="needle")
+    yield prefill((1,) * 66, (3,) * 66, space="position", dims="small", heads=2)
 
 
 def unselected() -> Iterator[Fields]:
