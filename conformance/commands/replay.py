@@ -2,7 +2,7 @@
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +10,17 @@ from pathlib import Path
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.commands.console import run_and_report, status_of
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
-from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import Stopped, Tasks
-from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
-from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import from_here
 from mla_conformance.report.terminal import say
-from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
 
@@ -41,23 +37,31 @@ class _Replayed:
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
     asked = _replayed(options)
-    if options.dump is not None:
-        require_empty(options.dump)
+    dump = _dumping(asked, options) if options.dump is not None else None
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after
         status = run_and_report(run, keep_report=False)
-    if options.dump is not None:
-        _dump(asked, options)
+    if dump:
+        dump()
     return status
 
 
-def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
-    """Write what the case is judged by in this process, where nothing else ran before it."""
-    device = find_device(options.device or "")
-    assert device is not None, "the run was on it"
-    search_current_folder()
-    dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
-    say(f"operands, results, golden results and errors: {options.dump}")
+def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None]:
+    """What writes the tensors of a case that was run; it takes torch, which is imported before a backend is."""
+    from mla_conformance.engine.describe import find_device
+    from mla_conformance.export.dump import dump, require_empty
+    from mla_conformance.files.places import search_current_folder
+    from mla_conformance.trials.subject import Subject
+
+    def write() -> None:
+        device = find_device(options.device or "")
+        assert device is not None, "the run was on it"
+        search_current_folder()  # in this process nothing else ran before it
+        dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
+        say(f"operands, results, golden results and errors: {options.dump}")
+
+    require_empty(options.dump)
+    return write
 
 
 @contextmanager

@@ -43,8 +43,9 @@ def _lines(subject: Subject) -> Iterator[str]:
 def _declared(subject: Subject, space: Space) -> Iterator[str]:
     """How much of the space is claimed, and the classes that are refused."""
     region = region_of(subject, space)
-    claimed = sum(map(len, region.classes.values()))
-    refused = [value for value in space.values if value[1] not in region.classes[value[0]]]
+    classes = region.classes
+    claimed = sum(map(len, classes.values()))
+    refused = [(name, label) for name, label in space.values if label not in classes[name]]
     pairs = len(Pairs(space, region.rows))
     yield from wrapped(
         f"{subject.name} {space.role}: {claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, "

@@ -64,8 +64,8 @@ def test_every_pair_of_what_a_kernel_declares_is_held(name: str) -> None:
     supports, all_pairs = declared(name, SAMPLE[name]), reachable(space, "cuda")
     region = fit(space, listed(space), supports, all_pairs)
     assert all(supports(region.cases)) and not [case.id for case in region.cases if space.outside(case)]
-    missing = all_pairs - Pairs(space, region.rows)
-    claimed = [pair for pair in missing if all(label in region.classes[name] for name, label in pair)]
+    missing, classes = all_pairs - Pairs(space, region.rows), region.classes
+    claimed = [pair for pair in missing if all(label in classes[name] for name, label in pair)]
     for pair in islice(claimed, 0, None, max(1, len(claimed) // 5)):
         for base in region.rows[:: max(1, len(region.rows) // 5)]:
             row = space.completed(pair, alike(base))
@@ -98,7 +98,8 @@ def test_the_region_of_a_narrow_kernel_is_what_it_declares_and_the_same_every_ti
         "dims": ["r1"],
         "tile scales": [],
     }
-    assert {name: region.classes[name] for name in expected} == expected
+    classes = region.classes
+    assert {name: classes[name] for name in expected} == expected
     assert region.cases and [case.id for case in region.cases] == [case.id for case in narrow().cases]
     assert not [case.id for case in region.cases if case.page != 64 or len(set(case.q)) > 1]
 

@@ -1,5 +1,6 @@
 """The lists reach every pair of classes that a row can hold, with cases that say the same as their rows."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.table import build_problem
-from mla_conformance.vocabulary.arrays import SPACES, array_of
+from mla_conformance.vocabulary.arrays import SPACES, array_of, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, nightly_cases
 from mla_conformance.vocabulary.lists import LONG_CONTEXTS
 from mla_conformance.vocabulary.tiers import tier_lines
@@ -81,6 +82,11 @@ def test_arrays_stay_in_their_spaces_and_hold_no_case_twice(space: Space) -> Non
     array = array_of(space.capability)
     assert not [case.id for case in array if space.outside(case)]
     assert len(set(array)) == len(array) == len(CAPABILITIES[space.capability].cases)
+
+
+def test_the_digest_of_the_arrays_is_of_their_cases() -> None:
+    ids = [case.id for capability in SPACES for case in array_of(capability)]
+    assert digest_of(["fitted"]) == hashlib.sha256("\n".join([*ids, "fitted"]).encode()).hexdigest()[:12]
 
 
 def test_listed_cases_outside_of_their_space_are_known() -> None:

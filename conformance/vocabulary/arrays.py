@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover
@@ -26,13 +27,19 @@ SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECOD
 @cache
 def array_of(capability: str) -> tuple[Case, ...]:
     """The cases of a capability's covering array."""
+    return tuple(map(Case.parse, _kept()[capability]))
+
+
+@cache
+def _kept() -> dict[str, list[str]]:
+    """The ids of each array, as they are kept."""
     kept = json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text(encoding="utf-8"))
-    return tuple(Case.parse(f"{capability}:{fields}") for fields in kept[capability])
+    return {capability: [f"{capability}:{fields}" for fields in array] for capability, array in kept.items()}
 
 
 def digest_of(fitted: Iterable[str]) -> str:
     """Twelve hexadecimal digits of the arrays, and of cases that were fitted beside them."""
-    text = "\n".join([*(case.id for capability in SPACES for case in array_of(capability)), *sorted(fitted)])
+    text = "\n".join([*chain.from_iterable(_kept()[name] for name in SPACES), *sorted(fitted)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
