@@ -22,7 +22,7 @@ _REFERENCE = "NAME|module:Class|file.py:Class"
 _TIERS = "smoke|full|nightly"
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
-_TOLD = "0 told · 2 usage"
+_TOLD = "0 listed · 2 usage"
 
 _CASE = option("case", "CASE_ID|FILE.json")
 _DEVICE = option("--device", "cpu|cuda")
