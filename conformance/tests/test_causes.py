@@ -68,9 +68,7 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
     lines = list(cause_lines(run(failure(), failure("lse:q=[3]"), base_2), 140))
     assert lines[0] == "wrong: B, 1 likely cause, 2 more cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
     assert any("2. 2 more cases, possibly the same bug: the LSE is wrong" in line for line in lines)
-    assert "**B · 2 more cases**, possibly the same bug" in markdown(
-        run(failure(), failure("lse:q=[3]"), base_2)
-    )
+    assert "**B · 2 more cases**, possibly the same bug" in markdown(run(failure(), failure("lse:q=[3]"), base_2))
 
 
 def test_without_a_likely_cause_none_is_counted() -> None:
