@@ -191,7 +191,10 @@ class MLASparseBackend(KernelBackend):
         layout = layout_of(config.kv_cache_dtype)
         if layout not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif layout == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
+        elif (
+            "fp8_ds_mla" in (layout, config.extra_kv_cache_dtype)
+            and config.tile_scales not in cls.supported_tile_scales
+        ):
             read = ", ".join(cls.supported_tile_scales)
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):

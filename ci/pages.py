@@ -1,6 +1,6 @@
 """What pages show of the code, and of what commands printed: ``python ci/pages.py``.
 
-Every command's help, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
+What every command's help says, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
 """
 
 import inspect
@@ -27,15 +27,18 @@ from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.sparse.case import SparseCase
 
 ROOT = Path(__file__).parents[1]
-_LONG_SECONDS = 20
+_LONG_SECONDS = 30
+_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
+"""Usage, which repeats the options, and the option that every command has."""
 _ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
 
 
 def commands() -> str:
-    """The help of every command, at a width that a page holds."""
+    """Options, examples and exit status of every command, at a width that a page holds."""
     with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
         reported = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
-    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in reported)
+    texts = ((name, _NOISE.sub("", text)) for name, text in reported)
+    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
 
 
 def case_fields() -> str:
@@ -103,11 +106,8 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     docs, seen = root / "docs", stored()
     yield Section.of(docs / "commands.md", "commands"), commands()
     yield Section.of(docs / "case-ids.md", "fields"), case_fields()
-    of_models = [run for run in seen.values() if " --model " in run["command"]]
-    others = [run for run in seen.values() if run["command"].startswith("mla-conformance") and run not in of_models]
-    long = [run for run in others if run["seconds"] >= _LONG_SECONDS]
-    yield Section.of(docs / "cost.md", "times"), times(long)
-    yield Section.of(docs / "certify-a-model.md", "times-model"), times(of_models)
+    ours = [run for run in seen.values() if run["command"].startswith("mla-conformance")]
+    yield Section.of(docs / "cost.md", "times"), times([run for run in ours if run["seconds"] >= _LONG_SECONDS])
     for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
         for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
             yield Section.of(page, f"seen:{name}"), printed(seen[name])

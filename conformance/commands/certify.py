@@ -81,7 +81,7 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
     """The cases of a deployed model."""
     for name in _OF_THE_LIST:
         if getattr(options, name):
-            raise InputError(f"{_flag(name)}: leave it away with --model and --config, which say what is judged")
+            raise InputError(f"{_flag(name)}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]

@@ -22,7 +22,7 @@ _REFERENCE = "NAME|module:Class|file.py:Class"
 _TIERS = "smoke|full|nightly"
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
-_TOLD = "0 told · 2 usage"
+_TOLD = "0 listed · 2 usage"
 
 _CASE = option("case", "CASE_ID|FILE.json")
 _DEVICE = option("--device", "cpu|cuda")
@@ -79,7 +79,7 @@ COMMANDS = (
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
                 path("--submission", "DIR", "its record as a folder to hand in, below DIR"),
-                path("--record", "FILE", "the same for a kernel that lacks must-pass cases, which it tells"),
+                path("--record", "FILE", "the same for a kernel that lacks must-pass cases, and lists them"),
             ),
             path("--sign", "KEY", "sign what is issued with an SSH key"),
         ),
@@ -280,7 +280,7 @@ COMMANDS = (
     ),
     Command(
         "bump",
-        "judge two versions of a library, and tell what the new one changes",
+        "judge two versions of a library, and list what the new one changes",
         "mla_conformance.commands.bump:bump",
         (
             option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
@@ -291,7 +291,7 @@ COMMANDS = (
             path("--out", "DIR", "new or empty; by default one of build/mla-conformance"),
         ),
         ("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
-        "0 innocent · 1 something got worse · 2 usage · 3 not everything could be judged",
+        "0 no regression · 1 something got worse · 2 usage · 3 not everything could be judged",
     ),
     Command(
         "report render",

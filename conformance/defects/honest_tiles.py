@@ -184,8 +184,12 @@ class MergesByShare(EagerPrefillBackend):
         nothing = (prefix_lse == -torch.inf) & (suffix_lse == -torch.inf)
         difference = (prefix_lse - suffix_lse).masked_fill(nothing, 0.0)
         merged = torch.maximum(prefix_lse, suffix_lse) + torch.nn.functional.softplus(-difference.abs())
-        prefix, suffix = (torch.sigmoid(x).mT.unsqueeze(-1) for x in (difference, -difference))
-        output.copy_(prefix * prefix_output.float() + suffix * suffix_output.float())
+        shares = (torch.sigmoid(x).mT.unsqueeze(-1) for x in (difference, -difference))
+        parts = zip(shares, (prefix_output, suffix_output), (prefix_lse, suffix_lse), strict=True)
+        seen = (
+            share * part.float().masked_fill((lse == -torch.inf).mT.unsqueeze(-1), 0.0) for share, part, lse in parts
+        )
+        output.copy_(sum(seen))
         if output_lse is not None:
             output_lse.copy_(merged)
 

@@ -181,7 +181,7 @@ class Run:
         known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
         for role, now in said.items():
             if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
-                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was asked what it is"
+                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was described"
                 record = record.with_verdict(failed(Check.CALL, what), record.seconds)
         return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
@@ -196,7 +196,7 @@ class Run:
         found: dict[str, BackendFacts] = {}
         for outcome in self.outcomes(Tasks([[Describe(reference, self.request.arrays)] for reference in names])):
             reference = outcome.task.reference
-            why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
+            why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
             found[reference] = outcome.answer.facts or gone
         return [found[reference] for reference in names]

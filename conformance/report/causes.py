@@ -64,7 +64,7 @@ class Cause:
     @property
     def reserve(self) -> str:
         """What is to be said behind its number of cases, where a likely cause stands beside it."""
-        return ", which may have the same origin" if self.kind == "further" else ""
+        return ", possibly the same bug" if self.kind == "further" else ""
 
     @property
     def extent(self) -> str:
@@ -139,7 +139,7 @@ def _compared(group: Sequence[Record]) -> str:
         return ""
     if not unlike:
         return f"; {UNCOMPARED}" if any(record.explanation == UNCOMPARED for record in group) else ""
-    return f", {UNLIKE}" if unlike == len(group) else f"; compared in {unlike} of {len(group)} cases, {UNLIKE}"
+    return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
 
 
 def _is_exception(record: Record) -> bool:
@@ -176,8 +176,8 @@ WRONG: dict[str, str] = {
     Check.NONDETERMINISM: "the same call returns other bits",
     Check.BATCH_DEPENDENCE: "a result depends on the other requests of its batch",
     Check.NONLINEARITY: "the output is not linear in V",
-    Check.UNDECLARED_SUPPORT: "what is declared unsupported is accepted, and comes out wrong",
-    Check.UNSAFE_REFUSAL: "a refusal comes too late",
+    Check.UNDECLARED_SUPPORT: "runs a configuration that it declares unsupported, with the right result",
+    Check.UNSAFE_REFUSAL: "should have refused: a wrong result, or a side effect",
 }
 """What failing a check means, of failures of which nothing more is known."""
 _MASKED: dict[str, str] = {

@@ -197,7 +197,7 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
 
 def cases_of(cause: Cause) -> str:
     """How many cases fail of a cause."""
-    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
+    return counted(len(cause.failures), "more case" if cause.kind == "further" else "case")
 
 
 def _extent(causes: Sequence[Cause]) -> str:
@@ -206,7 +206,7 @@ def _extent(causes: Sequence[Cause]) -> str:
     if not likely:
         return counted(_failures(causes), "case")
     further = _failures(causes) - _failures(likely)
-    cases = counted(further, "further case") if further else counted(_failures(likely), "case")
+    cases = counted(further, "more case") if further else counted(_failures(likely), "case")
     return f"{counted(len(likely), 'likely cause')}, {cases}"
 
 

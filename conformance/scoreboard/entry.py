@@ -95,7 +95,7 @@ class Entry:
     @property
     def state(self) -> str:
         """Of which suite it is, and that this is an old one, if so."""
-        return f"of suite {self.record.suite}: old" if self.old else f"suite {self.record.suite}"
+        return f"of suite {self.record.suite}: outdated" if self.old else f"suite {self.record.suite}"
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:

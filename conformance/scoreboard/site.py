@@ -43,7 +43,7 @@ def scoreboard(options: argparse.Namespace) -> int:
     for each in board.refused:
         say(f"{each.path}: not shown: {each.why}", error=True)
     old = sum(bool(entry.old) for entry in entries)
-    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them old, {len(refused)} not shown")
+    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
     return 1 if refused else 0
 
 

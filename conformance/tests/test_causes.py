@@ -66,11 +66,9 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
         ("likely", 1), ("seen", 3), ("further", 2), ("further", 1)
     ]  # fmt: skip
     lines = list(cause_lines(run(failure(), failure("lse:q=[3]"), base_2), 140))
-    assert lines[0] == "wrong: B, 1 likely cause, 2 further cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
-    assert any("2. 2 further cases, which may have the same origin: the LSE is wrong" in line for line in lines)
-    assert "**B · 2 further cases**, which may have the same origin" in markdown(
-        run(failure(), failure("lse:q=[3]"), base_2)
-    )
+    assert lines[0] == "wrong: B, 1 likely cause, 2 more cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
+    assert any("2. 2 more cases, possibly the same bug: the LSE is wrong" in line for line in lines)
+    assert "**B · 2 more cases**, possibly the same bug" in markdown(run(failure(), failure("lse:q=[3]"), base_2))
 
 
 def test_without_a_likely_cause_none_is_counted() -> None:
@@ -95,7 +93,7 @@ def test_a_failure_that_was_compared_in_vain_says_so() -> None:
     unlike = failure("lse:q=[5]", explanation=UNLIKE)
     assert causes([unlike])[0].sentence == f"the LSE is wrong, {UNLIKE}"
     (cause,) = causes([failure(), unlike, failure("lse:q=[6]")])
-    assert cause.sentence == f"the LSE is wrong; compared in 1 of 3 cases, {UNLIKE}"
+    assert cause.sentence == f"the LSE is wrong, {UNLIKE} (1 of 3 cases compared)"
 
 
 def test_a_failure_that_needs_others_is_the_example() -> None:
