@@ -32,7 +32,7 @@ class Narrow(EagerPrefillBackend):
 
 
 class Nothing(EagerPrefillBackend):
-    supported_dtypes: ClassVar[list[torch.dtype]] = []
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float64]
 
 
 def explored(
