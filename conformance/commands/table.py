@@ -165,7 +165,7 @@ COMMANDS = (
         (
             option("name", "NAME", nargs="?"),
             flag("--proof", "instead, hold the golden layer against their own code"),
-            path("--docs", "FILE", "of --proof: rewrite the tables between its markers"),
+            path("--docs", "FILE", "rewrite its section instead: where figures were read, or the tables of --proof"),
         ),
         ("", "deepseek-r1"),
         _TOLD,
