@@ -13,6 +13,7 @@ from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -63,12 +64,14 @@ def list_models(options: argparse.Namespace) -> int:
     """Two lines for every model, or all that is known of one, or the golden layer held against their code.
 
     Raises:
-        InputError: there is no model of that name, or a file has no markers.
+        InputError: there is no model of that name, a file has no markers, or options do not fit together.
     """
     if options.proof:
-        from mla_conformance.commands.proof import prove
+        from mla_conformance.commands.proof import prove, prove_by_author
 
-        return prove(options.docs)
+        return prove_by_author(options.oracle) if options.oracle else prove(options.docs)
+    if options.oracle:
+        raise InputError("--oracle: expected together with --proof")
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:
