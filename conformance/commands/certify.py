@@ -25,8 +25,9 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import find_model, read_config
+from mla_conformance.models.config import read_config
 from mla_conformance.models.profile import Deployment
+from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import RunSummary

@@ -165,10 +165,13 @@ COMMANDS = (
         (
             option("name", "NAME", nargs="?"),
             flag("--proof", "instead, hold the golden layer against their own code"),
-            path("--docs", "FILE", "of --proof: rewrite the tables between its markers"),
+            (
+                path("--oracle", "FILE", "of --proof: against an author's own code, this file, not transformers"),
+                path("--docs", "FILE", "rewrite its section: where figures were read, or with --proof its tables"),
+            ),
         ),
-        ("", "deepseek-r1"),
-        _TOLD,
+        ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
+        "0 listed, or all agree · 1 a difference of --proof is too large · 2 usage",
     ),
     Command(
         "defects",
