@@ -108,7 +108,7 @@ class ReplacesTheInterpreters(Hostile):
     def disturb(self) -> None:
         for name in ("len", "isinstance", "next", "getattr", "setattr", "zip", "map", "filter", "all", "any", "dict"):
             setattr_(builtins, name, lambda *_: 0)
-        del builtins.iter  # type: ignore[attr-defined]
+        del builtins.iter
 
 
 class MultipliesRoughly(Hostile):
