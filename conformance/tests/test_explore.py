@@ -175,7 +175,7 @@ def test_a_drawn_case_that_kills_its_process_is_named(report: tuple[Path, str]) 
 
 
 class Nothing(EagerPrefillBackend):
-    supported_dtypes: ClassVar[list[torch.dtype]] = []
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float64]
 
 
 def test_a_backend_that_declares_nothing_of_it_is_unsupported() -> None:
