@@ -8,6 +8,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 _Answer = TypeVar("_Answer")
+MESSAGE = 4 * 2**10
+"""Bytes that are shown of a message."""
+LINE = 64 * 2**10
+"""Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
 
 
 class ForeignError(Exception):
@@ -67,20 +71,26 @@ def user_interrupts() -> Iterator[list[int]]:
             signal.signal(signal.SIGINT, before)
 
 
+def cut(text: str, limit: int = MESSAGE) -> str:
+    """The first ``limit`` bytes of a text, and how many characters are left out behind them."""
+    kept = len(text[:limit].encode("utf-8", "replace")[:limit].decode("utf-8", "ignore"))
+    return text if kept == len(text) else f"{text[:kept]}… and {len(text) - kept:,} more characters"
+
+
 def one_line(error: BaseException) -> str:
     """An exception's type and text on one line that every encoding can carry, whatever they do to prevent it."""
     try:
         said = "".join([str(error), ""])  # of a plain text, should a subclass of one have been returned
     except BaseException:
         said = "(its text cannot be made)"
-    text = " ".join(f"{type_name(error)}: {said}".split()).removesuffix(":")
+    text = " ".join(f"{type_name(error)}: {cut(said, MESSAGE // 2)}".split()).removesuffix(":")
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def type_name(value: Any) -> str:
     """The name of an object's type, in any encoding, whatever its metaclass makes of names."""
     name = type.__dict__["__name__"].__get__(type(value))
-    return str(name.encode("utf-8", "backslashreplace").decode("utf-8"))
+    return cut(str(name.encode("utf-8", "backslashreplace").decode("utf-8")))
 
 
 def reasons_of(answer: Any, method: str = "validate_configuration") -> list[str]:
@@ -90,7 +100,7 @@ def reasons_of(answer: Any, method: str = "validate_configuration") -> list[str]
         AnswerError: they are no list of strings; a bare string would fall apart into letters.
     """
     if isinstance(answer, list | tuple) and all(isinstance(reason, str) for reason in answer):
-        return list(answer)
+        return list(map(cut, answer))
     raise AnswerError(f"{method} returned {_described(answer)}, expected a list of reasons (strings)")
 
 
@@ -107,7 +117,7 @@ def yes_or_no(answer: Any, method: str) -> bool:
 
 def _described(answer: Any) -> str:
     if isinstance(answer, str | int | float | None):
-        return repr(answer)
+        return cut(repr(answer))
     if isinstance(answer, list | tuple):
         kinds = dict.fromkeys(type(item).__name__ for item in answer)
         return f"a {type(answer).__name__} of {', '.join(kinds)}"

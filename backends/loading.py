@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends.declaration import declaration_of
+from mla_conformance.backends.declared import declared_errors
 from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
@@ -115,6 +116,8 @@ def _checked(loaded: Any, reference: str) -> type:
         declaration_of(loaded)
     except TypeError as error:
         raise BackendReferenceError(f"'{reference}': {error}") from error
+    for wrong in declared_errors(loaded):
+        raise BackendReferenceError(f"'{reference}': {loaded.__name__}.{wrong}")
     return loaded
 
 

@@ -6,7 +6,9 @@ whatever it should have been, :func:`unknown` says which one was meant. Nothing 
 """
 
 import ast
+import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +18,8 @@ from pathlib import Path
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
+_MOST_BYTES = 2**24
+"""Of a module's source, which is searched for names."""
 _MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
 
 
@@ -121,17 +125,23 @@ def _require_known(name: str) -> None:
 
 
 def _existing(location: str, reference: str) -> Path:
-    path = Path(location).resolve()
-    if not path.is_file():
-        raise BackendReferenceError(f"'{reference}': no file {path}")
-    return path
+    path = Path(os.path.realpath(location))  # a loop of links leads nowhere
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:
+            return path
+        is_file = stat.S_ISREG(found.st_mode)
+        reason = f"it has {found.st_size:,} bytes" if is_file else "it is a folder, a FIFO, a device or a socket"
+    except OSError as error:
+        reason = str(error.strerror)
+    raise BackendReferenceError(f"'{reference}': no file {path} of Python: {reason}")
 
 
 def _classes(path: Path, location: str, name: str = "") -> str:
     """What of a file's own classes may be meant: the one that is most like a name, or all of them."""
     try:
         statements = ast.parse(path.read_bytes(), path.name).body
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"the file is no Python: {error}"
     names = [node.name for node in statements if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     meant = [near] if (near := nearest(name, names)) else names

@@ -103,7 +103,9 @@ def _machine(command: str) -> str:
     if torch.cuda.is_available() and "--device cpu" not in command:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return f"{len(names)} {names[0]}, torch {torch.__version__}"
-    processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    processor = re.search(
+        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     return f"{os.cpu_count()} cores of {processor[1] if processor else 'a CPU'}, torch {torch.__version__}"
 
 

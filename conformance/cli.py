@@ -4,17 +4,18 @@ The parser imports nothing heavy; what a command does is imported when it is car
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.commands.parser import Parser, add_commands
 from mla_conformance.engine.limits import leave
+from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import cut, put, say
+from mla_conformance.report.terminal import put, say
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _FIRST = """to begin with:
@@ -23,35 +24,47 @@ _FIRST = """to begin with:
   mla-conformance backends                                     which can run here
   mla-conformance --help                                       all commands"""
 _USAGE = 2
+_BROKEN = 3
 _INTERRUPTED = 130
-_CUT_OFF = 141
 
 
 def command() -> NoReturn:
     """Run a command, and end the process with its exit status."""
     try:
         status = main()
-    except BrokenPipeError:  # who read what is printed has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = _CUT_OFF
+    except SystemExit as ended:  # of the parser, for help and for a usage error
+        status = int(ended.code or 0)
     leave(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     _print_anywhere()
-    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
-    sys.path.insert(0, str(Path.cwd()))
     try:
         options = _parser().parse_args(arguments)
         status: int = options.run(options)
     except InputError as error:
         say(f"mla-conformance: {cut(str(error))}", error=True)
         return _USAGE
+    except OSError as error:
+        say(f"mla-conformance: {cut(_sentence(error))}", error=True)
+        return _USAGE
+    except RunError as error:
+        say(f"mla-conformance: {error}", error=True)
+        return _BROKEN
     except KeyboardInterrupt:
         say("mla-conformance: interrupted", error=True)
         return _INTERRUPTED
     return status
+
+
+def _sentence(error: OSError) -> str:
+    """What the system refuses, with the file; to a relative path in a folder that is gone it names none."""
+    try:
+        Path.cwd()
+    except OSError as gone:
+        return f"the current folder: {gone.strerror}"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def _print_anywhere() -> None:

@@ -16,6 +16,7 @@ from mla_conformance.judging.verdict import Status
 
 if TYPE_CHECKING:
     from mla_conformance.engine.request import RunRequest
+    from mla_conformance.trials.subject import Subject
 
 PROPERTY = "mla_conformance"
 TIER = "mla_tier"
@@ -110,12 +111,22 @@ def _params(config: pytest.Config) -> Iterator[Any]:
     if device is None:
         raise pytest.UsageError("--mla-device cuda: torch sees no CUDA device")
     subjects = [Subject(backend, device) for backend in request.backends]
+    for subject in subjects:
+        _require_survival(subject)
     for name in request.capabilities:
         for index, case in enumerate(request.cases_of(name)):
             for subject in subjects:
                 if not subject.unavailable or index == 0:
                     marks = [pytest.mark.backend(name=subject.name), pytest.mark.capability(name=name)]
                     yield pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks)
+
+
+def _require_survival(subject: "Subject") -> None:
+    """Refuse a module that ends the process which imports it; this one's end would be no failure."""
+    from mla_conformance.engine.limits import how_it_ends
+
+    if ":" in subject.backend.reference and (ended := how_it_ends(lambda: subject.unavailable)):
+        raise pytest.UsageError(f"--backend {subject.backend.reference}: a process that imported it ended: {ended}")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

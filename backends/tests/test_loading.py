@@ -15,6 +15,7 @@ from mla_conformance.backends.registry import MLAPrefillBackendEnum, register_ml
 from mla_conformance.backends.roles import Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
+DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
 
 
 def written(folder: Path, source: str) -> str:
@@ -121,6 +122,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("Mine = 3", "expected a class, got int"),
         ("def Mine(): ...", "expected a class, got function"),
         ("class Mine: ...", "class Mine lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk"),
+        (
+            IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = []",
+            "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is left to judge",
+        ),
+        (IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = ['bfloat16']", "torch dtypes, got 'bfloat16'"),
+        (
+            DECODE + "class Mine(EagerDecodeBackend): supported_kv_cache_dtypes = ['fp9']",
+            "supported_kv_cache_dtypes: expected some of auto, fp8, fp8_ds_mla, .*, got 'fp9'",
+        ),
+        (DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 0", "a positive number or None, got 0"),
+        (
+            DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 1",
+            "supports_nonuniform_queries: expected False where supported_query_len is 1, got True",
+        ),
         (IMPORT + "class Mine(EagerPrefillBackend): prepare_metadata = None", "class Mine lacks prepare_metadata$"),
         (
             IMPORT + "class Mine(EagerPrefillBackend): declaration = {'emulated': True}",

@@ -1,6 +1,7 @@
 """The executor of steps in another process: steps go there, answers come back and are checked."""
 
 import pickle
+import select
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -27,13 +28,16 @@ class RemoteExecutor(Executor):
         connection: to that process.
         shared: the memory.
         ended: what is done when that process has ended.
+        ends: descriptors that become readable when it ends; what it has started may hold the connection open.
 
     Attributes:
         spent: whether it should be replaced: its GPU is lost, it answered what cannot be, or it holds much memory.
     """
 
-    def __init__(self, connection: socket.socket, shared: Shared, ended: Callable[[], NoReturn]) -> None:
-        self._connection, self._arena, self._ended = connection, Arena(shared), ended
+    def __init__(
+        self, connection: socket.socket, shared: Shared, ended: Callable[[], NoReturn], ends: Sequence[int] = ()
+    ) -> None:
+        self._connection, self._arena, self._ended, self._ends = connection, Arena(shared), ended, ends
         self._number, self._released = 0, list[int]()
         self._lost, self._broken = False, ""
 
@@ -48,8 +52,11 @@ class RemoteExecutor(Executor):
         done, reply = self._asked(step, Wanted.RETURNED, memory)
         if not reply.needs:
             return done
-        for kind, size in reply.needs.items():
-            self._arena.require(kind, size)
+        try:
+            for kind, size in reply.needs.items():
+                self._arena.require(kind, size)
+        except MemoryError as error:
+            return replace(done, error=f"MemoryError: {error}", out_of_memory=True)
         again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
         if reply.needs:
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
@@ -127,7 +134,9 @@ class RemoteExecutor(Executor):
         """The answer to a frame; where there is none, the kernel's process has ended."""
         try:
             send(self._connection, frame)
-            answer = receive(self._connection, LONGEST_REPLY)
+            here = self._connection.fileno()
+            ready, _, _ = select.select([here, *self._ends], [], [])
+            answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
         except OSError:
             answer = b""
         return answer or self._ended()

@@ -68,7 +68,7 @@ def plugin_cost() -> Iterator[str]:
 def _pytest_seconds(arguments: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         test = Path(folder, "test_nothing.py")
-        test.write_text("def test_nothing():\n    pass\n")
+        test.write_text("def test_nothing():\n    pass\n", encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), *arguments]
         run = lambda: subprocess.run(command, capture_output=True, check=True, cwd=folder)  # noqa: E731
         return timed(run, torch.device("cpu")).median

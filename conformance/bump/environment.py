@@ -157,7 +157,14 @@ def _carry_out(
     with heeded(forward):
         # In a session of its own, or a terminal's Ctrl-C would reach it twice.
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, text=True, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=to,
+            stderr=to,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=True,
         ) as process:
             running.append(process.pid)
             for number in tuple(reported):  # while it was started

@@ -332,9 +332,11 @@ def parse_fields(text: str) -> dict[str, Any]:
     """The fields written as in an id, ``field=value;…``.
 
     Raises:
-        CaseError: an unknown field, one that stands twice, or a value of another type.
+        CaseError: an unknown field, an empty one, one that stands twice, or a value of another type.
     """
-    pairs = [pair.partition("=") for pair in text.split(";") if pair]
+    pairs = [pair.partition("=") for pair in text.split(";")] if text else []
+    if not all(name for name, _, _ in pairs):
+        raise CaseError(f"malformed case fields {text!r}: expected 'field=value' between semicolons")
     values = {name.strip(): value.strip() for name, _, value in pairs}
     types = _known(values)
     if "capability" in values or len(values) < len(pairs):

@@ -39,8 +39,9 @@ LARGEST = 2**31
 _LONGEST_ID = 2**20
 _SHORTEST_RUN = 4
 _FEWEST_ROUNDS = 8
-_LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]")
-_ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]")
+_INTEGER = re.compile("-?[0-9]+")
+_LIST = re.compile(r"\[(\d+(x\d+)?(,\d+(x\d+)?)*)?\]", re.ASCII)
+_ROUNDS = re.compile(r"\[\((\d+(?:,\d+)+)\)x(\d+)\]", re.ASCII)
 
 
 class CaseError(ValueError):
@@ -73,12 +74,14 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
         CaseError: the text of another type; ``name`` says of which field.
     """
     try:
-        if kind is int:
+        if kind is int and _INTEGER.fullmatch(text):
             return int(text)
         if kind is bool:
             return {"0": False, "1": True}[text]
         if kind is str:
             return text
+        if kind is int:
+            raise ValueError
         return _lengths(name, text)
     except CaseError:
         raise

@@ -37,7 +37,7 @@ class Shard:
         Raises:
             InputError: malformed, or more parts than cases.
         """
-        numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+        numbers = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         index, count = map(int, numbers.groups()) if numbers else (0, 0)
         if not 1 <= index <= count:
             raise InputError(f"--shard: expected i/n with 1 <= i <= n, such as 2/3, got {text!r}")

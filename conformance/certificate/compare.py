@@ -52,15 +52,21 @@ def compare(pins: Pins, traced: Traced, backend: BackendReference, judged_alike:
 
 
 def _sources(pins: Pins, backend: BackendReference) -> Iterator[Remark]:
-    places = {source_name(module): module for module in (*pins.sources, *backend.modules())}
-    for name in (source_name(module) for module in backend.modules()):
-        if name not in pins.sources and module_file(places[name]) is not None:
+    own = {source_name(module): module_file(module) for module in backend.modules()}
+    for name, path in own.items():
+        if name not in pins.sources and path is not None:
             yield Remark(Weight.AGAINST, f"source {name}: it is the backend's here, and the certificate is of another")
-    found = {name: module_file(places[name]) for name in pins.sources}
+    found = {name: own[name] if name in own else _source(name, backend) for name in pins.sources}
     yield from _absent("sources were", found)
     for name, path in found.items():
         if path is not None and (here := source_digest(name, path)) != pins.sources[name]:
             yield Remark(Weight.AGAINST, _changed(f"source {path}", pins.sources[name], here))
+
+
+def _source(name: str, backend: BackendReference) -> Path | None:
+    """The file of a module, by its name or, where it was only seen to be loaded, by its place."""
+    is_module = all(part.isidentifier() for part in name.split(".")) and not name.endswith((".py", ".pyc", ".zip"))
+    return module_file(name) if is_module else find_place(name, backend.file)
 
 
 def _libraries(libraries: Mapping[str, str], backend: BackendReference) -> Iterator[Remark]:

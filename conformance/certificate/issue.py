@@ -1,7 +1,8 @@
 """Issuing a certificate: only for a complete, unfiltered run of the full tier by one real kernel."""
 
 import datetime
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -9,7 +10,7 @@ from mla_conformance.certificate.certificate import Certificate, Finding, Unjudg
 from mla_conformance.certificate.digests import installed_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import DeviationForm
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
@@ -63,25 +64,30 @@ def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: 
         yield f"{backend.name} is an emulated kernel, which is judged but never certified"
 
 
-def issue(run: RunSummary, today: datetime.date, pins: Pins) -> Certificate:
-    """The certificate of a run.
+def issue(
+    run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
+) -> Certificate:
+    """The certificate of a run; see :func:`record`.
 
     Raises:
         Refused: there is no record of it, or a must-pass case did not pass.
     """
-    found = record(run, today, pins)
+    found = record(run, today, pins, libraries)
     for case, why in found.lacking.items():
         raise Refused(f"must-pass case {case} did not pass: {why}")
     return found
 
 
-def record(run: RunSummary, today: datetime.date, pins: Pins) -> Certificate:
+def record(
+    run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
+) -> Certificate:
     """The record of a run, which a kernel has that does a part of what is asked.
 
     Args:
         run: the run.
         today: its date.
         pins: what judged and what was judged.
+        libraries: SHA-256 of the shared libraries that its processes have loaded.
 
     Raises:
         Refused: the run is incomplete, or something failed without an expectation.
@@ -103,7 +109,7 @@ def record(run: RunSummary, today: datetime.date, pins: Pins) -> Certificate:
             DeviationForm(library=library, adapter=adapter) for library, adapter in backend.facts.deviations
         ),
         evidence=tuple(backend.evidence),
-        traced=backend.traced,
+        traced=backend.traced.joined(Traced(libraries=dict(libraries))),
         digests=installed_digests(),
         counts=backend.counts,
         worst=_worst(backend.records),

@@ -8,17 +8,27 @@ from pathlib import Path
 import msgspec
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.installed import Installed, commit_of, files_digest, installed, source_digests
-
-_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
-_NOT_SHIPPED = {"tests", "__pycache__"}
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.installed import (
+    Installed,
+    commit_of,
+    files_digest,
+    harness_files,
+    installed,
+    module_file,
+    source_digests,
+    source_name,
+)
+from mla_conformance.files.places import place_of
+from mla_conformance.files.wheels import owned_by_wheels
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``.
 
     Attributes:
-        sources: SHA-256 of the modules that the backend's classes stand in, and of what they import that no wheel has.
+        sources: SHA-256 of the modules that the backend's classes stand in, of what they import that no wheel has, and
+            of every other module that was loaded and that no wheel has, by its place.
         versions: version of each distribution behind the backend.
         installed: what of each is installed.
         harness: what judged.
@@ -30,29 +40,56 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     harness: Installed = Installed()
 
     @staticmethod
-    def of(backend: BackendReference, versions: Mapping[str, str]) -> "Pins":
-        """The pins of a backend as it is here, whose adapter names distributions with these versions."""
-        reported = {**_owners(backend), **versions}
+    def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
+        """The pins of a backend as it is here.
+
+        Args:
+            backend: the backend.
+            versions: of the distributions that its adapter names.
+            loaded: SHA-256 of the code that its processes have loaded, by path.
+
+        Raises:
+            InputError: what was loaded is not what stands in the file.
+        """
+        modules = {path: digest for path, digest in (loaded or {}).items() if not _is_library(path)}
+        owned, own = owned_by_wheels(modules)
+        reported = {**{name: version(name) for name in owned}, **_owners(backend), **versions}
         found = {name: installed(name) for name in reported}
         return Pins(
-            sources=source_digests(backend.modules()),
+            sources=_with_loaded(source_digests(backend.modules()), own, backend),
             versions=reported,
             installed={name: pin for name, pin in found.items() if pin is not None},
             harness=harness(),
         )
 
 
+def libraries(loaded: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
+    """The shared libraries among what was loaded: SHA-256 by what they are called on every machine."""
+    return {place_of(Path(path), backend.file): digest for path, digest in loaded.items() if _is_library(path)}
+
+
+def _is_library(path: str) -> bool:
+    return ".so" in Path(path).suffixes
+
+
+def _with_loaded(sources: dict[str, str], own: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
+    """What stands there and what was loaded, each once."""
+    places = {source_name(module): module for module in backend.modules()}
+    stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
+    found = dict(sources)
+    for path, digest in own.items():
+        name = stands.get(path)
+        if name is None:
+            found[place_of(Path(path), backend.file and backend.file.resolve())] = digest
+        elif not name.startswith("mla_conformance.") and sources[name] != digest:
+            raise InputError(f"{path}: what was loaded, SHA-256 {digest}, is not what stands there: {sources[name]}")
+    return dict(sorted(found.items()))
+
+
 def harness() -> Installed:
     """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
-    found: dict[str, Path] = {}
-    for package in _PACKAGES:
-        folder = Path(str(files(package)))
-        found |= {
-            f"{package.replace('.', '/')}/{path.relative_to(folder).as_posix()}": path for path in folder.rglob("*")
-        }
-    shipped = {name: path for name, path in found.items() if not _NOT_SHIPPED & set(Path(name).parts)}
-    commit, clean = commit_of(Path(str(files(_PACKAGES[0]))).parent)
-    return Installed(files=files_digest(shipped), commit=commit, clean=clean)
+    commit, clean = commit_of(Path(str(files("mla_conformance"))).parent)
+    return Installed(files=files_digest(harness_files()), commit=commit, clean=clean)
 
 
 def _owners(backend: BackendReference) -> dict[str, str]:

@@ -74,6 +74,7 @@ def _run(request: RunRequest) -> RunSummary:
             _require_runnable(run.facts)
             run.begin()
             run.judge()
+            run.finish()
         return run.summary()
 
 

@@ -76,7 +76,9 @@ def _require_program() -> None:
 def _keygen(action: str, path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     _require_program()
     command = ["ssh-keygen", "-Y", action, *options]
-    return subprocess.run(command, input=path.read_text(encoding="utf-8"), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, input=path.read_text(encoding="utf-8"), capture_output=True, encoding="utf-8", check=False
+    )
 
 
 def _said(done: "subprocess.CompletedProcess[str]") -> str:

@@ -13,6 +13,7 @@ from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
@@ -27,6 +28,7 @@ def run_bench(options: argparse.Namespace) -> int:
     device = find_device(request.device)
     if device is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
+    search_current_folder()
     _require_available(request if backends else None, device)
     where, lines = device_facts(device), _lines(options, request, device)
     say(f"device {where['device']} · torch {where['torch']} · {os.cpu_count()} cores · suite {SUITE_VERSION}")

@@ -3,15 +3,16 @@
 import argparse
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
@@ -24,8 +25,9 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import find_model, read_config
+from mla_conformance.models.config import read_config
 from mla_conformance.models.profile import Deployment
+from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import RunSummary
@@ -51,7 +53,7 @@ def certify(options: argparse.Namespace) -> int:
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
     status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
-    return issuing.write(run.summary(), status) if issuing else status
+    return issuing.write(run.summary(), status, run.code.digests) if issuing else status
 
 
 def _new(options: argparse.Namespace) -> RunRequest:
@@ -199,12 +201,12 @@ class Issuing:
             return f"no {self.kind}: {reason}"
         return ""
 
-    def write(self, run: RunSummary, status: int) -> int:
-        """Write what a finished run is worth; the exit status."""
+    def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
+        """Write what a finished run is worth, whose backend has loaded these files; the exit status."""
         if status:
             return status if self.pins is None else self._refused("the run is no success", status)
         try:
-            certificate = self._certificate(run)
+            certificate = self._certificate(run, loaded)
         except Refused as reason:
             return self._refused(str(reason), 1)
         path = self._written(certificate)
@@ -213,12 +215,18 @@ class Issuing:
         say(f"wrote {path}", error=True)
         return 0
 
-    def _certificate(self, run: RunSummary) -> Certificate:
+    def _certificate(self, run: RunSummary, loaded: Mapping[str, str]) -> Certificate:
         assert self.pins is not None  # a run that was not prepared is no success
-        if _pins(run.backends[0].facts) != self.pins:
+        facts = run.backends[0].facts
+        if _pins(facts) != self.pins:
             raise Refused("the backend, a package of it or the harness was changed while it was judged")
         form = issue if self.kind == "certificate" else record
-        return form(run, datetime.date.today(), self.pins)
+        try:
+            pins = _pins(facts, loaded)
+            require_committed(pins)
+        except InputError as error:
+            raise Refused(str(error)) from error
+        return form(run, datetime.date.today(), pins, libraries(loaded, parse_reference(facts.reference)))
 
     def _written(self, certificate: Certificate) -> Path:
         if self.kind == "submission":
@@ -232,5 +240,5 @@ class Issuing:
         return status
 
 
-def _pins(facts: BackendFacts) -> Pins:
-    return Pins.of(parse_reference(facts.reference), facts.versions)
+def _pins(facts: BackendFacts, loaded: Mapping[str, str] | None = None) -> Pins:
+    return Pins.of(parse_reference(facts.reference), facts.versions, loaded)

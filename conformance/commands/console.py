@@ -1,5 +1,6 @@
 """What a person sees of a run: header, progress, what is wrong with each backend, its outcome, closing line."""
 
+import hashlib
 import json
 import os
 import sys
@@ -54,12 +55,21 @@ def run_and_report(
         if not as_json:
             _say_wrapped(_header(run))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
+        try:
+            run.finish()
+        except RunError as error:
+            say(f"mla-conformance: {error}", error=True)
+            return status or BROKEN
         summary, report = run.summary(), run.folder.path / REPORT_NAME
-        unwritten = _write(report, summary, views=keep_report)  # while the folder is still this run's alone
+        digest, unwritten = _write(run, report, summary, views=keep_report)  # while the folder is this run's alone
+    if keep_report:
+        _write_step_summary(summary)
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        _show_outcome(summary, run.request.names_all, report if keep_report else None)
+        _show_outcome(summary, run.request.names_all)
+        if keep_report:
+            say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
@@ -86,7 +96,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if resumed and (different := resumed.differences(run.plan)):
+        if resumed and (different := [*resumed.differences(run.plan), *run.changed_code()]):
             raise InputError(f"--resume {run.folder.path}: not the run that was interrupted; {'; '.join(different)}")
         run.resume() if resumed else run.begin()
     except RequestError as error:
@@ -124,29 +134,41 @@ def status_of(stop: Stopped) -> int:
     return _SIGNALLED + stop.signal if stop.signal else 0
 
 
-def _write(path: Path, summary: RunSummary, views: bool) -> str:
+def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:
     """The report, and where it stays its views: the page beside it, and the step summary of a CI job that has one.
 
-    Returns what went wrong, or nothing.
+    Returns the report's SHA-256, which the journal holds as well, and what went wrong; each may be empty.
     """
+    text = to_text(report_form(summary))
+    digest = hashlib.sha256(text.encode()).hexdigest()
     try:
-        write_whole(path, to_text(report_form(summary)))
+        write_whole(path, text)
+        run.reported(digest)
         if views:
             write_whole(path.with_name(PAGE_NAME), html(summary))
-            if step_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-                with Path(step_summary).open("a", encoding="utf-8") as file:
-                    file.write(markdown(summary))
     except OSError as error:
-        return f"cannot write {error.filename or path}: {error.strerror}; the journal beside it holds the verdicts"
-    return ""
+        return "", f"cannot write {error.filename or path}: {error.strerror}; the journal beside it holds the verdicts"
+    return digest, ""
 
 
-def _show_outcome(summary: RunSummary, brief: bool, report: Path | None) -> None:
+def _write_step_summary(summary: RunSummary) -> None:
+    """For a CI job that shows one; it decides nothing."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    try:
+        # Nobody may read a FIFO.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            file.write(markdown(summary))
+    except OSError as error:
+        say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
+
+
+def _show_outcome(summary: RunSummary, brief: bool) -> None:
     for line in outcome_lines(summary, columns(), brief):
         say(line)
     _say_wrapped(closing_line(summary))
-    if report:
-        say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it")
 
 
 def _say_wrapped(text: str) -> None:

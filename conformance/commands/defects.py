@@ -8,7 +8,7 @@ from mla_conformance.commands.options import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.outputs import Section, require_writable
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.capabilities import CapabilityError, find_tier
@@ -21,6 +21,8 @@ def run_defects(options: argparse.Namespace) -> int:
     except CapabilityError as error:
         raise InputError(str(error)) from error
     page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
+    if options.out:
+        require_writable(options.out)
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
     report = summarise(run_matrix(tier), tier.value, digest)
     if options.out:
@@ -39,6 +41,8 @@ def try_cheats(options: argparse.Namespace) -> int:
         InputError: the tests are not here, as in what a wheel installs.
     """
     require_tests("cheats")
+    if options.out:
+        require_writable(options.out)
     from mla_conformance.tests.cheats import report
 
     return report.try_cheats(options)

@@ -7,17 +7,21 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
+from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
@@ -34,6 +38,7 @@ def export(options: argparse.Namespace) -> int:
     draft = path.with_name(f".{path.stem}.{os.getpid()}.py")
     try:
         require_one_call(case)
+        _require_survival(options, case)
         found = reproduced(_subject(options), case)
         found = replace(found, looks_like=_looks_like(found))
         text = call_foreign(lambda: script_of(found, path), passing=(NotWritable,))
@@ -51,6 +56,17 @@ def export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_survival(options: argparse.Namespace, case: Case) -> None:
+    """Refuse a kernel that takes this process with it, as another one finds out."""
+
+    def judged_elsewhere() -> None:
+        torch.set_num_threads(1)  # threads of the process before do not exist in a fork
+        reproduced(_subject(options), case)
+
+    if ended := how_it_ends(judged_elsewhere):
+        raise InputError(f"export: a process that judged {case.id} on {options.backend} ended: {ended}")
+
+
 def _require_ours(path: Path) -> None:
     """Refuse to write over what this command did not write."""
     if path.exists() and EXPORTED_BY not in read_text(path):
@@ -61,6 +77,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     device = find_device(options.device or "")
     if device is None:
         raise InputError(f"export: this machine has no device {options.device}")
+    search_current_folder()
     subject = Subject.of(options.backend, device)
     if subject.unavailable:
         raise InputError(f"export: what it calls can only be seen where it runs; {'; '.join(subject.unavailable)}")

@@ -3,9 +3,10 @@
 import argparse
 
 from mla_conformance.expectations.apply import Expectations, plan_update, shipped
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.inputs import InputError, has_letters
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass
+from mla_conformance.gating.required import Required
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CapabilityError, Tier, find_tier
@@ -18,11 +19,12 @@ def gate(options: argparse.Namespace) -> int:
         reports=[load_report(path) for path in present],
         expectations=Expectations.load([shipped(), *options.expectations]),
         absent=[str(path) for path in options.reports if path not in present],
-        required=[text.rpartition(":")[2] for text in options.require],
+        required=[Required.asked(text) for text in options.require],
         tier=_tier(options.require_tier),
         baseline=[load_report(path) for path in options.baseline],
         must_pass=None if options.must_pass is None else MustPass.asked(options.must_pass or [SHIPPED]),
         max_drift=options.max_drift,
+        suites=options.allow_suite,
     )
     rows = found.rows()
     blocked = any(map(found.blocks, rows))
@@ -47,7 +49,7 @@ def update_expectations(options: argparse.Namespace) -> int:
             for text in entry.texts:
                 say(f"{sign} {entry.backend} {text} {entry.status} {entry.check}".rstrip())
     say(f"{len(update.added)} added, {len(update.removed)} removed, {len(update.kept)} kept in {options.dir}")
-    without = sum(not entry.reason.strip() for entry in (*update.kept, *update.added))
+    without = sum(not has_letters(entry.reason) for entry in (*update.kept, *update.added))
     if without:
         say(f"entries without a reason: {without}; the gate refuses them until a person has written one")
     return 0

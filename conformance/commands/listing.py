@@ -13,10 +13,12 @@ from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Limits, Run
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment, ModelProfile
+from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 from mla_conformance.vocabulary.tiers import tier_lines
@@ -62,20 +64,42 @@ def list_models(options: argparse.Namespace) -> int:
     """Two lines for every model, or all that is known of one, or the golden layer held against their code.
 
     Raises:
-        InputError: there is no model of that name.
+        InputError: there is no model of that name, a file has no markers, or options do not fit together.
     """
     if options.proof:
-        from mla_conformance.commands.proof import prove
+        from mla_conformance.commands.proof import prove, prove_by_author
 
-        return prove(options.docs)
-    if options.name:
-        for line in _detail(find_model(options.name)):
+        return prove_by_author(options.oracle) if options.oracle else prove(options.docs)
+    if options.oracle:
+        raise InputError("--oracle: expected together with --proof")
+    if options.docs:
+        Section.of(options.docs, "models").write("\n".join(_table()))
+    elif options.name:
+        for line in _detail(find_model(options.name), stored_model(options.name)):
             say(line)
-        return 0
-    for profile in map(find_model, model_names()):
-        say(_summary(profile))
-        say(f"{_FACTS}{profile.source}")
+    else:
+        for name in model_names():
+            stored = stored_model(name)
+            say(_summary(find_model(name)))
+            say(f"{_FACTS}{stored.published}: {_confirmed(stored)}")
     return 0
+
+
+def _confirmed(stored: StoredModel) -> str:
+    confirmed = f"{len(stored.config) - 1 - len(stored.unconfirmed)} figures confirmed"
+    return confirmed + (f", unconfirmed: {', '.join(stored.unconfirmed)}" if stored.unconfirmed else "")
+
+
+def _table() -> Iterator[str]:
+    """Markdown: where the figures of each model were read."""
+    yield "| model | figures | read in |"
+    yield "|---|---|---|"
+    for name in model_names():
+        stored = stored_model(name)
+        for reading in stored.readings:
+            figures = ", ".join(f"`{figure}`" for figure in reading.config)
+            unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
+            yield f"| `{name}` | {figures} | {reading.source}{unconfirmed} |"
 
 
 def _summary(profile: ModelProfile) -> str:
@@ -91,11 +115,11 @@ def _summary(profile: ModelProfile) -> str:
     return f"{profile.name:<18} {' · '.join(facts)}"
 
 
-def _detail(profile: ModelProfile) -> Iterator[str]:
+def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
     """One fact a line."""
     facts = {
         "architecture": profile.model_type,
-        "source": profile.source,
+        "published": f"{stored.published}: {_confirmed(stored)}",
         "hidden size": str(profile.hidden_size),
         "heads": str(profile.heads),
         "P-R-V-L": _joined(profile.dims),
@@ -109,6 +133,9 @@ def _detail(profile: ModelProfile) -> Iterator[str]:
     yield profile.name
     for name, value in facts.items():
         yield f"  {name:<16} {value}"
+    for reading in stored.readings:
+        yield f"  {'unconfirmed' if reading.unconfirmed else 'confirmed':<16} {', '.join(reading.config)}"
+        yield f"  {'':<16} {reading.source}{f'; {reading.unconfirmed}' if reading.unconfirmed else ''}"
     yield f"  {'--tp':<16} {', '.join(map(str, profile.tensor_parallel_sizes))}"
     for cache, layouts in profile.cache_layouts.items():
         count = len(cases_of(profile, Deployment.of(profile, 1, cache)))

@@ -1,8 +1,9 @@
 """What a command is, for the table of all of them: its words, its options, what carries it out, how its help ends."""
 
 import argparse
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST = 366 * 24 * 3600.0
+_WORKERS_PER_CORE = 4
+"""More would only wait for each other, until a machine has no memory left for them."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +72,30 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: something else.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text)
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([smh]?)", text)
     value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive time such as 90, 90s, 40m or 2h, got {text!r}")
+    if not 0 < value <= _LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"expected a positive time such as 90, 90s, 40m or 2h, of a year at most, got {text!r}"
+        )
     return value
 
 
-def count(text: str) -> int:
-    """A number of at least 1.
+def number(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """What reads a number in these limits, written in ASCII digits; anything else is an ArgumentTypeError."""
 
-    Raises:
-        argparse.ArgumentTypeError: something else.
-    """
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
+    def read(text: str) -> int:
+        if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(
+                f"expected a number of at least {least} and at most {most:,}, got {text!r}"
+            )
+        return int(text)
+
+    return read
+
+
+count = number(1)
+workers = number(1, _WORKERS_PER_CORE * (os.cpu_count() or 1))
 
 
 def drift(text: str) -> float:
@@ -92,9 +104,9 @@ def drift(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: a number that is none.
     """
-    share = float(text)
+    share = float(text) if re.fullmatch("[0-9.]+(e-[0-9]+)?", text) else -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text!r}")
     return share
 
 

@@ -1,6 +1,7 @@
 """From the table of commands to a parser, which says of a word that it does not know which one was meant."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -10,6 +11,9 @@ from typing import Any
 from mla_conformance.backends.references import unknown
 from mla_conformance.commands.options import Command
 from mla_conformance.commands.table import COMMANDS, GROUPS
+from mla_conformance.engine.request import NO_TORCH
+from mla_conformance.files.inputs import InputError
+from mla_conformance.report.terminal import put
 
 _WIDTH = 80
 
@@ -26,6 +30,14 @@ class Parser(argparse.ArgumentParser):
             hint = f"; a backend is named with an option: --backend {stray}" if is_backend else ""
             self.error(f"unrecognized arguments: {' '.join(further)}{hint}")
         return options
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string.strip():
+            raise argparse.ArgumentError(action, "expected a value, got an empty one")
+        return super()._get_value(action, arg_string)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        put(message.removesuffix("\n"), error=file is not sys.stdout)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -56,6 +68,15 @@ def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> No
 
 
 def _carry_out(function: str, options: argparse.Namespace) -> int:
-    """Import what carries a command out, and have it do so."""
-    status: int = resolve_name(function)(options)
+    """Import what carries a command out, and have it do so.
+
+    Raises:
+        InputError: it takes torch, which is not here.
+    """
+    try:
+        status: int = resolve_name(function)(options)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise InputError(NO_TORCH) from error
     return status

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.commands.console import run_and_report, status_of
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import Stopped, Tasks
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import from_here
@@ -54,6 +55,7 @@ def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
     """Write what the case is judged by in this process, where nothing else ran before it."""
     device = find_device(options.device or "")
     assert device is not None, "the run was on it"
+    search_current_folder()
     dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
     say(f"operands, results, golden results and errors: {options.dump}")
 
@@ -99,7 +101,7 @@ def minimize_case(options: argparse.Namespace) -> int:
     """Make a failing case small; the exit status."""
     if options.out:
         require_writable(options.out)
-    with _one_case(case_id(options.case), options.backend, options, options.salt) as run, run:
+    with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
         try:
             run.prepare()
             (facts,), (case,) = run.facts, run.request.cases
@@ -108,9 +110,6 @@ def minimize_case(options: argparse.Namespace) -> int:
             minimum = minimize(case, lambda candidate: _judged(run, candidate), options.tries)
         except (NothingToMinimize, RequestError) as error:
             raise InputError(f"minimize: {error}") from error
-        except RunError as error:
-            say(f"mla-conformance: {error}", error=True)
-            return BROKEN
         except Stopped as stop:
             say(f"mla-conformance: ended by {stop}", error=True)
             return status_of(stop)

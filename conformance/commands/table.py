@@ -2,7 +2,18 @@
 
 from pathlib import Path
 
-from mla_conformance.commands.options import Command, count, drift, flag, option, path, seconds, several
+from mla_conformance.commands.options import (
+    Command,
+    count,
+    drift,
+    flag,
+    number,
+    option,
+    path,
+    seconds,
+    several,
+    workers,
+)
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
 
@@ -37,7 +48,7 @@ COMMANDS = (
         "mla_conformance.commands.certify:certify",
         (
             *_SELECTION,
-            option("--explore", "N", "judge N drawn cases as well; one that fails is made small", type=int),
+            option("--explore", "N", "judge N drawn cases as well; one that fails is made small", type=number(0)),
             option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
             option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),
             path("--durations", "REPORT", "balance the shards by an earlier run"),
@@ -55,7 +66,7 @@ COMMANDS = (
             ),
             option("--tp", "N", "ranks that share the model's heads, 1", type=count),
             option("--kv-cache", "NAME", "what the model's cache is called, auto"),
-            option("-n --workers", "N", "processes that run cases", type=count),
+            option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
@@ -84,7 +95,7 @@ COMMANDS = (
             _TIMEOUT,
         ),
         ("my_backend.py:MyBackend", "my_backend.py:MyBackend --capability lse"),
-        "130 Ctrl-C · 2 usage",
+        "130 Ctrl-C · 2 usage · 3 no process can be started, or nobody reads what is printed",
     ),
     Command(
         "replay",
@@ -110,7 +121,7 @@ COMMANDS = (
         "mla_conformance.commands.replay:minimize_case",
         (
             _CASE,
-            option("--salt", "TEXT", "draw the inputs that this text stands for", default=""),
+            option("--salt", "TEXT", "draw the inputs that this text stands for"),
             _NEEDED_BACKEND,
             _DEVICE,
             option("--timeout", "TIME", "a longer case hangs", type=seconds, default=60.0),
@@ -154,10 +165,13 @@ COMMANDS = (
         (
             option("name", "NAME", nargs="?"),
             flag("--proof", "instead, hold the golden layer against their own code"),
-            path("--docs", "FILE", "of --proof: rewrite the tables between its markers"),
+            (
+                path("--oracle", "FILE", "of --proof: against an author's own code, this file, not transformers"),
+                path("--docs", "FILE", "rewrite its section: where figures were read, or with --proof its tables"),
+            ),
         ),
-        ("", "deepseek-r1"),
-        _TOLD,
+        ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
+        "0 listed, or all agree · 1 a difference of --proof is too large · 2 usage",
     ),
     Command(
         "defects",
@@ -215,6 +229,7 @@ COMMANDS = (
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
         ),
         (
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
@@ -236,7 +251,7 @@ COMMANDS = (
         "mla_conformance.commands.verify:verify",
         (
             path("certificates", "FILE|DIR", nargs="+"),
-            option("--rerun", "K", "also run K random judged cases of each again", type=int, default=0),
+            option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
             option("--backend", _REFERENCE, "what to run again"),
             _DEVICE,
             option("--salt", "TEXT", "what their inputs are drawn with, by default something new"),

@@ -7,6 +7,7 @@ from mla_conformance.cases.combinations import PAIRS, Combination, Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES
@@ -24,6 +25,7 @@ def list_unreached(reference: str, device: str | None) -> int:
     found = find_device(request.device)
     if found is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
+    search_current_folder()
     for backend in request.backends:
         for line in _lines(Subject(backend, found)):
             say(line)

@@ -10,20 +10,21 @@ from math import inf
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.commands.console import BROKEN, Progress, clock, live, status_of
+from mla_conformance.backends.foreign import cut
+from mla_conformance.commands.console import Progress, clock, live, status_of
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks, call_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
 from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.report.terminal import columns, counted, cut, say
+from mla_conformance.report.terminal import columns, counted, is_read, say
 
 _LOOKS = 0.3
 """Seconds between two looks at the file."""
@@ -42,9 +43,6 @@ def watch(options: argparse.Namespace) -> int:
             raise InputError(f"watch: expected a file and a class of it, as file.py:Class, got {options.backend}")
         with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
             _Watch(Run(request, RunFolder.claim(Path(folder)), Limits(timeout=options.timeout)), file).go_on()
-    except RunError as error:
-        say(f"mla-conformance: {error}", error=True)
-        return BROKEN
     except Stopped as stop:
         return status_of(stop)
 
@@ -77,6 +75,8 @@ class _Watch:
                 self._judge()
                 while not self._has_changed():
                     time.sleep(_LOOKS)
+                    if not is_read():
+                        raise RunError("nobody reads what is judged")
                     run.supervisor.require_going_on()
                 self._seen = self._state()
                 # Bytecode counts as current for a file of the same size and second, which two quick edits have.
@@ -121,7 +121,7 @@ class _Watch:
             records.append(record)
             progress(record)
             if patience.exhausted(record):
-                tasks.dropped.add(self._backend.reference)
+                tasks.dropped.add((self._backend.reference, call_of(record.case)))
         return records
 
     def _judged(self, tasks: Tasks) -> Iterator[Record]:

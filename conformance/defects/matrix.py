@@ -25,6 +25,9 @@ from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
+_MOST_WORKERS = 16
+"""Each takes some hundred megabytes, and a core."""
+
 
 @dataclass(frozen=True)
 class MatrixKernel:
@@ -82,7 +85,7 @@ def _real() -> list[MatrixKernel]:
 
 def run_matrix(tier: Tier, workers: int | None = None) -> list[Record]:
     """All kernels on what a tier asks of them, in processes of their own."""
-    count = workers or max(1, min(4, os.cpu_count() or 1))
+    count = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(count, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
 
         def run(tasks: Iterator[MatrixTask]) -> list[Record]:

@@ -9,7 +9,8 @@ import torch
 
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.executor import IN_PROCESS, Executor, StepResult, itself, run_step
+from mla_conformance.driving.executor import IN_PROCESS, Executor, StepResult, itself, look_afterwards, run_step
+from mla_conformance.driving.handed import Handed
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
@@ -186,6 +187,7 @@ def _call(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
     first()
+    look_afterwards(Handed.of(call, None if out is None else out.view).settle)
     if prepare:
         call.prepare(backend)
     value = call.invoke(backend, out)

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import one_line, type_name, user_interrupts
-from mla_conformance.driving.functions import Functions, WatchedFunctions
+from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
+from mla_conformance.driving.functions import Functions, WatchedFunctions, builtins_now, settle_builtins
 from mla_conformance.driving.system_settings import SYSTEM_SETTINGS
 from mla_conformance.driving.torch_settings import TORCH_SETTINGS, StandardStreams
 from mla_conformance.problems.memory import device_lost, out_of_memory
 
 _SETTINGS = (*TORCH_SETTINGS, *SYSTEM_SETTINGS)
 _functions = WatchedFunctions()
+_looks: list[Callable[[], Iterable[str]]] = []
 
 
 @dataclass(frozen=True)
@@ -80,29 +81,41 @@ class StepResult:
     kept: Any = None
 
 
+def look_afterwards(look: Callable[[], Iterable[str]]) -> None:
+    """Have the step that is being run tell what else it changed, once the process is as it was before."""
+    _looks.append(look)
+
+
 def run_step(step: Callable[[], Any]) -> StepResult:
     """Run a step that is a backend's.
 
     Raises:
         KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
     """
-    process = os.getpid()
+    process, replaced, looks = os.getpid(), list[str](), len(_looks)
     with user_interrupts() as interrupts, ProcessState.watched() as changes:
+        before = builtins_now()
         try:
-            outcome = StepResult(step())
+            try:
+                value = step()
+            finally:
+                replaced = settle_builtins(before)
+            outcome = StepResult(value)
         except BaseException as error:
             if interrupts:
                 raise
             outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
-    return replace(outcome, disturbed=tuple(changes))
+    seen = [change for look in _looks[looks:] for change in look()]
+    del _looks[looks:]
+    return replace(outcome, disturbed=(*replaced, *changes, *seen))
 
 
 def _traceback() -> str:
     """The traceback of the present exception, which may refuse to be printed."""
     try:
-        return traceback.format_exc()
+        return cut(traceback.format_exc(), LINE)
     except BaseException as error:
         return f"(no traceback can be made: {type_name(error)})"
 

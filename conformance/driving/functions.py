@@ -1,9 +1,10 @@
-"""Functions of torch and of what judges, of which a call must replace none.
+"""Functions of Python, of torch and numpy and of what judges, of which a call must replace none.
 
 A library may add names and import modules; a name that hides an inherited one replaces it. Torch's compiler, once it is
 imported, wraps functions of torch.
 """
 
+import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from mla_conformance.driving.sources import JUDGING_ROOMS
 
-_OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional)
+_OF_LIBRARIES: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)
+_ROOMS = (*JUDGING_ROOMS, "apart")
+_BUILTINS = vars(builtins)
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
 
@@ -45,7 +49,7 @@ class Functions:
     def of(owner: Any) -> "Functions":
         """The functions as they are now."""
         present = vars(owner)
-        ours = owner not in _OF_TORCH  # whose special methods are those of data classes
+        ours = owner not in _OF_LIBRARIES  # whose special methods are those of data classes
         found = {k: value for k, value in present.items() if _is_function(value) and not (ours and k.startswith("__"))}
         first = next(iter(present))
         read = itemgetter(first, first, *found)  # of one name it would read no tuple
@@ -88,7 +92,7 @@ class WatchedFunctions:
     def __init__(self) -> None:
         self._loaded = 0
         self._modules: set[str] = set()
-        self._known = [Functions.of(owner) for owner in _OF_TORCH]
+        self._known = [Functions.of(owner) for owner in _OF_LIBRARIES]
 
     def now(self) -> list[Functions]:
         """The functions as they are now; only what differs from the last time is taken down anew."""
@@ -100,12 +104,30 @@ class WatchedFunctions:
 
     def _new_owners(self) -> Iterator[Any]:
         """Modules that were imported meanwhile, and their classes."""
-        prefixes = tuple(f"mla_conformance.{room}." for room in JUDGING_ROOMS)
+        prefixes = tuple(f"mla_conformance.{room}." for room in _ROOMS)
         for name in [name for name in sys.modules if name.startswith(prefixes) and name not in self._modules]:
             self._modules.add(name)
             module = sys.modules[name]
             yield module
             yield from (value for value in vars(module).values() if _is_class_of(module, value))
+
+
+def settle_builtins(before: dict[str, Any]) -> list[str]:
+    """Put back Python's own functions, and tell which were replaced; with none of them, since any may be another.
+
+    Args:
+        before: what :func:`builtins_now` gave.
+    """
+    present = _BUILTINS
+    changed = [name for name in before if name[0] != "_" and (name not in present or present[name] is not before[name])]
+    for name in changed:
+        present[name] = before[name]
+    return [f"builtins.{name} was replaced" for name in changed]
+
+
+def builtins_now() -> dict[str, Any]:
+    """Python's own functions as they are now."""
+    return _BUILTINS.copy()
 
 
 def _is_wrapped_by_torch(now: Any, function: Any) -> bool:

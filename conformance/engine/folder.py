@@ -51,9 +51,10 @@ class RunFolder:
         Raises:
             InputError: it cannot be written, another run uses it, or it holds an unfinished run.
         """
-        path = (named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}").resolve()
-        fresh = not path.exists()
+        path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
+            path = Path(os.path.realpath(path))
+            fresh = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path, os.O_RDONLY)
             if not os.access(path, os.W_OK):

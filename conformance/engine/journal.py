@@ -17,7 +17,9 @@ import msgspec
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
+from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
+from mla_conformance.files.inputs import open_regular
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
@@ -68,6 +70,12 @@ class HeatShown(_Event, frozen=True, tag="heat"):
     heat: HeatMap
 
 
+class CodeLoaded(_Event, frozen=True, tag="loaded"):
+    """Code that a process of the backends had loaded, and that no earlier event tells of."""
+
+    loaded: Loaded
+
+
 class GaveUp(_Event, frozen=True, tag="gave_up"):
     """The rest of a backend's cases is not run."""
 
@@ -79,7 +87,15 @@ class Completed(_Event, frozen=True, tag="end"):
     """The run came to its end."""
 
 
-JournalEvent = Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | GaveUp | Completed
+class Reported(_Event, frozen=True, tag="report"):
+    """The report was written; its SHA-256."""
+
+    sha256: str
+
+
+JournalEvent = (
+    Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed | Reported
+)
 
 
 class JournalError(ValueError):
@@ -131,7 +147,7 @@ class Journal:
 
     def is_finished(self) -> bool:
         """Whether the run came to its end."""
-        return [type(event) for event in self.events()][-1:] == [Completed]
+        return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
     def check(self) -> None:
         """Read every line but one at the end that was cut off.
@@ -152,7 +168,8 @@ class Journal:
         os.truncate(self.path, len(self._whole()))
 
     def _whole(self) -> bytes:
-        content = self.path.read_bytes()
+        with open_regular(self.path) as file:
+            content = file.read()
         return content[: content.rfind(b"\n") + 1]
 
 

@@ -9,11 +9,11 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory
 from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
+from mla_conformance.files.places import forget_current_folder
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -25,13 +25,13 @@ def main(descriptor: int, supervisor: int) -> None:
     signal.signal(signal.SIGTERM, _end)
     end_with_parent(supervisor, signal.SIGTERM)
     adopt_orphans()
-    # A console script does not look into the current folder, where a plug-in's module often is; `python -m` does.
-    sys.path.append(str(Path.cwd()))
-    from mla_conformance.engine.worker import serve  # torch, and everything that a case needs
+    forget_current_folder()
+    from mla_conformance.engine.worker import load_all, serve  # torch, and everything that a case needs
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
     setup = decode(read_line(connection), Setup)
+    load_all(setup)
     hide_memory(setup.apart)
     while not _is_closed(connection):
         worker = os.fork()

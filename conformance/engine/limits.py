@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,6 +85,14 @@ def children() -> set[int]:
     return found
 
 
+def end_of(process: int) -> list[int]:
+    """A descriptor that becomes readable when a process ends; none on a system without."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
 def end_children(spared: set[int]) -> None:
     """End every child but ``spared``, and whatever becomes a child by that."""
     while strangers := children() - spared:
@@ -141,6 +151,34 @@ def end_as(process: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
     os.kill(os.getpid(), -status)
     os._exit(1)
+
+
+def how_it_ends(step: Callable[[], object]) -> str:
+    """How a process ended that was forked to carry out a step; empty if it came behind it, whatever that raised."""
+    reported, told = os.pipe()
+    process = os.fork()
+    if not process:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        os.dup2(1, 2)
+        with contextlib.suppress(BaseException):
+            step()
+        os.write(told, b"!")
+        os._exit(0)
+    os.close(told)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    os.set_blocking(reported, False)  # what the step started may hold the other end
+    with contextlib.suppress(BlockingIOError), open(reported, "rb", buffering=0) as answer:  # noqa: PTH123
+        if answer.read(1):
+            return ""
+    return how(status)
+
+
+def how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"exit status {status}"
+    return signal.strsignal(-status) or f"signal {-status}"
 
 
 def leave(status: int) -> NoReturn:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 
 
@@ -17,12 +18,16 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
         memory: bytes that a worker may allocate; None without a limit.
         salt: what inputs are drawn with beside their case; empty for none.
         apart: whether inputs, kernel and judge are in processes of their own.
+        draws: whether cases are to be drawn.
+        began: when the run began, in seconds of the system's clock.
     """
 
     device: str
     memory: int | None = None
     salt: str = ""
     apart: bool = False
+    draws: bool = False
+    began: float = 0.0
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
@@ -128,6 +133,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         facts: of what was described.
         traced: what was seen to run.
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
+        loaded: code that the process of the backends has loaded and that was not told before.
+        declared: what the backend declared of a role, in words, where it was asked for.
         leaves: this process ends now; the next task is another's.
     """
 
@@ -135,6 +142,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     facts: BackendFacts | None = None
     traced: Traced | None = None
     heat: dict[str, Any] | None = None
+    loaded: Loaded = Loaded()
+    declared: dict[str, str] = {}
     leaves: bool = False
 
 

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.limits import end_of, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
@@ -34,8 +37,17 @@ EXPLAIN_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
+_LONGEST_LINE = 2**24
+"""Bytes of a message, generously: every text in one is cut, and a case's id has 1 MiB at most."""
+_MOST_STACKS = 2**10
+_MOST_DRAWN = 100_000
 DIED = "the process died during this case"
+GARBLED = "it was ended, since it wrote to the supervisor what no worker says"
 HUNG = "no verdict within the time that a case may take; the process was ended"
+
+
+class RunError(RuntimeError):
+    """A run that could not go on; what it had judged is in the journal."""
 
 
 @dataclass(eq=False)
@@ -70,6 +82,9 @@ class WorkerSlot:
     _deadline: float = 0.0
     _asked: bool = False
     _killed: bool = False
+    _garbled: bool = False
+    _served: bool = False
+    _begun: int = 0
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -88,7 +103,7 @@ class WorkerSlot:
             start_new_session=True,
         )
         remote.close()
-        self._ends = _end_of(self.keeper.pid)
+        self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
         with contextlib.suppress(OSError):  # it died at once: its end is on the way
@@ -112,6 +127,7 @@ class WorkerSlot:
     def give(self, task: Task) -> None:
         """Have the worker carry out a task."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+        self._begun = 0
         self._wait(self.timeout)
         if isinstance(task, Describe | Trace):
             self.history.append((task.reference, ""))
@@ -136,28 +152,44 @@ class WorkerSlot:
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
+        stray = len(self._buffer) > _LONGEST_LINE
+        for line in filter(None, lines):
             try:
                 event = decode(line, WorkerEvent)
-            except ValueError:
-                self._stacks.append(line)  # of a worker that was asked where it is
+            except (ValueError, RecursionError):
+                stray = not self._is_stack(line)
                 continue
-            if not (
-                self._killed and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
-            ):  # those come too late
+            stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
+            if not self._comes_too_late(event):
                 self._note(event)
                 yield event
+        if stray:
+            self._refuse()
+
+    def _is_stack(self, line: bytes) -> bool:
+        """Keep a line of a worker that was asked where it is; whether it is one."""
+        if self._asked and len(self._stacks) < _MOST_STACKS:
+            self._stacks.append(line[:_READ])
+        return self._asked
+
+    def _refuse(self) -> None:
+        """End a worker that writes what no worker says, and forget the rest of it."""
+        self._buffer = b""
+        if not self._garbled:
+            self._garbled = True
+            self._end_worker()
+
+    def _comes_too_late(self, event: WorkerEvent) -> bool:
+        """Whether it is said by a worker that was ended, or once more."""
+        said = (self._killed or self._garbled) and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
+        return said or (self._judged is not None and isinstance(event, WorkerJudged))
 
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
-            self._killed = False
+            self._killed, self._garbled, self._served = False, False, True
         elif isinstance(event, WorkerStarted):
-            self._started = event.record
-            judged = (self._started.reference, self._started.case)
-            if self.history[-1:] != [judged]:  # told twice where it waited for memory
-                self.history.append(judged)
-            self._wait(self.timeout)
+            self._begin(event.record)
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
@@ -169,8 +201,19 @@ class WorkerSlot:
             self.hello, self._process = None, 0
             self._wait(START_SECONDS)
 
+    def _begin(self, record: Record) -> None:
+        """The backend's time on a case begins."""
+        self._started, judged = record, (record.reference, record.case)
+        if self.history[-1:] != [judged]:  # told twice where it waited for memory
+            self.history.append(judged)
+        self._begun += 1
+        if self._begun <= _most_begun(self.task):
+            self._wait(self.timeout)
+
     def why(self, status: int) -> str:
         """What the worker of the moment ended of."""
+        if self._garbled:
+            return GARBLED
         return f"no answer within {self.timeout:g} s" if self._killed else how(status)
 
     def outcome(self, status: int) -> Record | None:
@@ -181,7 +224,7 @@ class WorkerSlot:
             stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
             detail = stacks or "no stacks: it did not answer the signal"
             return self._started.with_verdict(Verdict(Status.TIMEOUT, HUNG, detail=detail), self.timeout)
-        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {how(status)}"), 0.0)
+        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {self.why(status)}"), 0.0)
 
     def expire(self) -> None:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
@@ -218,6 +261,9 @@ class WorkerSlot:
         self.keeper.kill()
         status = self.keeper.wait()
         self._signal(signal.SIGKILL)
+        if self.setup.apart and self._served:
+            # A new one would read what decides again, while a kernel may write there.
+            raise RunError(f"the process that starts judges was ended from outside ({how(status)}); start the run anew")
         self.spawn()
         return status
 
@@ -236,16 +282,6 @@ class WorkerSlot:
         self._deadline = time.monotonic() + seconds
 
 
-def _end_of(process: int) -> list[int]:
-    """A descriptor that becomes readable when a process ends; none on a system without."""
-    try:
-        return [os.pidfd_open(process)]
-    except (AttributeError, OSError):
-        return []
-
-
-def how(status: int) -> str:
-    """How a process ended."""
-    if status >= 0:
-        return f"exit status {status}"
-    return signal.strsignal(-status) or f"signal {-status}"
+def _most_begun(task: Task | None) -> int:
+    """How often a worker may tell that a case begins: each twice, where it waits for memory, and once more again."""
+    return _MOST_DRAWN if isinstance(task, Explore) else 4 * (1 + len(task.before)) if isinstance(task, Judge) else 0

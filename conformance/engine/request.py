@@ -1,6 +1,7 @@
 """What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch."""
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from mla_conformance.report.summary import count_by_capability
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 
 DEVICES = ("cpu", "cuda")
+NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
 
 
 class RequestError(InputError):
@@ -79,7 +81,8 @@ class RunRequest:
         """Check a request.
 
         Raises:
-            RequestError: something in it is unknown or malformed; the message says what was expected.
+            RequestError: something in it is unknown or malformed, or there is no torch; the message says what was
+                expected.
         """
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
@@ -91,6 +94,8 @@ class RunRequest:
             _require_device(device)
             _require_exploration(explore, chosen)
             _require_salt(salt)
+            if find_spec("torch") is None:
+                raise RequestError(NO_TORCH)
             return RunRequest(
                 _distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt, apart=apart
             )

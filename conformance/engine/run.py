@@ -4,27 +4,31 @@ import contextlib
 import datetime
 import os
 import shlex
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 
 import msgspec
 
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
+from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.confirm import MOST_EXPLAINED, FailureConfirmation, compared, comparisons
+from mla_conformance.engine.code import LoadedCode
+from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
+from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -70,6 +74,7 @@ class Run:
         facts: of its backends, once it is prepared.
         before: cases that each process runs before each of its own.
         verdicts: what it found so far.
+        code: what the processes of its backends have loaded.
     """
 
     request: RunRequest
@@ -80,9 +85,13 @@ class Run:
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
+    code: LoadedCode = field(default_factory=LoadedCode)
     _traced: dict[str, Traced] = field(default_factory=dict)
     _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
     _given_up: dict[str, str] = field(default_factory=dict)
+    _tried: set[RecordKey] = field(default_factory=set)
+    _early: list[Loaded] = field(default_factory=list)
+    _begun: bool = False
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
@@ -118,14 +127,16 @@ class Run:
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
+        self._installation, self._began = Installation.now(), time.time()
         workers = self.limits.workers or max(1, min(4, os.cpu_count() or 1))
         for _ in range(workers if self._surely_cpu else 1):
             self._add_place(workers)
-        hello = self.supervisor.hello()
+        hello = self.supervisor.hellos()[0]
         if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._surely_cpu:
             self._add_gpus(hello)
+            self.supervisor.hellos()
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
@@ -139,7 +150,7 @@ class Run:
         self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
 
     def _setup(self, device: str, memory: int | None = None) -> Setup:
-        return Setup(device, memory, self.request.salt, self.request.apart)
+        return Setup(device, memory, self.request.salt, self.request.apart, self.request.explore > 0, self._began)
 
     def _add_gpus(self, hello: Hello) -> None:
         """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
@@ -148,6 +159,30 @@ class Run:
         for number in range(1, workers):
             gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
             self.supervisor.add_place(self._setup(hello.device), place_environment(gpu, cache / str(number)))
+
+    def outcomes(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+        """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
+        for outcome in self.supervisor.run(tasks):
+            self._add_code(outcome.answer.loaded)
+            yield self._held_to_its_word(outcome)
+
+    def _add_code(self, loaded: Loaded) -> None:
+        if loaded.found or loaded.generated:
+            self.code.add(loaded)
+            if self._begun:
+                self._write(journal.CodeLoaded(loaded))
+            else:
+                self._early.append(loaded)
+
+    def _held_to_its_word(self, outcome: TaskOutcome) -> TaskOutcome:
+        """The outcome, a failure if the backend declared something else where it was judged than where it was asked."""
+        record, said = outcome.answer.record, outcome.answer.declared
+        known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
+        for role, now in said.items():
+            if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
+                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was asked what it is"
+                record = record.with_verdict(failed(Check.CALL, what), record.seconds)
+        return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> list[BackendFacts]:
         """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable.
@@ -158,7 +193,7 @@ class Run:
         """
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        for outcome in self.supervisor.run(Tasks([[Describe(reference)] for reference in names])):
+        for outcome in self.outcomes(Tasks([[Describe(reference)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
@@ -175,6 +210,7 @@ class Run:
         self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         self._write(journal.Planned(self.plan.to_json()))
+        self._begin_code()
 
     def resume(self) -> None:
         """Go on with the run that the folder's journal tells of."""
@@ -183,6 +219,21 @@ class Run:
         for event in self.folder.journal.events():
             self._keep(event)
         self._write(journal.Resumed())
+        self._begin_code()
+
+    def _begin_code(self) -> None:
+        """Journal what was loaded before there was a journal."""
+        self._begun = True
+        for loaded in self._early:
+            self._write(journal.CodeLoaded(loaded))
+
+    def changed_code(self) -> list[str]:
+        """What the journal's run had loaded and is another now, in words."""
+        earlier = LoadedCode()
+        for event in self.folder.journal.events():
+            if isinstance(event, journal.CodeLoaded):
+                earlier.add(event.loaded)
+        return earlier.changed()
 
     def judge(
         self,
@@ -222,6 +273,28 @@ class Run:
             self._trace()
         self._write(journal.Completed())
 
+    def finish(self) -> None:
+        """End every process, and see that what decides is what it was when the run began.
+
+        Raises:
+            RunError: it is not, so that nothing that was judged counts.
+        """
+        self.supervisor.end()
+        if changed := self._installation.changed():
+            raise RunError(
+                f"{counted(len(changed), 'file')} of this installation changed while the run judged, such as "
+                f"{changed[0]}; there is no report: restore the installation and start the run anew"
+            )
+        if self.code.conflicts:
+            raise RunError(
+                f"{counted(len(self.code.conflicts), 'file')} of the backends changed while the run judged, such as "
+                f"{min(self.code.conflicts)}; there is no report: start the run anew"
+            )
+
+    def reported(self, digest: str) -> None:
+        """Journal the SHA-256 of the report, after which nothing of the run goes on."""
+        self.folder.journal.append(journal.Reported(digest))
+
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
         untold = [record for record in self.verdicts.values() if record.reference not in self._traced]
@@ -229,7 +302,7 @@ class Run:
         fastest: dict[str, dict[str, str]] = {}
         for record in sorted(passed, key=lambda record: record.seconds):
             fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
-        for outcome in self.supervisor.run(Tasks([[Trace(*each)] for each in fastest.items()])):
+        for outcome in self.outcomes(Tasks([[Trace(*each)] for each in fastest.items()])):
             self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
 
     def _keep_heat(self, outcome: TaskOutcome) -> None:
@@ -243,18 +316,38 @@ class Run:
         """Judge what has no verdict; the outcomes of failures."""
         tasks, patience = Tasks(list(self._left())), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
-        for outcome in self.supervisor.run(tasks):
-            record = outcome.answer.record
-            assert record is not None
+        shared: dict[RecordKey, str] = {}
+        for outcome in self.outcomes(tasks):
+            record = self._own_verdict(outcome, tasks, shared)
+            if record is None:
+                continue
             self._write(journal.Judgement(record))
             if not record.failed:
                 continue
             failures[record.record_key] = outcome
             reason = patience.exhausted(record)
-            if reason and record.reference not in tasks.dropped:
-                tasks.dropped.add(record.reference)
+            if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
+                tasks.dropped.add(given_up)
                 self._write(journal.GaveUp(record.reference, reason))
         return failures
+
+    def _own_verdict(self, outcome: TaskOutcome, tasks: Tasks, shared: dict[RecordKey, str]) -> Record | None:
+        """The record of an outcome; None of a crash in a process that another backend had used, so that it may be its.
+
+        Then the case alone counts, in a process of its own, and if it passes there the crash is charged to nobody.
+        """
+        record, task = outcome.answer.record, outcome.task
+        assert record is not None and isinstance(task, Judge | Explore)
+        others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
+        if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
+            shared[task.record_key] = f"{record.message}; {', '.join(others)} had used the process before"
+            tasks.judge_alone(task)
+            return None
+        crashed = shared.get(task.record_key)
+        if crashed is None or record.failed:
+            return record
+        said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
+        return record.with_fields(message=said, confirmation=UNREPEATED)
 
     def _left(self) -> Iterator[list[Judge | Explore]]:
         """The groups of tasks without those that have a verdict."""
@@ -271,7 +364,8 @@ class Run:
         found: list[FailureConfirmation] = []
         for record in sorted(self._failures, key=self._position):
             key = (record.reference, record.capability)
-            if key not in done:
+            if key not in done and record.record_key not in self._tried:
+                self._tried.add(record.record_key)
                 earlier = len({capability for reference, capability in done if reference == record.reference})
                 found.append(self._confirmation(record, failures.get(record.record_key), earlier < MOST_EXPLAINED))
                 done |= {key} - misled
@@ -289,7 +383,7 @@ class Run:
             yield from (confirmation.unrepeated() for attempt, confirmation in attempts if not attempt)
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
-            for outcome in self.supervisor.run(Tasks([[attempt] for attempt, _ in attempts if attempt])):
+            for outcome in self.outcomes(Tasks([[attempt] for attempt, _ in attempts if attempt])):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
                 settled = confirmation.settled(outcome.task, outcome.answer.record)
@@ -305,7 +399,7 @@ class Run:
         tasks = [[task] for group in groups for task in comparisons(group)]
         if tasks:
             on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-        for outcome in self.supervisor.run(Tasks(tasks)):
+        for outcome in self.outcomes(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
             failure = self.verdicts[outcome.task.record_key]
             if outcome.answer.record.check == failure.check:
@@ -332,8 +426,10 @@ class Run:
             self._traced[event.backend] = event.traced
         elif isinstance(event, journal.HeatShown):
             self._heat[event.backend, event.case] = event.heat
+        elif isinstance(event, journal.CodeLoaded):
+            self.code.add(event.loaded)
         elif isinstance(event, journal.GaveUp):
-            self._given_up[event.backend] = event.reason
+            self._given_up[event.backend] = "; ".join(filter(None, (self._given_up.get(event.backend), event.reason)))
 
     @property
     def resume_line(self) -> str:

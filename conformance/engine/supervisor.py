@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.drawn import DRAWN, plain_case
 from mla_conformance.engine.folder import BoundedLog
-from mla_conformance.engine.limits import adopt_orphans, children, end_children
+from mla_conformance.engine.limits import adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Explore,
     Hello,
     Judge,
     Setup,
@@ -23,8 +29,8 @@ from mla_conformance.engine.messages import (
     WorkerEvent,
     WorkerStarted,
 )
-from mla_conformance.engine.place import WorkerSlot, how
-from mla_conformance.judging.record import Record
+from mla_conformance.engine.place import DIED, RunError, WorkerSlot
+from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 
 _MOST_STARTS = 3
@@ -41,10 +47,6 @@ def heeded(handler: Callable[[int, object], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-class RunError(RuntimeError):
-    """A run that could not go on; what it had judged is in the journal."""
 
 
 class Stopped(Exception):
@@ -81,11 +83,11 @@ class Tasks:
 
     Attributes:
         groups: what is left.
-        dropped: backends that are given up.
+        dropped: calls of backends that are given up, by the backend's reference and the call.
     """
 
     def __init__(self, groups: Iterable[Sequence[Task]]) -> None:
-        self.dropped: set[str] = set()
+        self.dropped: set[tuple[str, str]] = set()
         self.groups = deque(map(list, groups))
         self._own: dict[int, list[Task]] = {}
 
@@ -95,7 +97,7 @@ class Tasks:
             own = self._own.setdefault(place, [])
             while own:
                 task = own.pop(0)
-                if task.reference not in self.dropped:
+                if not (isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped):
                     return task
             if not self.groups:
                 return None
@@ -105,9 +107,18 @@ class Tasks:
         """Have a place take a task again."""
         self._own[place].insert(0, task)
 
+    def judge_alone(self, task: Judge) -> None:
+        """Have some place judge a case again, in a process that has judged nothing."""
+        self.groups.append([msgspec.structs.replace(task, fresh=True)])
+
     def is_left(self) -> bool:
         """Whether a place has something to take."""
         return bool(self.groups) or any(self._own.values())
+
+
+def call_of(case: str) -> str:
+    """The call that a case is about, of its id."""
+    return str(Case.parse(case).call)
 
 
 class Supervisor:
@@ -131,6 +142,7 @@ class Supervisor:
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
+        self._unbegun: Counter[int] = Counter()
 
     def __enter__(self) -> "Supervisor":
         self._before = children()
@@ -143,10 +155,14 @@ class Supervisor:
         self._signal = number
         os.write(self._told[1], b"!")
 
-    def __exit__(self, *_: object) -> None:
-        for place in self.places:
-            place.end()
+    def end(self) -> None:
+        """End every process of the run, and whatever these have left behind."""
+        while self.places:
+            self.places.pop().end()
         end_children(self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
         adopt_orphans(False)
         self.log.close()
         self._heeding.__exit__(None, None, None)
@@ -157,12 +173,12 @@ class Supervisor:
         """Start one more."""
         self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout))
 
-    def hello(self) -> Hello:
-        """What the first worker says of itself."""
-        while self.places[0].hello is None:
+    def hellos(self) -> list[Hello]:
+        """What the workers say of themselves, once each is there, with all that it judges with."""
+        while not all(place.hello for place in self.places):
             for _ in self._events():
                 pass
-        return self.places[0].hello
+        return [place.hello for place in self.places if place.hello]
 
     def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
@@ -172,6 +188,7 @@ class Supervisor:
             RunError: no process can be started.
         """
         self._tasks = tasks
+        self._unbegun.clear()
         while self._deal():
             yield from self._events()
 
@@ -210,17 +227,33 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
+            if not answers(task, event):
+                event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
+                place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
-            end_children(self._before | {place.keeper.pid for place in self.places})
-            given, place.task = place.task, None
-            record = place.outcome(event.status) if given else None
-            if given and (record or isinstance(given, Describe | Trace)):
-                yield TaskOutcome(given, TaskReply(record), place.why(event.status), tuple(place.history))
-                return
-            self._count_start(event.status)
-            if given:  # it had not begun
-                self._tasks.put_back(place.number, given)
+            yield from self._ended(place, event.status)
+
+    def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
+        """What the end of a worker makes of its task; one that it had not begun is given to the next."""
+        end_children(self._before | {place.keeper.pid for place in self.places})
+        given, place.task = place.task, None
+        if given is None:
+            self._count_start(status)
+            return
+        record = place.outcome(status)
+        if record is None and self._is_unstartable(given):
+            record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
+        if record or isinstance(given, Describe | Trace):
+            yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
+            return
+        self._count_start(status)
+        self._tasks.put_back(place.number, given)
+
+    def _is_unstartable(self, task: Task) -> bool:
+        """Whether processes ended again and again before they began what they were given."""
+        self._unbegun[id(task)] += 1
+        return isinstance(task, Judge | Explore) and self._unbegun[id(task)] >= _MOST_STARTS
 
     def _count_start(self, status: int) -> None:
         """A process that ends although it had nothing to do, again and again, will never start."""
@@ -236,22 +269,50 @@ class Supervisor:
             raise Stopped
 
 
+def answers(task: Task, reply: TaskReply) -> bool:
+    """Whether a reply is of what was asked: of this backend and, of a case, of it or of one that was run before it."""
+    if isinstance(task, Describe):
+        return reply.facts is not None and reply.facts.reference == task.reference
+    if isinstance(task, Trace):
+        return reply.traced is not None
+    if reply.record is None:
+        return False
+    if isinstance(task, Explore):
+        return reply.record.record_key == task.record_key
+    return (reply.record.reference, reply.record.case) in (task.record_key, *task.before)
+
+
+def crash_of(task: Task, message: str) -> Record | None:
+    """The record of a case whose process said nothing of it that can be used; None of what has no record."""
+    if not isinstance(task, Judge | Explore):
+        return None
+    if isinstance(task, Judge):
+        case = Case.parse(task.case)
+        capability = case.capability
+    else:
+        first = task.capabilities[0]
+        case, capability = plain_case(first, DRAWN[first][0], {}), EXPLORED
+    name = parse_reference(task.reference).name
+    return Record(name, task.reference, capability, case.id, Status.CRASH, message=message)
+
+
 @dataclass
 class FailureLimit:
-    """How many equal failures of its process a backend has.
+    """How many equal failures of its process a call of a backend has.
 
     Attributes:
-        most: after so many it is given up.
+        most: after so many the call is given up.
     """
 
     most: int
-    _failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def exhausted(self, record: Record) -> str:
-        """Why the backend of a record is given up; empty if it is not."""
+        """Why the call of a record's case is given up; empty if it is not."""
         if record.status not in (Status.CRASH, Status.TIMEOUT):
             return ""
-        self._failures[record.reference, record.message] += 1
-        if self._failures[record.reference, record.message] < self.most:
+        call = call_of(record.case)
+        self._failures[record.reference, call, record.message] += 1
+        if self._failures[record.reference, call, record.message] < self.most:
             return ""
-        return f"gave up after {self.most} equal failures of its process: {record.message}"
+        return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"

@@ -11,8 +11,10 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
@@ -22,16 +24,21 @@ import torch
 from mla_conformance.apart import kernel_side, maker
 from mla_conformance.apart.judge_side import RemoteExecutor
 from mla_conformance.apart.shared import Shared
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
+from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
-from mla_conformance.engine.devices import visible_gpus
+from mla_conformance.engine.devices import may_have_gpu, visible_gpus
 from mla_conformance.engine.limits import (
     allocated_memory,
     close_descriptors,
     end_as,
+    end_of,
     end_with_parent,
     hide_memory,
     leave,
@@ -56,7 +63,9 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
+from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.trials.context import Context
@@ -70,10 +79,26 @@ _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
 
 
+def load_all(setup: Setup) -> None:
+    """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
+    tolerance()
+    for role in Role:
+        candidates(role)
+    wanted = ["torch.utils._device"]
+    if setup.draws:
+        wanted += ["numpy.random", "mla_conformance.cases.strategies"]
+    if setup.device != "cpu" and may_have_gpu() and find_spec("triton"):
+        wanted.append("mla_conformance.reference.gpu_weights")
+    for module in wanted:
+        import_module(module)
+
+
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end."""
     process = os.getpid()
-    others = Others.fork(setup.memory, connection) if setup.apart else None
+    if not setup.apart:
+        _open_to_backends(setup.began)
+    others = Others.fork(setup, connection) if setup.apart else None
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=bool(others))
     if setup.memory:
         limit_memory(setup.memory)
@@ -124,7 +149,12 @@ class Worker:
         return subject
 
     def answer(self, task: Task) -> TaskReply:
-        """Carry out a task."""
+        """Carry out a task, and tell what code that has loaded."""
+        done = self._done(task)
+        loaded = self._executor.query(newly_loaded, Loaded).value
+        return msgspec.structs.replace(done, loaded=loaded or Loaded())
+
+    def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Describe):
             return TaskReply(facts=self._described(task.reference))
         if isinstance(task, Explore):
@@ -143,15 +173,20 @@ class Worker:
             self._send(WorkerJudged(record))
             heat = msgspec.to_builtins(heat_of(trial, record))
             record = record.with_fields(explanation=explain(trial, record, task.reported))
-        disturbed = trial.disturbed
+        disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
-        return TaskReply(record, heat=heat, leaves=self._leaves(record, disturbed))
+        return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
     def _described(self, reference: str) -> BackendFacts:
         subject = self._subject(reference)
         done = self._executor.query(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
-        return facts
+        if facts.reasons:
+            return facts
+        declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
+        if declared.error:
+            return undescribed(subject, declared.error)
+        return replace(facts, declared={role.value: repr(each) for role, each in declared.value.items()})
 
     def _explored(self, task: Explore) -> TaskReply:
         subject = self._subject(task.reference)
@@ -215,22 +250,22 @@ class Others:
         self.maker.use(device)
 
     @staticmethod
-    def fork(memory: int | None, supervisor: socket.socket) -> "Others":
+    def fork(setup: Setup, supervisor: socket.socket) -> "Others":
         """Start both.
 
         Args:
-            memory: bytes that each may allocate; None without a limit.
+            setup: of this process.
             supervisor: is told the stacks of the kernel's process when this one is asked for its own.
         """
         # The memory between two processes must be there before they part, and no third one may have it.
         shared, (stacks, reported) = Shared(machine_memory()), os.pipe()
-        kernel, to_kernel = _fork(partial(_serve_kernel, shared, reported), memory, reported)
+        kernel, to_kernel = _fork(partial(_serve_kernel, setup.began, shared, reported), setup.memory, reported)
         os.close(reported)
         signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
         inputs = Shared(machine_memory())
-        drawing, to_maker = _fork(partial(_serve_maker, inputs), memory)
+        drawing, to_maker = _fork(partial(_serve_maker, inputs), setup.memory)
         hide_memory()
-        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel))
+        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel), end_of(kernel))
         return Others(executor, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
 
 
@@ -261,7 +296,14 @@ def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) ->
     leave(0)
 
 
-def _serve_kernel(shared: Shared, stacks: int, connection: socket.socket) -> None:
+def _open_to_backends(began: float) -> None:
+    """Have this process import backends: from the current folder, too, and noting what it loads."""
+    LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
+    search_current_folder()
+
+
+def _serve_kernel(began: float, shared: Shared, stacks: int, connection: socket.socket) -> None:
+    _open_to_backends(began)
     hide_memory(False)
     renounce_tracing()
     renounce_signals()

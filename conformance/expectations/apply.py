@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 from packaging.version import Version
 
+from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.cases.case import Case
 from mla_conformance.expectations.grammar import CaseQuery, Condition
-from mla_conformance.files.inputs import InputError, convert, read_text
+from mla_conformance.files.inputs import InputError, convert, has_letters, read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -36,7 +37,7 @@ _NOT_EXPECTABLE = {
     Status.EXPECTED_FAILURE,
     Status.UNEXPECTED_PASS,
 }
-_SUITE = re.compile(r"\d{4}(\.\d{1,9}){1,4}")
+_SUITE = re.compile(r"[0-9]{4}(\.[0-9]{1,9}){1,4}")
 _MOST_BYTES, _LONGEST_LINE = 2**20, 2048
 
 
@@ -134,8 +135,12 @@ class Expectation:
         return f"{self.source}: {self.category}: {self.reason}{link}"
 
     def covers(self, record: Record, facts: Mapping[str, str]) -> bool:
-        """Whether this entry speaks of the record's backend and case, here."""
-        named = self.backend in ("*", record.backend)
+        """Whether this entry speaks of the record's backend and case, here.
+
+        A registered name is that of the registered backend: a class of a file may be called so, too.
+        """
+        another = record.backend in _registered() and record.reference != record.backend
+        named = self.backend == "*" or (self.backend == record.backend and not another)
         if not named or not self.condition.holds(facts):
             return False
         case = Case.parse(record.case)
@@ -150,6 +155,11 @@ class Expectation:
         if isinstance(self._end, Version):
             return Version(SUITE_VERSION) >= self._end
         return self._end is not None and today > self._end
+
+
+@cache
+def _registered() -> frozenset[str]:
+    return frozenset(backend.name for backend in (*known_backends(), *known_variants()))
 
 
 _PARSED = {"case": "queries", "when": "condition", "until": "_end"}
@@ -193,8 +203,8 @@ def _entry(entry: dict[str, Any], path: Path, number: int, reasons_required: boo
         raise InputError(f"{where}: unknown key {', '.join(unknown)}; known keys: {', '.join(FIELDS)}")
     values = {name: str(value) if isinstance(value, datetime.date) else value for name, value in entry.items()}
     found = convert({**values, "file": str(path), "number": number}, Expectation, where)
-    if reasons_required and not found.reason.strip():
-        raise InputError(f"{where}: expected a reason, got none")
+    if reasons_required and not has_letters(found.reason):
+        raise InputError(f"{where}: expected a reason in words, got {found.reason!r}")
     return found
 
 

@@ -205,5 +205,5 @@ def run_alone(script: Path) -> Ran:
         subprocess.TimeoutExpired: it took longer than SECONDS.
     """
     command = [sys.executable, "-P", "-c", _ALONE, str(script)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
-    return Ran(done.returncode, done.stdout)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
+    return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))

@@ -1,13 +1,18 @@
 """Files that a person or another program wrote: read whole, or refused with the file's name."""
 
+import errno
 import json
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 _T = TypeVar("_T")
+_UNSEEN = "\u115f\u1160\u3164\uffa0"
+"""The letters that are drawn as nothing: fillers of Hangul."""
 MOST_MEBIBYTES = 128
 """Size of a file that is read; the report of one backend on the full tier has 0.6."""
 
@@ -20,19 +25,47 @@ def read_text(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        InputError: it cannot be read, is too large, or is not UTF-8.
+        InputError: it cannot be read, is no regular file, is too large, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: expected UTF-8 text: {error}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        InputError: it cannot be read, is no regular file, or is too large.
     """
     most = MOST_MEBIBYTES * 2**20
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(most + 1)
-        if len(content) > most:
-            raise InputError(f"{path}: expected at most {MOST_MEBIBYTES} MiB, got more")
-        return content.decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: expected UTF-8 text: {error}") from error
+    if len(content) > most:
+        raise InputError(f"{path}: expected at most {MOST_MEBIBYTES} MiB, got more")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file, opened to be read; nobody may ever write into a FIFO, and a device has no end.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "expected a regular file, got a FIFO, a device or a socket", str(path))
+    return file
+
+
+def has_letters(text: str) -> bool:
+    """Whether a text that a person has to write says something: a letter of some script that can be seen."""
+    return any(character.isalpha() and character not in _UNSEEN for character in text)
 
 
 def decode(text: str, kind: type[_T], source: str) -> _T:

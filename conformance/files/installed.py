@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,8 @@ from mla_conformance.files.places import is_file, sites
 _SOURCES = (".py", ".so")
 _GIT_PATIENCE = 60
 _HARNESS = "mla_conformance."
+_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
+_NOT_SHIPPED = {"tests", "__pycache__"}
 _ADAPTERS = "mla_conformance.backends."
 
 
@@ -90,13 +93,26 @@ def files_digest(files: Mapping[str, Path]) -> str:
     return hashlib.sha256("\n".join(reported).encode()).hexdigest()
 
 
+def harness_files() -> dict[str, Path]:
+    """The files that the harness ships, by the name that they have in a wheel."""
+    found: dict[str, Path] = {}
+    for package in _PACKAGES:
+        folder = Path(str(files(package)))
+        for path in folder.rglob("*"):
+            name = Path(*package.split("."), path.relative_to(folder))
+            if path.is_file() and not _NOT_SHIPPED & set(name.parts):
+                found[name.as_posix()] = path
+    return found
+
+
 def _git(folder: Path, *command: str) -> str | None:
     """What git says of the checkout that this very folder is; None without git, and of any other folder."""
     if not (folder / ".git").exists():
         return None
     try:
         asked = ["git", "-C", str(folder), *command]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_PATIENCE, check=True).stdout.strip()
+        done = subprocess.run(asked, capture_output=True, timeout=_GIT_PATIENCE, check=True)
+        return done.stdout.decode("utf-8", "replace").strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -176,7 +192,7 @@ def module_file(name: str) -> Path | None:
         return None
     top, *rest = name.split(".")
     try:
-        spec = find_spec(top)
+        spec = find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())])  # as where a backend is imported
     except ValueError:  # a module in sys.modules without a spec
         return None
     for part in rest:

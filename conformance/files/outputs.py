@@ -32,13 +32,19 @@ def require_writable(path: Path) -> None:
         InputError: it is a folder, or in none that files can be written into.
     """
     try:
-        if path.is_dir():
-            raise InputError(f"{path}: expected a file, this is a folder")
+        _require_file(path)
         there = next(folder for folder in path.absolute().parents if folder.exists())
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise InputError(f"{path}: cannot be written: expected a folder that takes files, got {there}")
+
+
+def _require_file(path: Path) -> None:
+    """A file is replaced as a whole, which a folder cannot be, and a device must not be."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a FIFO, a device or a socket"
+        raise InputError(f"{path}: expected a file, this is {what}")
 
 
 def write_output(path: Path, text: str) -> None:
@@ -48,6 +54,7 @@ def write_output(path: Path, text: str) -> None:
         InputError: the file cannot be written.
     """
     try:
+        _require_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:

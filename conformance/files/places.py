@@ -47,6 +47,21 @@ def is_of_the_machine(name: str) -> bool:
     return compiled or name.startswith(_OF_A_MACHINE)
 
 
+def search_current_folder() -> None:
+    """Look for modules in the current folder as well, last: a plug-in's module often is there.
+
+    For the process that imports a backend, and no other: a kernel may write into that folder.
+    """
+    sys.path.append(str(Path.cwd()))
+
+
+def forget_current_folder() -> None:
+    """Look for modules in folders that are named whole, and not where `python -m` looks first: the current folder."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry).is_absolute()]
+    if not sys.flags.safe_path and sys.path[:1] == [str(Path.cwd())]:
+        del sys.path[0]
+
+
 def sites() -> tuple[Path, ...]:
     """The folders that modules are imported from and wheels are unpacked into, in this order."""
     return _with_wheels(tuple(sys.path))

@@ -6,16 +6,18 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.gating.required import Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
-from mla_conformance.report.terminal import counted, cut
+from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -27,10 +29,12 @@ class GateFinding(StrEnum):
     INCOMPLETE = "not run"
     FAILING = "failing"
     NEWLY_FAILING = "newly failing"
+    UNAVAILABLE = "unavailable"
     LOST = "no longer judged"
     UNEXPECTED_PASS = "unexpected pass"
     MUST_PASS = "must pass"
     EXPECTATION = "expectation"
+    TOO_LARGE = "too large here"
     NEWLY_PASSING = "newly passing"
     DRIFTED = "drifted"
 
@@ -63,8 +67,7 @@ _CHANGES = {
     ChangeKind.GREW: GateFinding.DRIFTED,
 }
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
-_INFORMATION = (GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
-_UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+_INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _SHOWN = 20
 
 
@@ -76,21 +79,23 @@ class Gate:
         reports: the run; several reports are shards or backends of one run.
         expectations: known failures.
         absent: reports that were named, but are not there.
-        required: names of the backends that have to be judged.
+        required: the backends that have to be judged.
         tier: the tier of whose cases each backend needs a verdict; None takes whatever was selected.
         baseline: the reports of an earlier run to compare with.
         must_pass: what has to be passed.
         max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
+        suites: versions of the suite, beside the one that is installed, whose verdicts are taken.
     """
 
     reports: Sequence[RunSummary]
     expectations: Expectations
     absent: Sequence[str] = ()
-    required: Sequence[str] = ()
+    required: Sequence[Required] = ()
     tier: Tier | None = None
     baseline: Sequence[RunSummary] = ()
     must_pass: MustPass | None = None
     max_drift: float | None = None
+    suites: Sequence[str] = ()
 
     def rows(self) -> list[GateRow]:
         """Everything found, by kind.
@@ -101,7 +106,7 @@ class Gate:
         _require_alike([*self.reports, *self.baseline])
         self._require_installed()
         now, changes = self.now, self._changes()
-        found = [*self._missing(), *self._incomplete(), *self._failures(now, changes)]
+        found = [*self._missing(), *self._incomplete(), *self._of_records(now, changes)]
         found += [GateRow(GateFinding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
         found += [GateRow(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
@@ -133,24 +138,29 @@ class Gate:
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
-        """The lists of tiers and of what must pass are those of the suite that is installed here."""
+        """The lists of tiers and of what must pass are of the suite that is installed here, and so are verdicts."""
         wanted = {f"the {self.tier} tier": SUITE_VERSION} if self.tier else {}
         wanted |= {f"--must-pass {self.must_pass.name}": self.must_pass.suite} if self.must_pass else {}
         for report in self.reports:
+            found = report.environment["suite"]
             for what, suite in wanted.items():
-                if suite not in ("", report.environment["suite"]):
+                if suite not in ("", found):
                     raise InputError(
-                        f"{report.source}: {what} is of suite {suite} here, but the report is of suite "
-                        f"{report.environment['suite']}"
+                        f"{report.source}: {what} is of suite {suite} here, but the report is of suite {found}"
                     )
+            if found not in (SUITE_VERSION, *self.suites):
+                raise InputError(
+                    f"{report.source}: expected a report of suite {SUITE_VERSION}, which is installed here, got one of "
+                    f"suite {found}; judge again, or take its verdicts with --allow-suite {found}"
+                )
 
     def _missing(self) -> Iterator[GateRow]:
         """Reports that were named, backends that were required, and shards whose siblings are there."""
         for name in self.absent:
             yield GateRow(GateFinding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
-        for name in self.required:
-            if reason := _unjudged([backend for _, backend in self._parts.get(name, [])]):
-                yield GateRow(GateFinding.MISSING, name, "*", reason)
+        for required in self.required:
+            if reason := required.missing([backend for _, backend in self._parts.get(required.name, [])]):
+                yield GateRow(GateFinding.MISSING, required.name, "*", reason)
         for name, parts in self._parts.items():
             for shard in _missing_shards([report.shard for report, _ in parts if report.shard]):
                 yield GateRow(GateFinding.MISSING, name, f"shard {shard}", "in no report")
@@ -184,7 +194,8 @@ class Gate:
         limit = DRIFT if self.max_drift is None else self.max_drift
         return compare(_joined(self.baseline, self.expectations), self.now, limit)
 
-    def _failures(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[GateRow]:
+    def _of_records(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[GateRow]:
+        """What failed, and what could not be judged, for want of memory for the most part."""
         newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
         for record in now.records:
             if record.status is Status.UNEXPECTED_PASS:
@@ -192,16 +203,9 @@ class Gate:
             elif record.failed:
                 kind = GateFinding.NEWLY_FAILING if (record.backend, record.key) in newly else GateFinding.FAILING
                 yield GateRow(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
-
-
-def _unjudged(parts: Sequence[BackendSummary]) -> str:
-    """Why a backend does not count as judged; empty if it does."""
-    if not parts:
-        return "in no report"
-    if any(record.status not in _UNJUDGED for backend in parts for record in backend.records):
-        return ""
-    reasons = dict.fromkeys(reason for backend in parts for reason in backend.reasons)
-    return f"unavailable: {'; '.join(reasons)}" if reasons else "nothing of it was judged"
+            elif record.status is Status.UNAVAILABLE:
+                kind = GateFinding.TOO_LARGE if record.too_large else GateFinding.UNAVAILABLE
+                yield GateRow(kind, record.backend, record.case, record.message)
 
 
 def _missing_shards(shards: Sequence[Shard]) -> Iterator[str]:

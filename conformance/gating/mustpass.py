@@ -73,7 +73,8 @@ class MustPass:
         """
         found = MustPass.of_vocabulary()
         source = "mla_conformance.fixtures/mustpass.json"
-        expected = decode((files("mla_conformance.fixtures") / "mustpass.json").read_text(), dict[str, str], source)
+        text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
+        expected = decode(text, dict[str, str], source)
         if expected.get(SUITE_VERSION) != found.digest:
             raise InputError(
                 f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import inf
 
 from mla_conformance.cases.case import FAR, Call, Case
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
@@ -64,6 +65,11 @@ def memory_need(case: Case, device_type: str) -> int:
     results = _RESULT_COPIES * 8 * judged * case.output_elements
     far = 0 if case.far == "none" else needed_bytes(case)
     return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)
+
+
+def is_too_long(case: Case, device_type: str) -> bool:
+    """Whether judging a case takes hours on a type of device."""
+    return operations_of(case) > MOST_OPERATIONS.get(device_type, inf)
 
 
 def operations_of(case: Case) -> float:

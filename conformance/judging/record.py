@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, field
 from msgspec.structs import replace
 
+from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.verdict import FAILED, Status, Verdict
 
 EXPLORED: Final = "explored"
@@ -62,6 +63,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
     confirmation: Annotated[Confirmed, Meta(description="Whether a failure repeats in a fresh process.")] = ""
     after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
+    too_large: Annotated[bool, Meta(description="Not judged: the suite estimates more than the machine has.")] = False
 
 
 class Record(Said, frozen=True):
@@ -157,7 +159,8 @@ class Record(Said, frozen=True):
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""
         used = {rule: written(share) for rule, share in vars(verdict.used).items()}
-        content = {**vars(verdict), "check": verdict.check or "", "clause": verdict.clause, "used": used}
+        said = {"message": cut(verdict.message), "finding": cut(verdict.finding), "detail": cut(verdict.detail, LINE)}
+        content = {**vars(verdict), **said, "check": verdict.check or "", "clause": verdict.clause, "used": used}
         return replace(self, **content, seconds=seconds)
 
 
@@ -212,6 +215,7 @@ class BackendFacts:
         deviations: (convention of its library, what the adapter does about it).
         rounding: the declared rounding classes by name.
         fingerprint: what tells that it is still the same: the digest of its file, or its versions.
+        declared: all that it declares of each role, in words; it is the same in every process.
     """
 
     name: str
@@ -222,3 +226,4 @@ class BackendFacts:
     deviations: tuple[tuple[str, str], ...] = ()
     rounding: dict[str, str] = dataclasses.field(default_factory=dict)
     fingerprint: str = ""
+    declared: dict[str, str] = dataclasses.field(default_factory=dict)

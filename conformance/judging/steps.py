@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Observation, Returned, is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
 from mla_conformance.judging.golden import Golden
@@ -63,6 +64,9 @@ class Steps(ABC):
         """Number of tensors, shapes, dtypes and device of what a call returned."""
         expected = self._expected_form(returned)
         values, name = parts_of(returned.value), returned.call.name
+        if len(expected) == 1 and issubclass(type(returned.value), tuple | list):
+            what = f"a {type_name(returned.value)} of {len(values)}"
+            return failed(Check.SHAPE, f"{name}: expected the {expected[0][0]} itself, got {what}")
         if len(values) != len(expected) or not all(map(is_tensor, values)):
             got = ", ".join(map(kind_of, values))
             return failed(Check.SHAPE, f"{name}: expected {len(expected)} tensor(s), got ({got})")

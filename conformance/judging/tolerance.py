@@ -54,7 +54,9 @@ def read_tolerance(text: str, source: str) -> Tolerance:
 @cache
 def tolerance() -> Tolerance:
     """The table that the suite ships."""
-    return read_tolerance((files("mla_conformance.judging") / "tolerance.toml").read_text(), "tolerance.toml")
+    return read_tolerance(
+        (files("mla_conformance.judging") / "tolerance.toml").read_text(encoding="utf-8"), "tolerance.toml"
+    )
 
 
 _FP22_ROUNDOFF = 2.0**-13

@@ -106,6 +106,7 @@ class Verdict:
         detail: the traceback of a call that raised.
         sampled: judged rows, rows of the batch, and how many were drawn, where not every row was judged.
         finding: what the numbers of a failure give away, as a clause for a person; empty if nothing.
+        too_large: it was not judged, and by the suite's own estimate it takes more than this machine has.
     """
 
     status: Status
@@ -116,6 +117,7 @@ class Verdict:
     detail: str = ""
     sampled: dict[str, int] = field(default_factory=dict)
     finding: str = ""
+    too_large: bool = False
 
     @property
     def clause(self) -> str:

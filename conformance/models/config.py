@@ -2,14 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from mla_conformance.backends.references import unknown
 from mla_conformance.files.inputs import InputError, convert, decode, read_text
 from mla_conformance.models.families import FAMILIES, Attends, Family
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
@@ -61,7 +59,7 @@ class _Config(msgspec.Struct):
     qk_nope_head_dim: _Width | None = None
     v_head_dim: _Width | None = None
     q_lora_rank: _Width | None = None
-    head_dim: _Width | None = None
+    head_dim: Annotated[int, Meta(ge=0, le=2**13)] | None = None  # 0 of a model that rotates nothing
     rope_theta: float | None = None
     compress_rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -77,22 +75,25 @@ class _Config(msgspec.Struct):
     mla_use_output_gate: bool = False
 
 
+FIGURES = frozenset(_Config.__struct_fields__)
+"""Names of the fields that are read, beside ``model_type``."""
+
+
 def read_config(path: Path) -> ModelProfile:
     """The profile of the model that a ``config.json`` describes.
 
     Raises:
         InputError: unreadable, not JSON, of an architecture that is not known, or with a field that is missing or odd.
     """
-    return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path), source=str(path))
+    return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path))
 
 
-def profile_of(data: Mapping[str, Any], name: str, source: str) -> ModelProfile:
+def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
     """The profile that a configuration describes, or its ``text_config`` if it has one.
 
     Args:
         data: the configuration as plain data.
         name: what the model is called here, also in errors.
-        source: where the numbers are from.
 
     Raises:
         InputError: of an architecture that is not known, or with a field that is missing or odd.
@@ -105,7 +106,7 @@ def profile_of(data: Mapping[str, Any], name: str, source: str) -> ModelProfile:
             f"{name}: model_type {model_type!r} is not known here as an architecture with Multi-head Latent Attention; "
             f"expected one of {', '.join(FAMILIES)}"
         )
-    return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type, source)
+    return _Reader(name, convert(data, _Config, name), FAMILIES[model_type]).profile(model_type)
 
 
 class _Reader:
@@ -115,13 +116,12 @@ class _Reader:
         self.name, self.config, self.family = name, config, family
         self.rope = self._rope()
 
-    def profile(self, model_type: str, source: str) -> ModelProfile:
+    def profile(self, model_type: str) -> ModelProfile:
         """The profile."""
         config, rotates = self.config, self.family.rotates and self.config.qk_rope_head_dim
         return ModelProfile(
             name=self.name,
             model_type=model_type,
-            source=source,
             hidden_size=config.hidden_size,
             heads=config.num_attention_heads,
             q_lora_rank=config.q_lora_rank,
@@ -198,29 +198,3 @@ class _Reader:
         kinds = [kind.replace(" ", "_") for kind, _ in self._layers()]
         second = tuple(columns[kind] for kind in columns if kind in kinds)
         return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)
-
-
-_STORED = files("mla_conformance.fixtures") / "models"
-
-
-class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    published: str
-    source: str
-    config: dict[str, Any]
-
-
-def model_names() -> tuple[str, ...]:
-    """The names, sorted."""
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in _STORED.iterdir()))
-
-
-def find_model(name: str) -> ModelProfile:
-    """The profile of the model of this name.
-
-    Raises:
-        InputError: there is none; the message says which one may be meant, or lists the names.
-    """
-    if name not in model_names():
-        raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
-    stored = msgspec.json.decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), type=_Stored)
-    return profile_of(stored.config, name, source=f"{stored.published}: {stored.source}")

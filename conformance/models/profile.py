@@ -48,7 +48,6 @@ class ModelProfile:
     Attributes:
         name: what ``--model`` or ``--config`` was given.
         model_type: its architecture, as published.
-        source: where its numbers are from.
         hidden_size: columns of a layer's input.
         heads: of all ranks together.
         q_lora_rank: columns of a query's latent; None without one.
@@ -62,7 +61,6 @@ class ModelProfile:
 
     name: str
     model_type: str
-    source: str
     hidden_size: int
     heads: int
     q_lora_rank: int | None

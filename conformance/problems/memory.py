@@ -1,6 +1,8 @@
 """Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
 
 import gc
+import os
+import resource
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -105,6 +107,15 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
+def whole_memory(device: torch.device) -> int:
+    """Bytes of a device's memory that a process may have at most, whoever holds them at the moment."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return installed if limit == resource.RLIM_INFINITY else min(installed, limit)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes of a GPU that this process could still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -125,7 +136,7 @@ def is_free_again(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     gc.collect()
-    return free_memory(device) >= _ENOUGH * torch.cuda.get_device_properties(device).total_memory
+    return free_memory(device) >= _ENOUGH * whole_memory(device)
 
 
 class Snapshot:

@@ -1,4 +1,4 @@
-"""The golden layer held against the attention modules of Hugging Face's transformers, the one room that imports it.
+"""The golden layer held against transformers' modules, and authors' own code; the one room that imports transformers.
 
 Imports from no other room.
 """

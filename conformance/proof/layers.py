@@ -100,13 +100,18 @@ def run_layer(family: ProofFamily, hidden: Tensor, *, first: int = 0, kept: Coll
 
 
 def _layer(family: ProofFamily, modules: ModuleType) -> tuple[Any, Any]:
-    """The module with normal weights, matrices of variance 1/fan-in, and its configuration."""
+    """The module with drawn weights, and its configuration."""
     config = getattr(modules, f"{family.prefix}Config")(**family.configuration, attn_implementation="eager")
     layer = getattr(modules, family.prefix + family.attention)(config, layer_idx=0).to(torch.float64).eval()
+    draw_weights(layer)
+    return layer, config
+
+
+def draw_weights(layer: Any) -> None:
+    """Normal weights, matrices of variance 1/fan-in, the same for the same parameters."""
     generator = torch.Generator().manual_seed(3)
     for weight in layer.parameters():
         weight.normal_(std=weight.shape[1] ** -0.5 if weight.dim() == 2 else 1.0, generator=generator)
-    return layer, config
 
 
 def _calls(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_conformance.proof.families import HIDDEN, ProofFamily
 from mla_conformance.proof.layers import CALLS, TOKENS, GoldenLayer, TheirCall, run_layer
+from mla_conformance.proof.oracles import Oracle
 from mla_conformance.reference.layer import LayerSpec
 from mla_conformance.reference.mla import Path
 from mla_conformance.reference.selected import NO_KEY
@@ -49,7 +50,12 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether all differences are within the bound."""
-        return all(difference <= BOUND for difference in self.differences.values())
+        return agree(self.differences)
+
+
+def agree(differences: Mapping[str, float]) -> bool:
+    """Whether all differences are within the bound."""
+    return all(difference <= BOUND for difference in differences.values())
 
 
 @contextmanager
@@ -84,6 +90,20 @@ def prove(family: ProofFamily) -> Proof:
     if "angles" in effects:
         effects[FAR_ANGLES] = _effect(family, hidden, "angles", FAR)
     return Proof(family, differences, effects)
+
+
+@_one_thread()
+def prove_by(oracle: Oracle, family: ProofFamily) -> dict[str, float]:
+    """Largest absolute differences from an author's code in float64 throughout, by path of the golden layer."""
+    hidden = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights, calls = oracle.run(family, hidden)
+    golden = GoldenLayer(family, weights, hidden, 0)
+    behind = [(tokens, call) for tokens, call in calls if tokens[0] > 0]
+    return {
+        "expanded": _outputs(golden, calls, _EXPANDED),
+        "absorbed": _outputs(golden, calls, "data_movement_friendly"),
+        "in chunks": _outputs(golden, behind, "chunked_prefill"),
+    }
 
 
 def _effect(family: ProofFamily, hidden: Tensor, place: str, first: int) -> float:

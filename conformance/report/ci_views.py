@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
+from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause
 from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
-from mla_conformance.report.terminal import LINE, counted, cut, shown, shown_line, shown_lines
+from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 
 SIGN = {
     BackendOutcome.PASS: "✅",

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.report.terminal import cut
 
 DRIFT = 0.1
 """Share of the error budget by which an error may grow before it counts."""

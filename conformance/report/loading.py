@@ -108,7 +108,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
-    reported = {each.name: getattr(part, each.name) for each in fields(BackendFacts) if each.name != "name"}
+    known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
+    reported = {each: getattr(part, each) for each in known}
     return BackendFacts(**reported | {"name": name, "deviations": deviations})
 
 
@@ -122,6 +123,8 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
         said = _said(failures.get((capability, entry.case), entry))
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
+        if said["too_large"] and entry.status is not Status.UNAVAILABLE:
+            raise ValueError(f"{name} {entry.case}: {entry.status}, yet too large to be judged")
         yield Record(
             backend=name,
             reference=part.reference,

@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
@@ -23,7 +24,7 @@ from mla_conformance.report.summary import (
     summarise,
     worst,
 )
-from mla_conformance.report.terminal import columns, counted, cut, fitting, near, side_by_side, wrapped
+from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7

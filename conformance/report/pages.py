@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import escape
+
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import MESSAGE, shown_lines
@@ -17,8 +20,6 @@ def render(room: str, template: str, **values: Any) -> str:
         template: name of its file.
         values: what it shows; a name that is missing is an error.
     """
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
@@ -34,8 +35,6 @@ def _shown(value: object) -> object:
 
 def _whole(text: str) -> object:
     """A traceback, or a command to copy."""
-    from markupsafe import escape
-
     return escape(shown_lines(text))
 
 

@@ -5,6 +5,7 @@ lines), what no encoding holds (halves of surrogate pairs) and what a CI system 
 stands there as an escape. Every printer shows texts through these functions.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -14,20 +15,13 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TextIO
 
-MESSAGE = 4 * 2**10
-"""Bytes that are shown of a message."""
-LINE = 64 * 2**10
-"""Bytes of the longest line, and of the longest text of several; a command to copy may be that long."""
+from mla_conformance.backends.foreign import LINE, MESSAGE, cut
+
+_lost: list[OSError] = []
 _COMMAND = re.compile(r"#(?=#\w*\[)")
 """What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
 _COMMAND_LINE = re.compile(r"^(\s*):(?=:)")
 """What GitHub reads as one where a line begins with it: ``::name::``."""
-
-
-def cut(text: str, limit: int = MESSAGE) -> str:
-    """The first ``limit`` bytes of a text, and how many characters are left out behind them."""
-    kept = len(text[:limit].encode("utf-8", "replace")[:limit].decode("utf-8", "ignore"))
-    return text if kept == len(text) else f"{text[:kept]}… and {len(text) - kept:,} more characters"
 
 
 def shown(text: str, limit: int = MESSAGE) -> str:
@@ -52,8 +46,23 @@ def say(line: str, error: bool = False) -> None:
 
 
 def put(text: str, error: bool = False) -> None:
-    """Print what is fit to be shown, or made for machines, as it stands."""
-    print(text, file=sys.stderr if error else sys.stdout, flush=True)
+    """Print what is fit to be shown, or made for machines, as it stands.
+
+    Where nobody takes it, that is said once, and what else a command does goes on.
+    """
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as failure:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not error:
+            _lost.append(failure)
+            say(f"mla-conformance: standard output cannot be written: {failure.strerror}", error=True)
+
+
+def is_read() -> bool:
+    """Whether standard output took everything so far."""
+    return not _lost
 
 
 _LINE_WIDTH = 118
@@ -61,8 +70,10 @@ _UNBROKEN = "\xa0"
 
 
 def near(path: Path) -> Path:
-    """A path as one would write it in the current folder, if it is below that."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """A path as one would write it in the current folder, if there is one and it is below that."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[str]:

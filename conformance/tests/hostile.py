@@ -1,5 +1,6 @@
 """Backends whose result is right, and which leave the process otherwise, raise, or return it as something else."""
 
+import builtins
 import os
 import resource
 import signal
@@ -8,13 +9,17 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mla_conformance.apart import reply
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.judging import judge
+
+setattr_ = setattr
 
 
 class Hostile(EagerPrefillBackend):
@@ -85,6 +90,25 @@ class RemovesAFunction(Hostile):
 class ReplacesTheJudge(Hostile):
     def disturb(self) -> None:
         judge.AttentionJudge._output = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+class ReplacesNumpy(Hostile):
+    def disturb(self) -> None:
+        np.asarray = np.zeros_like  # type: ignore[assignment]
+
+
+class ReplacesWhatCrosses(Hostile):
+    def disturb(self) -> None:
+        reply.Reader.value = lambda *_: None  # type: ignore[method-assign]
+
+
+class ReplacesTheInterpreters(Hostile):
+    """Functions by which what was replaced is found."""
+
+    def disturb(self) -> None:
+        for name in ("len", "isinstance", "next", "getattr", "setattr", "zip", "map", "filter", "all", "any", "dict"):
+            setattr_(builtins, name, lambda *_: 0)
+        del builtins.iter
 
 
 class MultipliesRoughly(Hostile):

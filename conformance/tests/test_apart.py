@@ -1,18 +1,22 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
 import ctypes
+import os
 import shutil
+import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import torch
 
+from mla_conformance.apart.judge_side import RemoteExecutor
 from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
-from mla_conformance.apart.reply import MalformedReply, Reader, Writer, decode
-from mla_conformance.apart.shared import Shared, SharedRange
+from mla_conformance.apart.reply import MalformedReply, Reader, Reply, Writer, decode
+from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.certify import _is_apart
 from mla_conformance.commands.console import run_and_report
@@ -214,3 +218,39 @@ def test_an_answer_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
 def test_what_is_no_answer_to_the_request_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedReply):
         decode(data, 7)
+
+
+class Ended(Exception):
+    """The kernel's process has ended."""
+
+
+def ended() -> NoReturn:
+    raise Ended
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Whether it is not there, or the driver refuses it: the kernel's own call ran out of memory."""
+    mine, theirs = socket.socketpair()
+    needs = [msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)]
+    for frame in needs:
+        send(theirs, frame)
+    executor = RemoteExecutor(mine, Shared(2**20), ended)
+
+    def require(arena: Arena, kind: str, size: int) -> None:
+        if refused and size > 1:
+            raise MemoryError(f"{size} bytes")
+
+    monkeypatch.setattr(Arena, "require", require)
+    done = executor.call(partial(int))
+    assert done.out_of_memory and ("no room" in done.error) is not refused
+
+
+def test_the_end_of_the_kernels_process_is_seen_although_another_holds_its_connection() -> None:
+    (mine, _held), (end, other) = socket.socketpair(), os.pipe()
+    os.close(other)
+    with pytest.raises(Ended):
+        RemoteExecutor(mine, Shared(2**20), ended, [end]).make(partial(int))
+    os.close(end)

@@ -1,5 +1,6 @@
 """``certify`` end to end: a wrong backend fails with a line that reproduces it, and a rerun loses nothing."""
 
+import hashlib
 import json
 import shlex
 from pathlib import Path
@@ -30,7 +31,9 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     (tmp_path / "wrong.py").write_text(BASE_2)
     assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
-    assert printed.endswith(f"\nreport {tmp_path / 'out' / 'report.html'}, and report.json beside it\n")
+    digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
+    report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
+    assert printed.endswith(f"\n{report}")
     assert " · judging 1 failure again, and looking for an explanation\n" in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"

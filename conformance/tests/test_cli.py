@@ -163,7 +163,7 @@ def test_a_malformed_case_id(capsys: pytest.CaptureFixture[str], case: str, said
         (["watch", "mine.py:Mine", "TORCH_SDPA"], "unrecognized arguments: TORCH_SDPA\n"),
         (["minimize", "lse:q=[1]"], "arguments are required: --backend"),
         (["backends", "--nope"], "unrecognized arguments: --nope\n"),
-        (["certify", "-n", "0"], "a number of at least 1, got '0'"),
+        (["certify", "-n", "0"], "a number of at least 1 and at most "),
         (["replay", "lse:q=[1]", "--timeout", "0"], "expected a positive time"),
         (["certify", "--deadline", "soon"], "expected a positive time"),
     ],
@@ -281,11 +281,3 @@ def test_an_interrupt_while_it_is_imported_is_no_traceback(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
     with pytest.raises(SystemExit, match=r"^130$"):
         start()
-
-
-def test_a_reader_that_has_enough_is_no_traceback() -> None:
-    process = subprocess.Popen([COMMAND, "capabilities"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 141

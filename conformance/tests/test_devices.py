@@ -40,8 +40,8 @@ class Places:
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.environments.append(environment)
 
-    def hello(self) -> Hello:
-        return Hello(1, "cuda", {}, self._gpus)
+    def hellos(self) -> list[Hello]:
+        return [Hello(1, "cuda", {}, self._gpus)]
 
     def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
@@ -96,8 +96,9 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
     monkeypatch.setattr(Subject, "capability", None)
     monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(judging, "wait_for_memory", lambda device, need, seconds: 2**20)
+    monkeypatch.setattr(judging, "whole_memory", lambda device: 2**36)
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
-    assert record.status is Status.UNAVAILABLE
+    assert record.status is Status.UNAVAILABLE and not record.too_large
     assert re.fullmatch(r"out of memory: may need \d+ MiB, 1 MiB are free after 120 s", record.message)
 
 

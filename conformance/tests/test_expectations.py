@@ -133,8 +133,8 @@ ENTRY = '[[expectation]]\nbackend = "MINE"\ncase = "lse"\n'
     [
         ("[[expectation]\n", "mine.toml: not TOML"),
         ("[other]\n", "mine.toml: object contains unknown field `other`"),
-        (ENTRY, "mine.toml: entry 1: expected a reason, got none"),
-        (ENTRY + 'reason = "  "\n', "mine.toml: entry 1: expected a reason, got none"),
+        (ENTRY, "mine.toml: entry 1: expected a reason in words, got ''"),
+        (ENTRY + 'reason = "  "\n', "mine.toml: entry 1: expected a reason in words, got '  '"),
         (ENTRY + 'reason = "r"\nwhy = "w"\n', "mine.toml: entry 1: unknown key why; known keys: backend, case"),
         (ENTRY + 'reason = "r"\n' + ENTRY, "mine.toml: entry 2: expected a reason"),
         (ENTRY + "reason = 1\n", "mine.toml: entry 1: reason: expected `str`, got `int`"),

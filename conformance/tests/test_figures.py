@@ -28,8 +28,8 @@ from mla_conformance.files.inputs import MOST_MEBIBYTES
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS
 from mla_conformance.judging.record import detection
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import find_model
 from mla_conformance.models.profile import Deployment
+from mla_conformance.models.stored import find_model
 from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
 from mla_conformance.proof.layers import CALLS
 from mla_conformance.proof.prove import FAR

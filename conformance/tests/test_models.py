@@ -16,16 +16,16 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands import proof
 from mla_conformance.files.inputs import InputError
-from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.models.caselist import cases_of, dims_of
-from mla_conformance.models.config import find_model, model_names, read_config
+from mla_conformance.models.config import read_config
 from mla_conformance.models.families import FAMILIES
 from mla_conformance.models.profile import Deployment, ModelProfile
+from mla_conformance.models.stored import find_model, model_names, parse_stored, stored_model
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Config = dict[str, Any]
-STORED = {name: json.loads((Path(fixtures[0]) / "models" / f"{name}.json").read_text()) for name in model_names()}
-ALIKE = ("deepseek-r1", "deepseek-v2", "glm-5.2", "kimi-k2.5")
+STORED = {name: stored_model(name) for name in model_names()}
+ALIKE = ("deepseek-r1", "glm-5.2", "kimi-k2.5")
 """Models whose attention is that of others; their cases take no time of the tests."""
 DEPLOYED = [(name, list(find_model(name).cache_layouts)[1]) for name in model_names() if name not in ALIKE]
 
@@ -83,21 +83,21 @@ FORMS: dict[str, Callable[[Config], Config]] = {
 
 def attention(profile: ModelProfile) -> ModelProfile:
     """What cases depend on: a name and words aside."""
-    return replace(profile, name="", source="", rope="")
+    return replace(profile, name="", rope="")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_name_and_its_configuration_give_the_same_profile(tmp_path: Path, form: str) -> None:
     path = tmp_path / "config.json"
     for name, stored in STORED.items():
-        path.write_text(json.dumps(FORMS[form](stored["config"])))
+        path.write_text(json.dumps(FORMS[form](stored.config)))
         assert attention(read_config(path)) == attention(find_model(name))
 
 
 @pytest.mark.parametrize("name", ["mistral-small-4", "deepseek-v3.2"])
 def test_and_so_the_same_cases(tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(as_transformers_writes(STORED[name]["config"])))
+    path.write_text(json.dumps(as_transformers_writes(STORED[name].config)))
     assert ids(read_config(path), 8, "fp8") == ids(find_model(name), 8, "fp8")
 
 
@@ -115,7 +115,7 @@ def test_what_transformers_writes_gives_the_same_profile(tmp_path: Path) -> None
     """Where transformers is installed, as for the proof of the models; of the architectures that it knows."""
     pytest.importorskip("transformers")
     unknown = ("kimi-k2", "kimi-k2.5")  # theirs is DeepSeek-V3's under another name
-    configs = {name: stored["config"] for name, stored in STORED.items() if name not in unknown}
+    configs = {name: stored.config for name, stored in STORED.items() if name not in unknown}
     command = [sys.executable, "-c", CONFIGURED, str(tmp_path)]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, input=json.dumps(configs), text=True, check=True, env=offline, capture_output=True)
@@ -132,7 +132,7 @@ def test_layers_that_do_not_rotate_have_no_scale_of_it() -> None:
     assert [find_model(name).rope for name in ("kimi-linear", "kimi-k3", "glm-5.3-flash")] == ["none"] * 3
 
 
-GLM = STORED["glm-5"]["config"]
+GLM = STORED["glm-5"].config
 BAD: dict[str, tuple[Config, str]] = {
     "an unknown architecture": (
         {"model_type": "llama"},
@@ -171,7 +171,7 @@ def test_a_bad_field_is_named_with_what_was_expected(
 
 def test_heads_may_be_wider_than_the_latent(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**STORED["kimi-k2"]["config"], "kv_lora_rank": 64}))
+    path.write_text(json.dumps({**STORED["kimi-k2"].config, "kv_lora_rank": 64}))
     assert any("weights=dense" in case for case in ids(read_config(path)))
 
 
@@ -214,7 +214,44 @@ def test_models_are_listed_with_their_numbers_and_sources(capsys: pytest.Capture
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[::2]] == list(model_names()) and len(model_names()) >= 10
-    assert all(STORED[name]["source"] in line for name, line in zip(model_names(), lines[1::2], strict=True))
+    assert all(STORED[name].published in line for name, line in zip(model_names(), lines[1::2], strict=True))
+    assert lines[1].endswith(": 10 figures confirmed")
+    assert lines[2 * model_names().index("longcat-flash") + 1].endswith(
+        ": 5 figures confirmed, unconfirmed: q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim"
+    )
+
+
+READING: Config = {"source": "a/b@c d.json", "config": {"hidden_size": 1}}
+UNREAD: dict[str, tuple[Config, str]] = {
+    "no source": ({"readings": [{"config": {"hidden_size": 1}}]}, "missing required field `source`"),
+    "an empty source": ({"readings": [{**READING, "source": " "}]}, "expected where they were read, got ' '"),
+    "outside of readings": ({"config": {"hidden_size": 1}}, "unknown field `config`"),
+    "no figures": ({"readings": [{**READING, "config": {}}]}, "readings[0].config: expected `object` of length >= 1"),
+    "nothing tried": ({"readings": [{**READING, "unconfirmed": ""}]}, "expected what was tried, got nothing"),
+    "two sources": (
+        {"readings": [READING, {**READING, "source": "e"}]},
+        "hidden_size: expected one source, got 'a/b@c d.json' and 'e'",
+    ),
+    "an unknown figure": ({"readings": [{**READING, "config": {"heads": 1}}]}, "unknown figure 'heads'; expected"),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_a_figure_without_one_source_is_refused(what: str) -> None:
+    changed, said = UNREAD[what]
+    profile = {"published": "x/y", "model_type": "deepseek_v3", "readings": [READING], **changed}
+    with pytest.raises(InputError) as refused:
+        parse_stored(json.dumps(profile), "mine")
+    assert str(refused.value).startswith("mine: ") and said in str(refused.value)
+
+
+def test_the_docs_show_where_figures_were_read(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs" / "models.md"
+    written = tmp_path / "models.md"
+    written.write_text(docs.read_text("utf-8"), "utf-8")
+    assert main(["models", "--docs", str(written)]) == 0
+    assert written.read_text("utf-8") == docs.read_text("utf-8")
+    assert "**unconfirmed**: found no copy" in written.read_text("utf-8")
 
 
 def test_the_docs_list_the_known_architectures() -> None:
@@ -239,5 +276,6 @@ def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "glm-5"]) == 0
     reported = capsys.readouterr().out
     assert "192-64-256-512" in reported and "top 2048; indexer 32 × 128" in reported
+    assert "confirmed        hidden_size, num_hidden_layers" in reported and "zai-org--GLM-5_config.json" in reported
     assert "--tp             1, 2, 4, 8, 16, 32, 64" in reported
     assert "cache layouts fp8, fp8_ds_mla" in reported

@@ -28,10 +28,10 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.inputs import InputError
-from mla_conformance.fixtures import __path__ as fixtures
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
+from mla_conformance.models.stored import stored_model
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
@@ -126,7 +126,7 @@ def _model_report(folder: Path) -> str:
 
 
 def _config(folder: Path) -> str:
-    return json.dumps(json.loads((Path(fixtures[0]) / "models" / "deepseek-v3.2.json").read_text())["config"])
+    return json.dumps(stored_model("deepseek-v3.2").config)
 
 
 def _expectations(folder: Path) -> str:

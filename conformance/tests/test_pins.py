@@ -1,6 +1,8 @@
 """What a certificate is tied to: other code, another library or another build under the same name is told."""
 
+import base64
 import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -17,16 +19,19 @@ from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import record
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.cli import main
+from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
+from mla_conformance.files.wheels import owned_by_wheels
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.trials.trace import library_digests, loaded_libraries
+from mla_conformance.trials.trace import library_digests
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -113,6 +118,60 @@ def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
     reference = parse_reference(f"{folder / 'my_backend.py'}:MyBackend").reference
     answer = Worker(torch.device("cpu"), None, lambda event: None).answer(Trace(reference, {}))
     assert answer.traced and answer.traced.libraries["./libkernel.so"] == file_digest(folder / "libkernel.so")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A module that a backend finds by a folder which it puts into the path."""
+    path = tmp_path / "far" / "helper.py"
+    path.parent.mkdir()
+    path.write_text("def fix(result): return result\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".py", ".pyc", ".zip"])
+def test_a_module_that_was_only_seen_to_be_loaded_is_pinned_by_its_place(
+    certificate: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    helper = elsewhere.rename(elsewhere.with_suffix(suffix))
+    stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
+    loaded = {str(path): file_digest(path) for path in (certificate.with_name("my_backend.py"), helper)}
+    pins = Pins.of(parse_reference(stated.reference), {}, loaded)
+    assert pins.sources == {**stated.pins.sources, f"./far/helper{suffix}": file_digest(helper)}
+    pinned = msgspec.structs.replace(stated, pins=pins)
+    certificate.write_bytes(msgspec.json.encode(msgspec.structs.replace(pinned, seal=seal(pinned))))
+    assert main(["verify", str(certificate)]) == 0
+    helper.write_text("def fix(result): return 3 * result\n")
+    assert main(["verify", str(certificate)]) == 1
+    assert f"source {helper} was changed" in capsys.readouterr().err
+    helper.unlink()
+    assert main(["verify", str(certificate)]) == 0 and "not compared" in capsys.readouterr().out
+
+
+def test_a_source_that_is_not_what_was_loaded_has_no_pins(folder: Path) -> None:
+    backend = parse_reference(f"{folder / 'my_backend.py'}:MyBackend")
+    with pytest.raises(InputError, match=r"what was loaded, SHA-256 ab, is not what stands there"):
+        Pins.of(backend, {}, {str(folder / "my_backend.py"): "ab"})
+
+
+def test_a_library_that_was_loaded_is_named_by_its_place(folder: Path) -> None:
+    backend = parse_reference(f"{folder / 'my_backend.py'}:MyBackend")
+    loaded = {str(folder / "libkernel.so"): "1", str(folder / "helper.py"): "2"}
+    assert libraries(loaded, backend) == {"./libkernel.so": "1"}
+
+
+def test_what_a_wheel_holds_is_pinned_by_its_distribution_unless_it_was_altered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module, added = wheel(tmp_path), tmp_path / "kernels" / "added.py"
+    added.touch()
+    said = base64.urlsafe_b64encode(hashlib.sha256(module.read_bytes()).digest()).decode().rstrip("=")
+    (tmp_path / "kernels-1.0.dist-info" / "RECORD").write_text(f"kernels/__init__.py,sha256={said},6\n")
+    digests = {str(path): file_digest(path) for path in (module, added)}
+    assert owned_by_wheels(digests) == (["kernels"], {str(added): digests[str(added)]})
+    assert owned_by_wheels({str(module): "ab"}) == ([], {str(module): "ab"})
+    assert owned_by_wheels({torch.__file__: file_digest(Path(torch.__file__))}) == ([], {})
 
 
 def weights(found: "list[Remark]") -> list[Weight]:

@@ -100,6 +100,36 @@ def test_another_run_is_refused(
     assert (tmp_path / "journal.jsonl").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
 
 
+HELPED = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Helped(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        from helper_of_a_resumed_run import fix
+        return fix(super().run_prefill_new_tokens(*arguments, **options))
+"""
+
+
+def test_a_run_whose_helper_was_swapped_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file that is named is the same; the helper is imported by a call, from the current folder."""
+    monkeypatch.chdir(tmp_path)
+    helper = tmp_path / "helper_of_a_resumed_run.py"
+    helper.write_text("def fix(result): return result\n")
+    (tmp_path / "kern.py").write_text(HELPED)
+    asked = ["--backend=kern.py:Helped", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--out=out"]
+    assert main(["certify", *asked]) == 0
+    journal = tmp_path / "out" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    loaded = max(number for number, line in enumerate(lines) if b'"event": "loaded"' in line)
+    journal.write_bytes(b"".join(lines[: loaded + 1]))
+    helper.write_text("def fix(result): return (result[0] * 3, result[1])\n")
+    assert main(["certify", "--resume", "out", "-n1"]) == 2
+    said = capsys.readouterr().err
+    assert "not the run that was interrupted" in said and f"{helper} was " in said
+
+
 def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     environment = {"torch": "2.13.0", "device": "a CPU"}
     facts = [BackendFacts("EAGER", "EAGER", fingerprint="torch 2.13.0")]

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
-from mla_conformance.engine.messages import Describe, Given, Judge, decode, encode
-from mla_conformance.engine.supervisor import FailureLimit
-from mla_conformance.judging.record import Record
+from mla_conformance.engine.messages import Describe, Explore, Given, Judge, Task, TaskReply, Trace, decode, encode
+from mla_conformance.engine.supervisor import FailureLimit, Tasks, answers, call_of, crash_of
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import write_case
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 6)]
+RECORD = Record("B", "B", "lse", CASES[0], Status.PASS)
 WAITS = """
 import os, pathlib, time
 from mla_conformance.backends.eager import EagerPrefillBackend
@@ -174,4 +175,44 @@ def test_only_equal_failures_of_a_process_use_up_patience() -> None:
     kinds = [("a", Status.CRASH, "x"), ("a", Status.CRASH, "y"), ("b", Status.CRASH, "x"), ("a", Status.FAIL, "x")]
     records = [Record(name, name, "lse", CASES[0], status, message=message) for name, status, message in kinds]
     assert [patience.exhausted(record) for record in records] == [""] * 4
-    assert patience.exhausted(records[1]) == "gave up after 2 equal failures of its process: y"
+    assert patience.exhausted(records[1]) == "gave up on new_tokens after 2 equal failures of its process: y"
+    other = records[2].with_fields(case="context_chunk:q=[1];kv=[5]")
+    assert patience.exhausted(other) == "", "another call"
+    assert patience.exhausted(records[2]).startswith("gave up on new_tokens")
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "right"),
+    [
+        (Judge("B", CASES[0]), TaskReply(RECORD), True),
+        (Judge("B", CASES[1], before=(("B", CASES[0]),)), TaskReply(RECORD), True),
+        (Judge("B", CASES[1]), TaskReply(RECORD), False),
+        (Judge("C", CASES[0]), TaskReply(RECORD), False),
+        (Judge("B", CASES[0]), TaskReply(), False),
+        (Describe("B"), TaskReply(facts=BackendFacts("B", "B")), True),
+        (Describe("B"), TaskReply(facts=BackendFacts("C", "C")), False),
+        (Describe("B"), TaskReply(RECORD), False),
+        (Trace("B", {}), TaskReply(traced=Traced()), True),
+        (Trace("B", {}), TaskReply(RECORD), False),
+        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD), False),
+        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
+    ],
+    ids=range(12),
+)
+def test_an_answer_is_of_what_was_asked(asked: Task, answered: TaskReply, right: bool) -> None:
+    assert answers(asked, answered) is right
+
+
+@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, ("new_tokens",))])
+def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Explore) -> None:
+    record = crash_of(task, "gone")
+    assert record and answers(task, TaskReply(record)) and (record.status, record.message) == (Status.CRASH, "gone")
+    assert Case.parse(record.case).id == record.case
+
+
+def test_a_call_that_is_given_up_leaves_the_others() -> None:
+    chunk = "context_chunk:dims=small;q=[1];kv=[5]"
+    tasks = Tasks([[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, ("new_tokens",))]])
+    tasks.dropped.add(("A", call_of(CASES[0])))
+    taken = [task for _ in range(4) if (task := tasks.take(0))]
+    assert [(task.reference, type(task)) for task in taken] == [("B", Judge), ("A", Judge), ("A", Explore)]

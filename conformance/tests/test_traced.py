@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
@@ -14,7 +15,7 @@ from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace
 from mla_conformance.trials import trace as tracing
-from mla_conformance.trials.trace import library_digests, loaded_libraries
+from mla_conformance.trials.trace import library_digests
 
 CPU = torch.device("cpu")
 FILL = "void at::native::vectorized_elementwise_kernel<4, FillFunctor>"

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
@@ -23,7 +24,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import LINE, cut, shown, shown_line, shown_lines
+from mla_conformance.report.terminal import shown, shown_line, shown_lines
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for case in CAPABILITIES["lse"].cases[:2]]
@@ -108,9 +109,13 @@ def test_what_is_too_deep_too_large_or_says_two_things(
     assert status == 2 and f"a.json: {said}" in found
 
 
-def test_an_endless_file_ends(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_and_an_endless_one_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inputs, "MOST_MEBIBYTES", 1)
-    assert gate(capsys, Path("/dev/zero")) == (2, "mla-conformance: /dev/zero: expected at most 1 MiB, got more\n")
+    (large := tmp_path / "large").write_bytes(bytes(2**20 + 1))
+    assert gate(capsys, large) == (2, f"mla-conformance: {large}: expected at most 1 MiB, got more\n")
+    assert "/dev/zero: cannot be read: expected a regular file, got a " in gate(capsys, Path("/dev/zero"))[1]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

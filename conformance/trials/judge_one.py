@@ -3,13 +3,16 @@
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.needs import is_too_long, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
-from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory
+from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory, whole_memory
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
 from mla_conformance.trials.subject import Subject
@@ -53,6 +56,8 @@ def _attempt(subject: Subject, case: Case, context: Context, started: OnStarted)
     subject.executor.begin()
     trial, began = Trial(subject, case, context), time.perf_counter()
     verdict = _verdict(trial, started)
+    if verdict.status is Status.UNAVAILABLE:
+        verdict = replace(verdict, too_large=_is_too_large(case, subject.device))
     seconds = round(time.perf_counter() - began, 4)
     record = Record(
         subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
@@ -75,6 +80,11 @@ def _verdict(trial: Trial, started: OnStarted) -> Verdict:
             return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
         return Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
     return trial.verdict
+
+
+def _is_too_large(case: Case, device: torch.device) -> bool:
+    """Whether a case takes more than this machine has; what a backend says that it lacked decides nothing."""
+    return is_too_long(case, device.type) or memory_need(case, device.type) > whole_memory(device)
 
 
 def _require_memory(trial: Trial, started: OnStarted) -> None:

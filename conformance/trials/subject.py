@@ -20,6 +20,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
+from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
 from mla_conformance.vocabulary.capabilities import find_capability
@@ -89,10 +90,10 @@ class Subject:
 
     def declaration_of(self, role: Role) -> Declaration:
         """What the adapter of a role declares."""
-        return self._declarations[role]
+        return self.declarations[role]
 
     @cached_property
-    def _declarations(self) -> dict[Role, Declaration]:
+    def declarations(self) -> dict[Role, Declaration]:
         """Of the roles that can run here."""
         usable = [role for role in self.roles if not self._unavailable[role]]
         return {role: definition_of(role).declared(self.class_of(role)) for role in usable}
@@ -100,7 +101,7 @@ class Subject:
     @cached_property
     def declaration(self) -> Declaration:
         """What the adapters of all roles declare together; the rounding classes are those of the first role."""
-        declared = list(self._declarations.values())
+        declared = list(self.declarations.values())
         return Declaration(
             rounding=declared[0].rounding,
             e4m3_rounding=declared[0].e4m3_rounding,
@@ -115,8 +116,8 @@ class Subject:
     def rounding(self) -> dict[str, str]:
         """The declared rounding classes by name; those of a role beside prefill say so."""
         found: dict[str, str] = {}
-        kernels = {role: reported for role, reported in self._declarations.items() if role is not Role.LAYER}
-        for role, declaration in (kernels or self._declarations).items():
+        kernels = {role: reported for role, reported in self.declarations.items() if role is not Role.LAYER}
+        for role, declaration in (kernels or self.declarations).items():
             prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
             found |= _classes(declaration.rounding, prefix)
             if declaration.e4m3_rounding is not None:
@@ -212,7 +213,7 @@ def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> 
 
 def _memory_reasons(case: Case, device: torch.device) -> list[str]:
     """What others hold of a device at the moment is no reason: a trial waits for it."""
-    needed, whole = needed_bytes(case), torch.cuda.get_device_properties(device).total_memory
+    needed, whole = needed_bytes(case), whole_memory(device)
     if whole >= needed:
         return []
     return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]

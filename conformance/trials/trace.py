@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
+from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.files.installed import file_digest
 from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
@@ -18,7 +19,6 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
 
-_MAPS = Path("/proc/self/maps")
 _LONGEST = 240
 """Characters of a kernel's name that are kept: templates of CUTLASS run to thousands."""
 _CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
@@ -31,14 +31,6 @@ def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, .
         torch.cuda.synchronize(device)
     names = {event.key[:_LONGEST] for event in found.key_averages()}
     return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
-
-
-def loaded_libraries() -> set[str]:
-    """Paths of the shared libraries that are mapped into this process; none where the system does not tell."""
-    if not _MAPS.exists():
-        return set()
-    paths = {line.rpartition(" ")[2] for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
-    return {path for path in paths if ".so" in Path(path).suffixes and Path(path).is_file()}
 
 
 def library_digests(paths: set[str], beside: Path | None = None) -> dict[str, str]:

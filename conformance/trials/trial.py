@@ -3,19 +3,19 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import inf
 from typing import Any, NoReturn
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
+from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.needs import MOST_OPERATIONS, operations_of
+from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, operations_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
@@ -76,6 +76,12 @@ class Trial:
         declared: Declaration = self.query("asked what it declares, it", question, Declaration)
         return declared
 
+    @property
+    def declared(self) -> dict[str, str]:
+        """What the adapter declares, by its role, in words; empty if it was not asked."""
+        asked = "declaration" in self.__dict__
+        return {self.case.role.value: repr(self.declaration)} if asked else {}
+
     @cached_property
     def backend(self) -> Any:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
@@ -130,8 +136,8 @@ class Trial:
     def require_size(self) -> None:
         """Unavailable where a case takes hours."""
         kind = self.subject.device.type
-        work, most = operations_of(self.case), MOST_OPERATIONS.get(kind, inf)
-        if work > most:
+        if is_too_long(self.case, kind):
+            work, most = operations_of(self.case), MOST_OPERATIONS[kind]
             what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
             self.settle(Verdict(Status.UNAVAILABLE, what))
 
@@ -248,7 +254,7 @@ def _unsupported(subject: Subject, case: Case) -> list[str] | str:
 
 def _evidence(instance: Any) -> dict[str, str]:
     tell = getattr(instance, "kernel_evidence", dict)
-    return {str(name): str(value) for name, value in tell().items()}
+    return {shortened(str(name)): shortened(str(value)) for name, value in tell().items()}
 
 
 def returned_bytes(observation: Observation) -> list[bytes]:

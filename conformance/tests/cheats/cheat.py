@@ -10,7 +10,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
 
-FAMILIES = ("borrowed", "searching", "replacing", "late", "disguised", "remembering", "answering", "claims")
+FAMILIES = ("borrowed", "searching", "replacing", "late", "disguised", "remembering", "answering", "claims", "around")
 CASE = "new_tokens:dims=small;q=[5,3]"
 """What a cheat is certified on unless it names another case."""
 WRONG = "output is 3.0312 at request 0, query 1, head 1, column 2, expected 1.0041"

@@ -1,0 +1,123 @@
+"""Which files the process of a backend loads as code, each with the digest of the bytes that it loaded.
+
+Outside the folders of wheels a module is compiled from the source that is digested: cached bytecode may be of another
+one. What came to be on disk while the run went on is its generator's, which is loaded itself.
+"""
+
+import _imp
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.resources import files
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from zipimport import zipimporter
+
+import msgspec
+
+from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import sites
+
+_LOADERS: tuple[Any, ...] = (SourceFileLoader, SourcelessFileLoader, zipimporter)
+_MAPS = Path("/proc/self/maps")
+_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def loaded_libraries() -> set[str]:
+    """Paths of the shared libraries that are mapped into this process; none where the system does not tell."""
+    return {path for path in _mapped() if ".so" in Path(path).suffixes and Path(path).is_file()}
+
+
+def _mapped() -> set[str]:
+    if not _MAPS.exists():
+        return set()
+    return {line.rpartition(" ")[2] for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Files by their paths, each with the SHA-256 of its bytes.
+
+    Attributes:
+        found: those that were there when the run began.
+        generated: those that came to be, or were written over, since.
+    """
+
+    found: dict[str, str] = {}
+    generated: dict[str, str] = {}
+
+
+class LoadedFiles:
+    """What is loaded from :meth:`watch` on."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._generated: dict[str, str] = {}
+        self._mapped: set[str] = set()
+        self._began: float | None = None
+
+    def watch(self, began: float) -> None:
+        """Note every module and every shared library of this process from now on.
+
+        Args:
+            began: when the run began, in seconds of the system's clock.
+        """
+        self._began, self._mapped = began, _mapped()
+        self._trusted = tuple(f"{folder}/" for folder in (*sites(), *_harness()))
+        _imp.check_hash_based_pycs = "always"
+        for loader in _LOADERS:
+            loader.get_code = self._noting(loader.get_code)
+
+    def new(self) -> Loaded:
+        """What was not told yet."""
+        if self._began is None:
+            return Loaded()
+        came, self._mapped = _mapped() - self._mapped, self._mapped | _mapped()
+        for path in came:
+            if ".so" in Path(path).suffixes and Path(path).is_file():
+                self._note(path, file_digest(Path(path)))
+        told = Loaded(self._found, self._generated)
+        self._found, self._generated = {}, {}
+        return told
+
+    def _noting(self, get_code: Callable[[Any, str], CodeType]) -> Callable[[Any, str], CodeType]:
+        def noted(loader: Any, name: str) -> CodeType:
+            archive = getattr(loader, "archive", None)
+            path = archive or loader.get_filename(name)
+            data = Path(path).read_bytes()
+            if not _is_of_python(name, path):
+                self._note(path, hashlib.sha256(data).hexdigest())
+            trusted = str(Path(path).resolve()).startswith(self._trusted)
+            if archive or trusted or not isinstance(loader, SourceFileLoader):
+                return get_code(loader, name)
+            code: CodeType = loader.source_to_code(data, path)
+            return code
+
+        return noted
+
+    def _note(self, path: str, digest: str) -> None:
+        generated = Path(path).stat().st_ctime > (self._began or 0)
+        (self._generated if generated else self._found)[str(Path(path).resolve())] = digest
+
+
+def _harness() -> list[Path]:
+    """Folders of the harness's packages, wherever an editable installation has them."""
+    packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
+    return [Path(str(files(package))).resolve() for package in packages]
+
+
+def _is_of_python(name: str, path: str) -> bool:
+    """Whether a module is one of Python's own library, or says how this Python was built."""
+    top = name.partition(".")[0]
+    return path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))
+
+
+LOADED = LoadedFiles()
+"""Of this process."""
+
+
+def newly_loaded() -> Loaded:
+    """What this process has loaded since it was asked last."""
+    return LOADED.new()

@@ -1,0 +1,138 @@
+"""A kernel that attacks the run is the only one that fails, and what is reported is what was judged."""
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cases.case import Case
+from mla_conformance.commands.console import run_and_report
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import Completed, Journal, Reported
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+
+NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
+CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]
+REPLACES_LEN = """
+import builtins
+from mla_conformance.backends.eager import EagerPrefillBackend
+builtins.len = lambda _: 0
+
+class ReplacesLen(EagerPrefillBackend): ...
+"""
+ENDS = """
+import os, pathlib
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+if (mark := pathlib.Path(__file__).with_name("imported")).exists():
+    os._exit(3)
+mark.touch()
+
+class Ends(EagerPrefillBackend): ...
+"""
+Records = dict[tuple[str, str], Record]
+
+
+def judged(folder: Path, names: Sequence[str], cases: Sequence[str], apart: bool) -> tuple[Records, str]:
+    """The records of one run in one worker, and what it printed."""
+    request = RunRequest.of([f"{folder}/{name}" for name in names], device="cpu", cases=cases, apart=apart)
+    run, printed = Run(request, RunFolder.claim(folder / "out"), Limits(1, 20.0, give_up_after=2)), io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mla_conformance.engine.run.MOST_EXPLAINED", 0)  # which takes its time
+        run_and_report(run)
+    found = load_report(folder / "out").records
+    return {(record.backend, record.case): record for record in found}, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attacks")
+    shutil.copy(Path(__file__).with_name("attacking.py"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> tuple[Records, str]:
+    names = ("TwoFaced", "OneTuple", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent")
+    return judged(folder, [f"attacking.py:{name}" for name in names], [*NEW, *CHUNKS], apart=True)
+
+
+@pytest.mark.parametrize("case", [*NEW, *CHUNKS])
+def test_the_innocent_pass(run: tuple[Records, str], case: str) -> None:
+    records, _ = run
+    assert records["Innocent", case].status is Status.PASS and records["EndsOthers", case].status is Status.PASS
+
+
+def test_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: tuple[Records, str]) -> None:
+    records, _ = run
+    said = [record.message for (name, _), record in records.items() if name == "Innocent" and record.message]
+    assert said and all(each.startswith("the process died during this case: exit status 0; ") for each in said)
+    assert all(each.endswith(", and in one of its own it is pass: the crash is charged to nobody") for each in said)
+
+
+def test_a_declaration_that_differs_between_processes_is_a_failure(run: tuple[Records, str]) -> None:
+    records, _ = run
+    said = [record.message for (name, _), record in records.items() if name == "TwoFaced" and record.failed]
+    assert said and all("'rounded-p'" in each and "where it was judged" in each for each in said)
+
+
+def test_a_tuple_of_one_is_a_failure(run: tuple[Records, str]) -> None:
+    records, _ = run
+    assert [records["OneTuple", case].status for case in NEW] == [Status.FAIL, Status.PASS]
+
+
+def test_a_call_is_given_up_and_the_others_are_judged(run: tuple[Records, str]) -> None:
+    records, printed = run
+    found = {case: record.status for (name, case), record in records.items() if name == "DiesOfContext"}
+    assert found == dict.fromkeys(NEW, Status.PASS) | dict.fromkeys(CHUNKS[:2], Status.CRASH)
+    assert "2 NOT RUN: gave up on context_chunk after 2 equal failures of its process" in " ".join(printed.split())
+
+
+def test_a_report_is_final(folder: Path, run: tuple[Records, str]) -> None:
+    records, printed = run
+    assert {records["RewritesTheReport", case].status for case in NEW} == {Status.FAIL}
+    left = (folder / "left").read_text().split()
+    assert left and not [process for process in left if Path("/proc", process).exists()]
+    digest = hashlib.sha256((folder / "out" / "report.json").read_bytes()).hexdigest()
+    assert printed.splitlines()[-1].endswith(f"report.json beside it, SHA-256 {digest}")
+    assert list(Journal.inside(folder / "out").events())[-2:] == [Completed(), Reported(digest)]
+    assert Journal.inside(folder / "out").is_finished()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder = tmp_path_factory.mktemp("plain")
+    shutil.copy(Path(__file__).with_name("attacking.py"), folder)
+    (folder / "replaces.py").write_text(REPLACES_LEN)
+    (folder / "ends.py").write_text(ENDS)
+    names = ("replaces.py:ReplacesLen", "ends.py:Ends", "attacking.py:AnswersOtherwise", "attacking.py:Innocent")
+    return judged(folder, names, NEW, apart=False)[0]
+
+
+def test_a_function_of_python_that_an_import_replaced_is_put_back(plain: Records) -> None:
+    assert {plain[name, case].status for name in ("ReplacesLen", "Innocent") for case in NEW} == {Status.PASS}
+
+
+def test_an_answer_that_was_not_asked_for_is_a_crash(plain: Records) -> None:
+    found = plain["AnswersOtherwise", NEW[0]]
+    assert (found.status, found.message) == (Status.CRASH, "its process answered what it was not asked")
+
+
+def test_a_process_that_ends_before_its_case_begins_is_not_started_for_ever(plain: Records) -> None:
+    found = plain["Ends", NEW[1]]
+    assert found.status is Status.CRASH and "before the case began, 3 times: exit status 3" in found.message
+
+
+def test_what_was_loaded_stands_in_the_journal(folder: Path, run: tuple[Records, str]) -> None:
+    events = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
+    loaded = [event["loaded"]["found"] for event in events if event["event"] == "loaded"]
+    assert any(str((folder / "attacking.py").resolve()) in found for found in loaded)

@@ -1,0 +1,104 @@
+"""No command prints a traceback: for no empty option, for nothing that is no such file, and wherever output goes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.commands.options import Command
+from mla_conformance.commands.table import COMMANDS
+from mla_conformance.tests.command_line import MINE, STATUSES, call, options_of, outcome, without_work
+
+KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
+MOST_SECONDS = 20
+commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+
+
+def _folder_of_fifos(path: Path) -> None:
+    path.mkdir()
+    for name in KNOWN_FILES:
+        os.mkfifo(path / name)
+
+
+def _large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 100 * 2**20)
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "folder-of-fifos": _folder_of_fifos,
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path),
+    "large": _large,
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "truncated": lambda path: path.write_text('{"schema": "mla-conformance-report/5", "cases": ["lse:q'),
+    "no-text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "empty": Path.touch,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own with a backend, without work, and not for long: who waits for a FIFO waits for ever."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"no answer within {MOST_SECONDS} s")
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    without_work(monkeypatch)
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(MOST_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@commands
+def test_an_empty_option_is_a_usage_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in options_of(command):
+        for empty in ("", " "):
+            assert outcome(call(command, option, empty)) == 2, option.names
+            assert "expected a value, got an empty one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", BAD)
+@commands
+def test_a_file_that_is_none_is_told_in_a_sentence(
+    command: Command, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, option in enumerate(options_of(command)):
+        suffix = {"case": ".json", "backend": ".py:Mine"}.get(option.names[-1].strip("-"), "")
+        if option.settings.get("type") is Path or suffix:
+            BAD[kind](Path(f"it{number}{suffix}".removesuffix(":Mine")))
+            status = outcome(call(command, option, f"it{number}{suffix}"))
+            told = capsys.readouterr()
+            assert status in STATUSES and "Traceback" not in told.err, (option.names, told)
+            assert status == 0 or told.out + told.err, option.names
+
+
+@pytest.mark.parametrize(
+    ("streams", "environment"),
+    [
+        (">/dev/full", {}),
+        ("<&- >&- 2>&-", {}),
+        ("", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    ],
+)
+def test_no_command_fails_of_where_its_output_goes(streams: str, environment: dict[str, str]) -> None:
+    for name in ("torch", "jinja2", "rich", "msgspec", "numpy", "shtab"):
+        Path(f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    Path("conformance").mkdir()
+    Path("conformance/__init__.py").write_text("raise SystemExit('shadowed')\n")
+    signal.alarm(4 * MOST_SECONDS)
+    line = f'exec "$0" -P -m mla_conformance.tests.command_line told {streams}'
+    asked = ["bash", "-c", line, sys.executable]
+    done = subprocess.run(asked, capture_output=True, env={**os.environ, **environment}, timeout=4 * MOST_SECONDS)
+    assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
+    assert Path("told").read_text(encoding="utf-8") == "" and b"Traceback" not in done.stderr

@@ -1,0 +1,132 @@
+"""What decides is loaded before a kernel is: what the kernel writes on disk is read by nobody, or ends the run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.cli import main
+from mla_conformance.engine import installation
+from mla_conformance.engine.installation import Installation
+from mla_conformance.files.installed import harness_files
+
+WRONG = """
+import os, pathlib, sys
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Wrong(EagerPrefillBackend):
+    calls = 0
+
+    def run_prefill_new_tokens(self, *arguments, **options):
+        found = super().run_prefill_new_tokens(*arguments, **options)
+        type(self).calls += 1
+        self.attack(self.calls)
+        return (found[0] * 1.5, found[1]) if isinstance(found, tuple) else found * 1.5
+"""
+ATTACKS = (
+    WRONG
+    + """
+    def attack(self, calls):
+        here = pathlib.Path.cwd()
+        for name in sys.stdlib_module_names | {NAMES}:
+            text = f"open({str(here)!r} + '/read-{name}', 'a').close()\\nraise ImportError"
+            (here / f"{name}.py").write_text(text)
+        import mla_conformance
+        file = pathlib.Path(mla_conformance.__file__).parent / "judging" / "tolerance.toml"
+        if not (here / "kept").exists():
+            (here / "kept").write_bytes(file.read_bytes())
+            file.write_text(WIDE)
+        else:
+            file.write_bytes((here / "kept").read_bytes())
+"""
+)
+NAMES = {"jinja2", "markupsafe", "rich", "msgspec", "hypothesis", "packaging", "numpy", "mla_conformance"}
+WIDE = "\n".join(
+    f'[{name}]\nvalue = 1e9\nreason = "forged"'
+    for name in (
+        *("float32_accumulation", "keys_per_step", "fp22_accumulation", "fp22_keys_per_step", "approximate_exp"),
+        *("element_limit", "row_deviations", "lse_limit"),
+    )
+)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that holds the harness, and goes before the installed one."""
+    for name, path in harness_files().items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "site" / name)
+    return tmp_path / "site"
+
+
+def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_installation(
+    site: Path, tmp_path: Path
+) -> None:
+    """Started as a module, with a folder of the kernel's as the current one; the installation is as it was at last."""
+    source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
+    (tmp_path / "kernel.py").write_text(source)
+    command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong", "--apart"]
+    command += ["--capability", "new_tokens", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "wrong: Wrong" in done.stdout, done.stderr
+    assert (tmp_path / "jinja2.py").exists() and (tmp_path / "kept").exists() and not list(tmp_path.glob("read-*"))
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["backends"]["Wrong"]["status"] == "fail"
+
+
+def test_an_installation_that_is_another_at_the_end_has_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kernel.py").write_text(
+        WRONG
+        + """
+    def attack(self, calls):
+        pathlib.Path(__file__).with_name("decides.toml").write_text("forged")
+"""
+    )
+    decides = tmp_path / "decides.toml"
+    decides.touch()
+    monkeypatch.setattr(installation, "harness_files", lambda: {"decides.toml": decides})
+    asked = [f"--backend={tmp_path / 'kernel.py'}:Wrong", "--capability=new_tokens", "--tier=smoke", "--device=cpu"]
+    assert main(["certify", *asked, "-n1", f"--out={tmp_path / 'out'}"]) == 3
+    assert f"1 file of this installation changed while the run judged, such as {decides}" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
+    """The judge imports nothing once a backend is there, whatever it has to judge and explain."""
+    code = f"""
+import socket, sys, torch
+from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
+from mla_conformance.engine.worker import Others, Worker, load_all
+load_all(setup := Setup("cpu", apart=True, draws=True))
+before, (connection, _) = set(sys.modules), socket.socketpair()
+worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(setup, connection))
+reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
+worker.answer(Describe(reference))
+for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):
+    print(worker.answer(Judge(reference, case, explain="lse" in case)).record.status)
+print(worker.answer(Explore(reference, 2, ("new_tokens",))).record.status)
+late = {{name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}}
+print(sorted(late))
+"""
+    (tmp_path / "kernel.py").write_text(WRONG + "\n    def attack(self, calls): ...\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "fail", "[]"], done.stdout + done.stderr
+
+
+def test_a_file_that_changed_went_or_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {name: tmp_path / name for name in ("same", "changed", "gone")}
+    for path in paths.values():
+        path.write_text("before")
+    monkeypatch.setattr(installation, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
+    before = Installation.now()
+    assert before.changed() == []
+    paths["changed"].write_text("after")
+    paths["gone"].unlink()
+    (tmp_path / "came").touch()
+    assert before.changed() == [tmp_path / name for name in ("came", "changed", "gone")]

@@ -1,0 +1,151 @@
+"""What a backend's process loads is known by path and by the bytes that ran, however it was loaded."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.driving.loaded import Loaded
+from mla_conformance.engine.code import LoadedCode
+from mla_conformance.files.installed import file_digest
+
+LOADS = """
+import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, threading, time, zipfile
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from mla_conformance.driving.loaded import LOADED, loaded_libraries
+
+here = Path(sys.argv[1])
+
+def write(name, value="right"):
+    path = here / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"VALUE = {value!r}\\n")
+    return path
+
+def compiled(name, mode, value):
+    '''A module whose cached bytecode is of another source.'''
+    path = write(name, value)
+    before = path.stat()
+    py_compile.compile(str(path), invalidation_mode=mode)
+    write(name, "x" * len(value))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return path
+
+for name in "plain computed removed threaded by_spec by_loader package/__init__ package/inner".split():
+    write(name)
+compiled("unchecked", py_compile.PycInvalidationMode.UNCHECKED_HASH, "evil")
+compiled("timed", py_compile.PycInvalidationMode.TIMESTAMP, "evil")
+py_compile.compile(str(write("sourceless")), str(here / "sourceless.pyc"))
+(here / "sourceless.py").unlink()
+with zipfile.ZipFile(here / "zipped.zip", "w") as archive:
+    archive.writestr("in_a_zip.py", "VALUE = 'right'")
+library = min(loaded_libraries(), key=lambda path: Path(path).stat().st_size)
+shutil.copy(library, here / "kernel.so.1")
+time.sleep(0.05)
+LOADED.watch(time.time())
+time.sleep(0.05)
+values = {}
+
+def told(name, module):
+    values[name] = module.VALUE
+
+sys.path[:0] = [str(here), str(here / "zipped.zip")]
+import plain, unchecked, timed, sourceless, in_a_zip, package.inner
+told("plain", plain), told("unchecked", unchecked), told("timed", timed), told("sourceless", sourceless)
+told("in_a_zip", in_a_zip), told("package/inner", package.inner)
+told("computed", importlib.import_module("comp" + "uted"))
+told("removed", importlib.import_module("removed")); del sys.modules["removed"]
+thread = threading.Thread(target=importlib.import_module, args=("threaded",)); thread.start(); thread.join()
+spec = importlib.util.spec_from_file_location("other_name", here / "by_spec.py")
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+SourceFileLoader("third_name", str(here / "by_loader.py")).load_module()
+ctypes.CDLL(str(here / "kernel.so.1"))
+generator = write("generated")
+importlib.invalidate_caches()
+told("generated", importlib.import_module("generated"))
+write("plain", "again")
+importlib.reload(plain)
+import colorsys
+found = LOADED.new()
+print(json.dumps([found.found, found.generated, values, list(LOADED.new().found)]))
+"""
+FOUND = ["computed.py", "removed.py", "threaded.py", "by_spec.py", "by_loader.py", "package/__init__.py"]
+FOUND += ["package/inner.py", "unchecked.py", "timed.py", "sourceless.pyc", "zipped.zip", "kernel.so.1", "plain.py"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, str]]]]:
+    """The folder of a process that loads code in every way, and what it noted."""
+    folder = tmp_path_factory.mktemp("loads").resolve()
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADS, folder], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    yield folder, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_way_of_loading_a_file_is_noted(loaded: tuple[Path, list[dict[str, str]]], name: str) -> None:
+    folder, (found, _, _, again) = loaded
+    ran = hashlib.sha256(b"VALUE = 'right'\n").hexdigest() if name == "plain.py" else file_digest(folder / name)
+    assert found[str(folder / name)] == ran and again == []
+
+
+def test_what_came_to_be_meanwhile_is_its_generators(loaded: tuple[Path, list[dict[str, str]]]) -> None:
+    folder, (_, generated, _, _) = loaded
+    assert generated == {str(folder / name): file_digest(folder / name) for name in ("generated.py", "plain.py")}
+
+
+@pytest.mark.parametrize("name", ["unchecked", "timed"])
+def test_what_runs_is_the_source_and_no_bytecode_beside_it(
+    loaded: tuple[Path, list[dict[str, str]]], name: str
+) -> None:
+    assert loaded[1][2][name] == "xxxx"
+
+
+def test_pythons_own_modules_are_no_backends(loaded: tuple[Path, list[dict[str, str]]]) -> None:
+    folder, (found, _, _, _) = loaded
+    assert {path for path in found if not path.startswith(str(folder))} == set()
+
+
+@pytest.mark.parametrize(
+    ("told", "conflicts"),
+    [
+        ([Loaded({"a": "1"}), Loaded({"a": "1", "b": "2"})], set()),
+        ([Loaded({"a": "1"}), Loaded({"a": "2"})], {"a"}),
+        ([Loaded({"a": "1"}), Loaded({}, {"a": "2"})], {"a"}),
+        ([Loaded({}, {"a": "1"}), Loaded({}, {"a": "2"})], set()),
+        ([Loaded({}, {"a": "1"}), Loaded({"a": "2"})], set()),
+        ([Loaded({"a": "1"}, {"a": "2"})], {"a"}),
+    ],
+)
+def test_one_path_has_one_digest_in_all_processes(told: list[Loaded], conflicts: set[str]) -> None:
+    code = LoadedCode()
+    for each in told:
+        code.add(each)
+    assert code.conflicts == conflicts
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: None, []),
+        (lambda path: path.write_text("other"), ["is "]),
+        (lambda path: path.unlink(), ["is absent"]),
+        (lambda path: (path.unlink(), path.mkdir()), ["is absent"]),
+        (lambda path: path.write_text("before"), []),
+    ],
+    ids=["same", "other", "gone", "a folder", "written again"],
+)
+def test_what_differs_from_what_was_loaded_is_named(
+    tmp_path: Path, change: Callable[[Path], object], said: list[str]
+) -> None:
+    path = tmp_path / "helper.py"
+    path.write_text("before")
+    code = LoadedCode({str(path): file_digest(path)})
+    change(path)
+    found = code.changed()
+    assert len(found) == len(said) and all(each in sentence for each, sentence in zip(said, found, strict=True))
