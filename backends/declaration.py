@@ -28,6 +28,8 @@ class Precision(Enum):
     MODEL = "model"
     FLOAT16 = "float16"
     """Finer than bfloat16, but what is below 2^-25 of a row's largest vanishes."""
+    MODEL_OR_FLOAT16 = "model or float16"
+    """A layer's, some rows of which come of a kernel of either."""
     E4M3 = "e4m3"
     """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
     SCALED_E4M3 = "scaled-e4m3"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case
 
-CPU_WORK = 2.5e8
+CPU_WORK = 1e8
 """Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
 _OF_AN_ELEMENT, _OF_A_CALL, _OF_A_REQUEST = 100, 1e7, 2e5
 """Operations that take as long as an element, which is drawn, stored, checked and compared; as a call with all that is

@@ -114,6 +114,8 @@ class SplitDecode(LayeredDecode):
 _PRODUCTS = 32
 """Products of 8-bit operands that Hopper's tensor cores add at a time."""
 _BITS = 13
+_LEAST = -126
+"""Of float32's powers of two, the least that is no subnormal: a unit below it would be 0."""
 
 
 class E4M3Operands(EagerPrefillBackend):
@@ -163,7 +165,7 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
         step = slice(first, first + _PRODUCTS)
         terms = torch.cat([total[:, :, None], a[:, :, step, None] * b[:, None, step]], dim=2)
         _, exponent = terms.abs().amax(dim=2, keepdim=True).frexp()
-        unit = torch.exp2((exponent - 1 - _BITS).float())
+        unit = torch.exp2((exponent - 1 - _BITS).clamp(min=_LEAST).float())
         total = ((terms / unit).trunc() * unit).sum(dim=2)
     return total
 
