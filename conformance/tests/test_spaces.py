@@ -32,6 +32,7 @@ OUTSIDE = {
         "v_padding:dims=32-16-64-64;q=[5,64];data=needle;lse=0",
         "v_padding:call=context_chunk;dims=32-16-64-64;q=[5,40];kv=[70,9]",
         "decode:dims=glm;heads=8;q=[1,1];kv=[200,9];page=64;lse=0",
+        "decode_lse:call=decode;dims=4-4-4-4;heads=112;q=[16x40];kv=[3x40];page=64",
         "mixed_batch:call=layer;dims=16-8-16-32;heads=128;q=[5,1,1];kv=[60,40,0];data=needle;decodes=2",
     },
     "context": {"empty_rows:call=context_chunk;q=[3,4];kv=[0,0]", "chunked_context:q=[40,40];kv=[0,0]"},
