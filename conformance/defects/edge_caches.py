@@ -59,7 +59,7 @@ class OffsetInTwoBytes(EagerDecodeBackend):
         return kv_cache[self._blocks(request, tokens // page), begins // width]
 
 
-@known_defect("decode-single-head-takes-first-scale-of-mixed-entries", killed_by="decode_combinations")
+@known_defect("decode-single-head-takes-first-scale-of-mixed-entries", killed_by="kv_cache_fp8_ds_mla")
 class FirstScaleForOneHead(EagerDecodeBackend):
     """The kernel for one head reads all tiles of a mixed entry with the scale of the first."""
 
@@ -126,7 +126,7 @@ class InterleaveOfOneToken(EagerDecodeBackend):
         return alone if _has_several(self) else super()._positions(metadata, tile)
 
 
-@known_defect("dcp-rank-in-three-bits", killed_by="decode_combinations")
+@known_defect("dcp-rank-in-three-bits", killed_by="dcp")
 class RankInThreeBits(EagerDecodeBackend):
     """The causal bound of several query tokens takes rank 8 for rank 0."""
 

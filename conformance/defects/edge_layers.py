@@ -109,7 +109,7 @@ class TailOfHeads(EagerLayer):
             return projected
 
 
-@known_defect("layer-ranks-behind-eight-lost-with-several-tokens", killed_by="layer_combinations")
+@known_defect("layer-ranks-behind-eight-lost-with-several-tokens", killed_by="layer_dcp")
 class EightRanks(EagerLayer):
     """With several query tokens, what ranks behind the eighth hold is left out."""
 

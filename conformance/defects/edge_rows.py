@@ -89,7 +89,7 @@ class EmptyContextIsPadding(EagerDecodeBackend):
         return super()._attend(q, request, 0 if padding else seq_len, kv_cache, k_scale)
 
 
-@known_defect("decode-padded-batch-has-as-many-tokens-each", killed_by="decode_combinations")
+@known_defect("decode-padded-batch-has-as-many-tokens-each", killed_by="decode_multi_token")
 class UniformWherePadded(EagerDecodeBackend):
     """In a batch with rows of padding every request is taken to have as many query tokens as the first."""
 

@@ -105,6 +105,7 @@ def several_tokens() -> Iterator[Fields]:
     yield decode((2,) * 3, (31, 63, 127), **_SMALL, data="negative")
     for lse in (True, False):
         yield decode((4, 4), (61, 125), heads=8, data="negative", lse=lse)
+    yield decode((1, 4, 2), (64, 5, 130), heads=2, pad=2, data="needle")
 
 
 def pages() -> Iterator[Fields]:
@@ -186,6 +187,7 @@ def fp8_ds_mla() -> Iterator[Fields]:
         ],
         cache="fp8_ds_mla",
     )
+    yield single(64, 140, heads=1, cache="fp8_ds_mla")
 
 
 def dcp() -> Iterator[Fields]:
@@ -212,6 +214,7 @@ def dcp() -> Iterator[Fields]:
     yield decode((4, 4), (300, 62), ranks=2, cache="fp8_ds_mla", interleave=64, data="needle")
     yield decode((3, 1, 2), (64, 5, 300), ranks=4, cache="fp8_ds_mla")
     yield decode((4, 4), (900, 62), heads=16, ranks=8, data="needle")
+    yield decode((4, 4), (300, 62), **_SMALL, ranks=16, data="needle")
 
 
 def call_order() -> Iterator[Fields]:

@@ -162,6 +162,7 @@ def dcp() -> Iterator[Fields]:
     yield layer((5, 9, 20), (333, 5, 130), 0, ranks=4, interleave=16, workspace=128, data="needle", **small)
     yield layer((5, 9, 1), (150, 17, 63), 1, ranks=2, interleave=64, page=64, cache="fp8", data="needle", **_LATENT)
     yield layer((1, 1, 9), (63, 7, 140), 2, ranks=2, order=Order.DECODES_FIRST, cache="fp8_ds_mla", heads=2, pad=2)
+    yield layer((4, 4), (130, 62), 2, ranks=16, data="needle", **{**_LATENT, "heads": 16})
 
 
 def call_order() -> Iterator[Fields]:
