@@ -59,8 +59,7 @@ def main(told: Sequence[str]) -> None:
     trial = Trial(Subject.of(reference, torch.device(device)), Case.parse(case), Context(salt))
     for name in dict.fromkeys(name for call in trial.problem.calls for name in (*operands(call), OUT)):
         print(name, flush=True)
-        trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(Side(side), name)))
-        if trial.subject.executor.lost(trial.subject.device):
+        if trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(Side(side), name))).error:
             sys.exit(1)
 
 
