@@ -74,7 +74,7 @@ def _new(options: argparse.Namespace) -> RunRequest:
         options.salt or "",
         _is_apart(options),
     )
-    return replace(request, shard=_shard(options, request))
+    return replace(request, shard=_shard(options, request), bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _deployed(options: argparse.Namespace) -> RunRequest:
@@ -88,7 +88,7 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
     request = RunRequest.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
-    return replace(request, deployment=deployment)
+    return replace(request, deployment=deployment, bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _flag(name: str) -> str:
@@ -147,7 +147,8 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )
-    request = replace(request, shard=plan.shard, deployment=plan.deployment)
+    asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
+    request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request

@@ -73,6 +73,8 @@ COMMANDS = (
             option("--tp", "N", "ranks that share the model's heads, 1", type=count),
             option("--kv-cache", "NAME", "what the model's cache is called, auto"),
             option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
+            flag("--bitwise", "tell when a row's bits are the same, too"),
+            flag("--accuracy", "tell how errors are spread, too"),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
@@ -238,6 +240,13 @@ COMMANDS = (
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            option(
+                "--require-bitwise",
+                "QUESTION",
+                "a row's bits have to be the same, of certify --bitwise: repeats, alone, pages …",
+                nargs="+",
+                default=[],
+            ),
             several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
         ),
         (

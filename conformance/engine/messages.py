@@ -8,6 +8,7 @@ import msgspec
 
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -101,7 +102,21 @@ class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
     cases: dict[str, str]
 
 
-Task = Describe | Judge | Explore | Trace
+class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
+    """Tell what numbers alone do not show of a backend.
+
+    Attributes:
+        reference: the backend.
+        bitwise: when its bits are the same.
+        accuracy: how its errors are spread.
+    """
+
+    reference: str
+    bitwise: bool
+    accuracy: bool
+
+
+Task = Describe | Judge | Explore | Trace | Examine
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -146,6 +161,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         record: of what was judged.
         facts: of what was described.
         traced: what was seen to run.
+        traits: what was asked beside verdicts.
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
@@ -155,6 +171,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
+    traits: Traits | None = None
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}

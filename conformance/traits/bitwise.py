@@ -1,7 +1,7 @@
 """Whether a row's result has the same bits however its call is made; information beside the verdict.
 
-Each question has variants of a case that keep the row's operands. Cases go from small to large, and what differs is made
-smaller, so that a "no" comes with a small counterexample.
+Each question has variants of a case that keep the row's operands. Cases go from small to large, and what differs is
+made smaller, so that a "no" comes with a small counterexample.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -271,4 +271,3 @@ def _smallest(subject: Subject, context: Context, case: Case, question: Question
         else:
             break
     return case, seen
-

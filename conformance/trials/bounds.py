@@ -58,7 +58,8 @@ def main(told: Sequence[str]) -> None:
     reference, device, case, salt, side = told
     trial = Trial(Subject.of(reference, torch.device(device)), Case.parse(case), Context(salt))
     for name in dict.fromkeys(name for call in trial.problem.calls for name in (*operands(call), OUT)):
-        print(name, flush=True)
+        sys.stdout.write(f"{name}\n")
+        sys.stdout.flush()
         if trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(Side(side), name))).error:
             sys.exit(1)
 

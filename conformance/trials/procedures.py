@@ -205,7 +205,8 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     for procedure in (
         Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         merge_states, v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        neighbours, neighbour_keys, memory_bounds, refuses_or_conforms, selection_order, selection_padding, selection_rows,
+        neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
+        selection_order, selection_padding, selection_rows,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

@@ -248,7 +248,7 @@ def neighbours() -> Iterator[Fields]:
     yield single(64, 5, 130, heads=2, ranks=2)
 
 
-def bounds() -> Iterator[Fields]:
+def fenced() -> Iterator[Fields]:
     """Three and four requests, as for a prefill; every layout of the cache, rows of padding, ranks."""
     yield single(64, 5, 300, 17, heads=2)
     yield decode((2,) * 3, (62, 300, 9), heads=2)

@@ -134,7 +134,7 @@ def determinism() -> Iterator[Fields]:
     yield best((1, 1), (3000, 300), topk=512, data="zero_keys", **_FEW_HEADS)
 
 
-def bounds() -> Iterator[Fields]:
+def fenced() -> Iterator[Fields]:
     """Three and four requests, scored and selected, paged and gathered."""
     yield best((2, 1, 3, 1), (100, 3, 40, 70), space="slot", **_FEW_HEADS)
     yield scores((1, 1, 1), (63, 5, 127), **_FEW_HEADS)

@@ -182,7 +182,7 @@ def determinism() -> Iterator[Fields]:
     yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, **_LATENT)
 
 
-def bounds() -> Iterator[Fields]:
+def fenced() -> Iterator[Fields]:
     """Prefills with context beside decodes, over plain pages and codes, on one rank and on two."""
     yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, out=True, **_LATENT)
     yield layer((1, 3, 2, 1), (63, 0, 40, 15), 4, cache="fp8", **_LATENT)

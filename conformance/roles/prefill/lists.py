@@ -373,7 +373,7 @@ def neighbours() -> Iterator[Fields]:
     yield new((5, 64, 5, 64), heads=2, dtype="fp16")
 
 
-def bounds() -> Iterator[Fields]:
+def fenced() -> Iterator[Fields]:
     """Three and four requests: either way the ends of some tensors of metadata are multiples of 16 bytes."""
     yield new((5, 33, 1, 64), heads=2, out=True)
     yield new((9, 130, 5), heads=2, dtype="fp16")

@@ -339,7 +339,7 @@ def neighbours() -> Iterator[Fields]:
     yield single(64, 5, 130, heads=16, cache="fp8_ds_mla", space="position")
 
 
-def bounds() -> Iterator[Fields]:
+def fenced() -> Iterator[Fields]:
     """Three and four requests; lists with lengths, sinks, a second cache, every layout, gathered keys."""
     yield single(64, 5, 300, 17, heads=16, fill="ragged")
     yield prefill((2, 3, 1), (64, 5, 130), heads=16)
