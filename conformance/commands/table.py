@@ -118,6 +118,7 @@ COMMANDS = (
             _BACKEND,
             _DEVICE,
             option("--timeout", "TIME", type=seconds),
+            option("--repeats", "N", "instead, make so many calls and compare their bits, to find a race", type=count),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),

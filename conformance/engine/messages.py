@@ -8,7 +8,7 @@ import msgspec
 
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
-from mla_conformance.judging.traits import Traits
+from mla_conformance.judging.traits import Repeated, Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -116,7 +116,23 @@ class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
     accuracy: bool
 
 
-Task = Describe | Judge | Explore | Trace | Examine
+class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
+    """Call a backend on a case again and again, and tell which results differ.
+
+    Attributes:
+        reference: the backend.
+        case: id of the case.
+        calls: how many.
+    """
+
+    reference: str
+    case: str
+    calls: int
+
+
+Task = Describe | Judge | Explore | Trace | Examine | Repeat
+Unrecorded = Describe | Trace | Examine | Repeat
+"""Tasks that no record answers."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -162,6 +178,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         facts: of what was described.
         traced: what was seen to run.
         traits: what was asked beside verdicts.
+        repeated: what many calls showed.
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
@@ -172,6 +189,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     facts: BackendFacts | None = None
     traced: Traced | None = None
     traits: Traits | None = None
+    repeated: Repeated | None = None
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}

@@ -22,10 +22,12 @@ from mla_conformance.engine.messages import (
     Explore,
     Hello,
     Judge,
+    Repeat,
     Setup,
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerStarted,
 )
@@ -245,7 +247,7 @@ class Supervisor:
         record = place.outcome(status)
         if record is None and self._is_unstartable(given):
             record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
-        if record or isinstance(given, Describe | Trace | Examine):
+        if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return
         self._count_start(status)
@@ -278,6 +280,8 @@ def answers(task: Task, reply: TaskReply) -> bool:
         return reply.traced is not None
     if isinstance(task, Examine):
         return reply.traits is not None
+    if isinstance(task, Repeat):
+        return reply.repeated is not None
     if reply.record is None:
         return False
     if isinstance(task, Explore):

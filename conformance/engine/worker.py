@@ -57,6 +57,7 @@ from mla_conformance.engine.messages import (
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerJudged,
     WorkerStarted,
@@ -72,6 +73,7 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
+from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
@@ -163,14 +165,10 @@ class Worker:
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 
     def _done(self, task: Task) -> TaskReply:
-        if isinstance(task, Describe):
-            return TaskReply(facts=self._described(task))
+        if isinstance(task, Unrecorded):
+            return self._told(task)
         if isinstance(task, Explore):
             return self._explored(task)
-        if isinstance(task, Trace):
-            return self._traced(task)
-        if isinstance(task, Examine):
-            return self._examined(task)
         subject = self._subject(task.reference)
         for reference, before in task.before:
             earlier = self._subject(reference)
@@ -186,6 +184,16 @@ class Worker:
         disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
+
+    def _told(self, task: Unrecorded) -> TaskReply:
+        if isinstance(task, Describe):
+            return TaskReply(facts=self._described(task))
+        if isinstance(task, Trace):
+            return self._traced(task)
+        if isinstance(task, Examine):
+            return self._examined(task)
+        found = repeated(self._subject(task.reference), self._context, Case.parse(task.case), task.calls)
+        return TaskReply(repeated=found, leaves=True)
 
     def _described(self, task: Describe) -> BackendFacts:
         subject = self._subject(task.reference)

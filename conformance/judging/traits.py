@@ -1,5 +1,6 @@
 """What numbers alone do not show of a kernel: when its bits are the same, and how its errors are spread. No torch."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
@@ -109,3 +110,40 @@ def summed_up(answers: Iterable[BitwiseAnswer]) -> Answer:
     """Over roles: no if any says so, yes if one says that."""
     found = Counter(each.answer for each in answers)
     return Answer.NO if found[Answer.NO] else Answer.YES if found[Answer.YES] else Answer.NOT_APPLICABLE
+
+
+class Repeated(Struct, frozen=True, forbid_unknown_fields=True):
+    """What many calls of one case showed.
+
+    Attributes:
+        calls: how many, the first among them.
+        seconds: they took together.
+        differing: calls whose bits are not those of the first.
+        first: number of the first of these, counted from 1; 0 without one.
+        what: how its result differs.
+        wrong: what is wrong with it; empty if it is right, or none differs.
+        failed: why nothing could be compared: the case does not hold as it is, or is not supported.
+        deterministic: whether the kernel declares equal bits.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    differing: int = 0
+    first: int = 0
+    what: str = ""
+    wrong: str = ""
+    failed: str = ""
+    deterministic: bool = True
+
+    @property
+    def breaks(self) -> bool:
+        """Whether that is a failure: a wrong result, or other bits where equal ones are declared."""
+        return bool(self.wrong or (self.differing and self.deterministic))
+
+    def calls_for(self, probability: float) -> int:
+        """Calls after which what was seen here is seen with this probability."""
+        return math.ceil(math.log(1 - probability) / math.log1p(-min(self.differing / self.calls, 1 - 1e-9)))
+
+    def rarest(self, probability: float) -> float:
+        """The share of calls that would have differed in one of these with this probability."""
+        return -math.expm1(math.log(1 - probability) / self.calls)
