@@ -7,9 +7,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects import races
 from mla_conformance.judging.traits import Repeated
+from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
-from mla_conformance.traits.repeats import repeated
 
 PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
 DECODE = "determinism:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=64"
