@@ -17,6 +17,7 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
+from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
@@ -48,6 +49,8 @@ def certify(options: argparse.Namespace) -> int:
     began, issuing = time.monotonic(), Issuing.asked(options)
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
+    if options.sanitize:
+        return sanitize(request, options.sanitize, bool(options.capability), options.timeout)
     expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")

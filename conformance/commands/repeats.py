@@ -17,7 +17,8 @@ from mla_conformance.judging.traits import Repeated
 from mla_conformance.report.terminal import columns, say, wrapped
 from mla_conformance.vocabulary.case_files import write_case
 
-_PROBABILITY = 0.95
+PROBABILITY = 0.95
+"""With which a race is said to be found."""
 _PATIENCE = 4
 """How much longer than the case itself simpler ones are repeated."""
 
@@ -74,19 +75,19 @@ def _lines(found: Repeated | None, calls: int) -> Iterator[str]:
     elif found.failed:
         yield f"not repeated: {found.failed}"
     elif not found.differing:
-        rarest = found.rarest(_PROBABILITY)
+        rarest = found.rarest(PROBABILITY)
         yield (
             f"{found.calls:,} calls in {found.seconds:.1f} s, all with the same bits: what happens in more than one of "
-            f"{1 / rarest:,.0f} calls would have shown with {_PROBABILITY:.0%}"
+            f"{1 / rarest:,.0f} calls would have shown with {PROBABILITY:.0%}"
         )
     else:
         yield (
             f"{found.differing:,} of {found.calls:,} calls in {found.seconds:.1f} s have other bits than the first, "
             f"number {found.first:,} among them: {found.what}; {found.wrong or 'within the error budget'}"
         )
-        needed = found.calls_for(_PROBABILITY)
+        needed = found.calls_for(PROBABILITY)
         seconds = needed * found.seconds / found.calls
-        yield f"such a call is found with {_PROBABILITY:.0%} in {needed:,} calls, {seconds:.2g} s here"
+        yield f"such a call is found with {PROBABILITY:.0%} in {needed:,} calls, {seconds:.2g} s here"
         if not found.breaks:
             yield "the kernel does not declare equal bits: information, not a failure"
 

@@ -17,6 +17,7 @@ from mla_conformance.commands.options import (
 )
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
+from mla_conformance.traits.sanitizer import TOOLS
 
 _REFERENCE = "NAME|module:Class|file.py:Class"
 _TIERS = "smoke|full|nightly"
@@ -75,6 +76,12 @@ COMMANDS = (
             option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
             flag("--bitwise", "tell when a row's bits are the same, too"),
             flag("--accuracy", "tell how errors are spread, too"),
+            option(
+                "--sanitize",
+                "TOOL",
+                "instead, call small cases under a tool of compute-sanitizer, on a GPU",
+                choices=TOOLS,
+            ),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
