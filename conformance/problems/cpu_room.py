@@ -53,19 +53,19 @@ class CpuRoom(mmap.mmap):
 
     Attributes:
         name: what lies in it.
-        size: bytes of it, whole pages.
+        capacity: bytes of it, whole pages.
         zones: before and behind them.
     """
 
     name: str
-    size: int
+    capacity: int
     zones: tuple[Zone, Zone]
 
     def __new__(cls, name: str, size: int) -> "CpuRoom":
         """A room that is mapped for as long as a tensor in it lives."""
         whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         room = super().__new__(cls, -1, whole + 2 * ZONE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        room.name, room.size = name, whole
+        room.name, room.capacity = name, whole
         inside = room.part(0, 1).data_ptr()
         room.zones = Zone(inside - ZONE), Zone(inside + whole)
         for zone in room.zones:

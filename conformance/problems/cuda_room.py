@@ -39,7 +39,7 @@ class CudaRoom:
     """At least ``size`` bytes of the current GPU, whole granules with an unmapped one on either side.
 
     Attributes:
-        size: bytes of it.
+        capacity: bytes of it.
 
     Raises:
         RuntimeError: the driver refuses.
@@ -50,9 +50,9 @@ class CudaRoom:
         properties, granule = _Properties(type=_PINNED, location=location), ctypes.c_size_t()
         _driver("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(properties), _MINIMUM)
         guard = granule.value
-        self.size = max(1, -(-size // guard)) * guard
+        self.capacity = max(1, -(-size // guard)) * guard
         reserved, handle = ctypes.c_uint64(), ctypes.c_uint64()
-        whole, held = ctypes.c_size_t(self.size + 2 * guard), ctypes.c_size_t(self.size)
+        whole, held = ctypes.c_size_t(self.capacity + 2 * guard), ctypes.c_size_t(self.capacity)
         none = ctypes.c_size_t(0)
         _driver("cuMemAddressReserve", ctypes.byref(reserved), whole, none, ctypes.c_uint64(0), ctypes.c_uint64(0))
         _driver("cuMemCreate", ctypes.byref(handle), held, ctypes.byref(properties), ctypes.c_uint64(0))

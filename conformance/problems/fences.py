@@ -58,8 +58,10 @@ class _Placed(NamedTuple):
         """A copy of the bytes [n] uint8 of a storage."""
         size = source.numel()
         room = CudaRoom(size) if source.is_cuda else CpuRoom(name, size)
-        start = (room.size - size) // ALIGNMENT * ALIGNMENT if side is Side.END else 0
-        around = [room.part(at, count) for at, count in ((0, start), (start + size, room.size - start - size)) if count]
+        start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if side is Side.END else 0
+        around = [
+            room.part(at, count) for at, count in ((0, start), (start + size, room.capacity - start - size)) if count
+        ]
         for each in around:
             each.fill_(_POISON)
         return _Placed(source, room.part(start, size).copy_(source), tuple(around))
@@ -87,8 +89,8 @@ class FencedCall:
                 self._placed[name] = _Placed.of(name, source, fence.side)
                 moved[storage._cdata] = self._placed[name].data.untyped_storage()
         # What operands mean is no backend's to see, and stays where it is.
-        meant: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
-        self.call = deepcopy(call, {**meant, "torch": moved})
+        memo: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
+        self.call = deepcopy(call, memo | {"torch": moved})
         self.out = None if out is None else self._moved_output(fence, out)
 
     def _moved_output(self, fence: Fence, out: Guarded) -> Guarded:
@@ -110,7 +112,7 @@ class FencedCall:
     def _touched(self, room: CpuRoom) -> Iterator[str]:
         """Of a room, which an operand of an earlier call may lie in."""
         before, behind = room.zones
-        data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.size)
+        data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
         first, end = data.data_ptr(), data.data_ptr() + data.numel()
         if behind.access:
             yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"

@@ -44,7 +44,7 @@ def test_a_right_kernel_is_right_at_the_edges(reference: str) -> None:
 def test_a_fault_in_an_operation_on_several_threads_is_noted() -> None:
     room = CpuRoom("operand", 2**20)
     with noted_faults():
-        beyond = _over(room, room.size + ZONE)
+        beyond = _over(room, room.capacity + ZONE)
         assert int(beyond.sum(dtype=torch.int64)) == 0
         assert [zone.access for zone in room.zones] == ["", "reads"]
         beyond[-1] = 1
@@ -72,3 +72,25 @@ def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not() -> None:
 def _over(room: CpuRoom, size: int) -> torch.Tensor:
     """The bytes of a room, and the zone behind them."""
     return torch.frombuffer((ctypes.c_char * size).from_address(room.part(0, 1).data_ptr()), dtype=torch.uint8)
+
+
+ON_A_GPU = """
+import torch
+from mla_conformance.problems.cuda_room import CudaRoom
+room = CudaRoom(100)
+inside = room.part(16, room.capacity - 16).fill_(1)
+assert inside.data_ptr() % 16 == 0 and int(inside.sum()) == room.capacity - 16
+beyond = room.part({first}, 16)
+try:
+    print(int(beyond.sum()))
+except RuntimeError as error:
+    print("fault", error)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; never run so far")
+@pytest.mark.parametrize("first", ["room.capacity", "-16"])
+def test_a_gpu_faults_beside_its_room(first: str) -> None:
+    command = [sys.executable, "-c", ON_A_GPU.format(first=first)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.startswith("fault") and "illegal" in done.stdout

@@ -4,18 +4,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import run_calls
-from mla_conformance.files.places import search_current_folder
-from mla_conformance.roles.table import build_problem
-from mla_conformance.traits.sanitizer import NO_DEVICE, UNSUPPORTED
-from mla_conformance.trials.subject import Subject
+NO_DEVICE, UNSUPPORTED = 77, 78
+"""Exit statuses: there is no such device, the backend does not support the case here."""
 
 
 def main(told: Sequence[str]) -> int:
     """Make the calls of a case on a device, and say so in a file; the exit status."""
+    import torch  # not for whoever asks what the statuses are
+
+    from mla_conformance.cases.case import Case
+    from mla_conformance.driving.driver import run_calls
+    from mla_conformance.files.places import search_current_folder
+    from mla_conformance.roles.table import build_problem
+    from mla_conformance.trials.subject import Subject
+
     reference, case_id, device, marker = told
     if device == "cuda" and not torch.cuda.is_available():
         return NO_DEVICE

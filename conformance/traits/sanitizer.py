@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-CALLED = "mla_conformance.traits.called"
-NO_DEVICE, UNSUPPORTED = 77, 78
-"""Exit statuses of that module: there is no such device, the backend does not support the case here."""
+from mla_conformance.traits import called
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _PROGRAM, _BESIDE = "compute-sanitizer", Path("/usr/local/cuda/bin/compute-sanitizer")
 _ROOT = "ComputeSanitizerOutput"
@@ -64,9 +63,9 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
         raise UnreadableOutput(f"expected XML of {_PROGRAM}, whose root is {_ROOT}, got {root.tag}")
     found: dict[tuple[str, str], SanitizerError] = {}
     for record in root.findall("record"):
-        error = _error(record)
-        known = found.get((error.kernel, error.cause))
-        found[error.kernel, error.cause] = replace(known, count=known.count + 1) if known else error
+        told = _error(record)
+        known = found.get((told.kernel, told.cause))
+        found[told.kernel, told.cause] = replace(known, count=known.count + 1) if known else told
     return tuple(sorted(found.values(), key=lambda each: -each.count))
 
 
@@ -125,7 +124,7 @@ def sanitized(path: str, tool: str, reference: str, case: str, device: str, seco
     with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
         output, marker = Path(folder, "output.xml"), Path(folder, "called")
         command = [path, "--tool", tool, "--xml", "yes", "--save", str(output), "--target-processes", "all"]
-        command += [sys.executable, "-m", CALLED, reference, case, device, str(marker)]
+        command += [sys.executable, "-m", called.__name__, reference, case, device, str(marker)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False,
@@ -140,9 +139,9 @@ def sanitized(path: str, tool: str, reference: str, case: str, device: str, seco
 
 def _result(case: str, done: "subprocess.CompletedProcess[str]", output: Path, marker: Path) -> Sanitized:
     """Errors count whatever became of the process; that there are none counts only of one that made its calls."""
-    if done.returncode == NO_DEVICE:
+    if done.returncode == called.NO_DEVICE:
         return Sanitized(case, unavailable="torch sees no CUDA device")
-    if done.returncode == UNSUPPORTED:
+    if done.returncode == called.UNSUPPORTED:
         return Sanitized(case, unsupported=True)
     try:
         errors = errors_of(_read(output))
