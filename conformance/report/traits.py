@@ -33,9 +33,9 @@ def _worst(spreads: Sequence[ErrorSpread]) -> str:
 
 
 def in_words(spread: ErrorSpread) -> str:
-    """Its figures."""
-    budget, ulp = (" / ".join(f"{number:.3g}" for number in numbers) for numbers in (spread.budget, spread.ulp))
-    return f"median / 99 % / worst {budget} of the budget, {ulp} ulp"
+    """Median, 99th percentile and worst error, by budget and by the last place."""
+    budget, ulp = (" / ".join(f"{number:.2g}" for number in numbers) for numbers in (spread.budget, spread.ulp))
+    return f"{budget} · {ulp} ulp"
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def spread_picture(spread: ErrorSpread) -> str:
     return (
         f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
         f"<title>{escape(in_words(spread))}</title>"
-        f'<path class="axis" stroke="currentColor" stroke-dasharray="2" d="M{limit:.1f} 0v{_HEIGHT}"/>'
-        f'<path class="axis" stroke="currentColor" d="M{median:.1f} {middle}H{worst:.1f}"/>'
+        f'<path stroke="currentColor" stroke-dasharray="2" d="M{limit:.1f} 0v{_HEIGHT}"/>'
+        f'<path stroke="currentColor" d="M{median:.1f} {middle}H{worst:.1f}"/>'
         f'<rect x="{median - 1.5:.1f}" y="2" width="3" height="{_HEIGHT - 4}"/>'
         f'<rect x="{tail - 1:.1f}" y="3" width="2" height="{_HEIGHT - 6}"/>'
-        f'<circle cx="{worst:.1f}" cy="{middle}" r="2.5"/></svg>'
+        f'<circle cx="{worst:.1f}" cy="{middle}" r="2.5" fill="currentColor"/></svg>'
     )
 
 

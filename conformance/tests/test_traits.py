@@ -102,7 +102,7 @@ def test_answers_reach_text_page_and_gate() -> None:
     lines = list(traits_lines(run.backends[0].traits))
     assert any("on any pages: decode ✘" in line for line in lines) and any(NO.why in line for line in lines)
     page = html(run)
-    assert NO.why in page and "0.1 / 0.5 / 0.9 of the budget" in page
+    assert NO.why in page and "0.1 / 0.5 / 0.9 · 0.2 / 3 / 8 ulp" in page
     gate = Gate([run], Expectations(()), suites=["1"], bitwise=[Question.PAGES, Question.REPEATS])
     assert [row.what for row in gate.rows() if row.finding is GateFinding.BITWISE] == [Question.PAGES]
 
