@@ -124,6 +124,7 @@ def record(
         unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
         lacking=_lacking(backend.records),
         cases={record.case: record.status for record in backend.records},
+        traits=backend.traits or msgspec.UNSET,
     )
     return msgspec.structs.replace(found, seal=seal(found))
 

@@ -17,6 +17,7 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
+from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
@@ -48,6 +49,8 @@ def certify(options: argparse.Namespace) -> int:
     began, issuing = time.monotonic(), Issuing.asked(options)
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
+    if options.sanitize:
+        return sanitize(request, options.sanitize, bool(options.capability), options.timeout)
     expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
@@ -74,7 +77,7 @@ def _new(options: argparse.Namespace) -> RunRequest:
         options.salt or "",
         _is_apart(options),
     )
-    return replace(request, shard=_shard(options, request))
+    return replace(request, shard=_shard(options, request), bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _deployed(options: argparse.Namespace) -> RunRequest:
@@ -88,7 +91,7 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
     request = RunRequest.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
-    return replace(request, deployment=deployment)
+    return replace(request, deployment=deployment, bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _flag(name: str) -> str:
@@ -147,7 +150,8 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )
-    request = replace(request, shard=plan.shard, deployment=plan.deployment)
+    asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
+    request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request

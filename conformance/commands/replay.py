@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.commands.console import run_and_report, status_of
+from mla_conformance.commands.repeats import repeat
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
@@ -37,6 +38,9 @@ class _Replayed:
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
     asked = _replayed(options)
+    if options.repeats:
+        with _one_case(asked.case, asked.reference, options, asked.salt) as run:
+            return repeat(run, options.repeats)
     dump = _dumping(asked, options) if options.dump is not None else None
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after

@@ -17,6 +17,7 @@ from mla_conformance.commands.options import (
 )
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
+from mla_conformance.traits.sanitizer import TOOLS
 
 _REFERENCE = "NAME|module:Class|file.py:Class"
 _TIERS = "smoke|full|nightly"
@@ -73,6 +74,14 @@ COMMANDS = (
             option("--tp", "N", "ranks that share the model's heads, 1", type=count),
             option("--kv-cache", "NAME", "what the model's cache is called, auto"),
             option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
+            flag("--bitwise", "tell when a row's bits are the same, too"),
+            flag("--accuracy", "tell how errors are spread, too"),
+            option(
+                "--sanitize",
+                "TOOL",
+                "instead, call small cases under a tool of compute-sanitizer, on a GPU",
+                choices=TOOLS,
+            ),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
@@ -116,6 +125,7 @@ COMMANDS = (
             _BACKEND,
             _DEVICE,
             option("--timeout", "TIME", type=seconds),
+            option("--repeats", "N", "instead, make so many calls and compare their bits, to find a race", type=count),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
@@ -238,6 +248,13 @@ COMMANDS = (
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            option(
+                "--require-bitwise",
+                "QUESTION",
+                "a row's bits have to be the same, of certify --bitwise: repeats, alone, pages …",
+                nargs="+",
+                default=[],
+            ),
             several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
         ),
         (

@@ -21,7 +21,8 @@ _LAYER = ("layer_cache", "layer_weights", "layer_calls")
 _ROLES = ("batches", "plans", "replays", "shapes")
 _SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
 _EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
-FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_EDGES)
+_MEMORY = ("bounds",)
+FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_EDGES, *_MEMORY)
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend

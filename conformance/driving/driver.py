@@ -146,13 +146,25 @@ class Observation:
 
 
 def run_calls(
-    backend: KernelBackend, problem: Problem, prepare: bool = True, executor: Executor = IN_PROCESS
+    backend: KernelBackend,
+    problem: Problem,
+    prepare: bool = True,
+    executor: Executor = IN_PROCESS,
+    perform: Callable[..., Any] | None = None,
 ) -> Observation:
-    """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises."""
+    """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises.
+
+    Args:
+        backend: a kernel, or a layer.
+        problem: whose calls.
+        prepare: whether metadata are handed over.
+        executor: carries the calls out.
+        perform: makes a call, where that is not :func:`call_once`.
+    """
     before = Snapshot(problem.caller_owned)
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(executor, backend, problem, call, prepare))
+        returned.append(_guarded_call(executor, backend, problem, call, prepare, perform or call_once))
         if returned[-1].error:
             break
     disturbed = tuple(change for part in returned for change in part.disturbed)
@@ -171,21 +183,36 @@ def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
 
 
 def _guarded_call(
-    executor: Executor, backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool
+    executor: Executor,
+    backend: KernelBackend,
+    problem: Problem,
+    call: KernelCall,
+    prepare: bool,
+    perform: Callable[..., Any],
 ) -> Returned:
     out, case, device = call.output_buffer(), problem.case, problem.device
     first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, case.poison)
     reached = [*call.reached, *([] if out is None else [out.storage])]
-    done = executor.call(partial(_call, first, backend, call, out, prepare, device), reached)
+    done = executor.call(partial(perform, first, backend, call, out, prepare, device), reached)
     miswritten = "" if done.error else call.wrong_writes()
     return Returned(
         call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, done.disturbed, done.kept
     )
 
 
-def _call(
+def call_once(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
+    """Make a call, and wait for it.
+
+    Args:
+        first: what is done before.
+        backend: a kernel, or a layer.
+        call: the call.
+        out: its output tensor, if it takes one.
+        prepare: whether its metadata are handed over.
+        device: where it runs.
+    """
     first()
     look_afterwards(Handed.of(call, None if out is None else out.view).settle)
     if prepare:

@@ -21,6 +21,7 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import open_regular
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
 
@@ -62,6 +63,13 @@ class WasTraced(_Event, frozen=True, tag="traced"):
     traced: Traced
 
 
+class Examined(_Event, frozen=True, tag="examined"):
+    """What was found of a backend, by reference, beside verdicts."""
+
+    backend: str
+    traits: Traits
+
+
 class HeatShown(_Event, frozen=True, tag="heat"):
     """Where the errors of a failure are."""
 
@@ -94,7 +102,17 @@ class Reported(_Event, frozen=True, tag="report"):
 
 
 JournalEvent = (
-    Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed | Reported
+    Planned
+    | Resumed
+    | CaseStarted
+    | Judgement
+    | WasTraced
+    | Examined
+    | HeatShown
+    | CodeLoaded
+    | GaveUp
+    | Completed
+    | Reported
 )
 
 

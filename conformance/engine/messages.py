@@ -8,6 +8,7 @@ import msgspec
 
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import Repeated, Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -101,7 +102,37 @@ class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
     cases: dict[str, str]
 
 
-Task = Describe | Judge | Explore | Trace
+class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
+    """Tell what numbers alone do not show of a backend.
+
+    Attributes:
+        reference: the backend.
+        bitwise: when its bits are the same.
+        accuracy: how its errors are spread.
+    """
+
+    reference: str
+    bitwise: bool
+    accuracy: bool
+
+
+class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
+    """Call a backend on a case again and again, and tell which results differ.
+
+    Attributes:
+        reference: the backend.
+        case: id of the case.
+        calls: how many.
+    """
+
+    reference: str
+    case: str
+    calls: int
+
+
+Task = Describe | Judge | Explore | Trace | Examine | Repeat
+Unrecorded = Describe | Trace | Examine | Repeat
+"""Tasks that no record answers."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -146,6 +177,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         record: of what was judged.
         facts: of what was described.
         traced: what was seen to run.
+        traits: what was asked beside verdicts.
+        repeated: what many calls showed.
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
@@ -155,6 +188,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
+    traits: Traits | None = None
+    repeated: Repeated | None = None
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from mla_conformance.engine.limits import end_of, how
 from mla_conformance.engine.messages import (
-    Describe,
     Ended,
     Explore,
     Given,
@@ -21,7 +20,7 @@ from mla_conformance.engine.messages import (
     Setup,
     Task,
     TaskReply,
-    Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerJudged,
     WorkerStarted,
@@ -129,7 +128,7 @@ class WorkerSlot:
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
         self._begun = 0
         self._wait(self.timeout)
-        if isinstance(task, Describe | Trace):
+        if isinstance(task, Unrecorded):
             self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
             self.connection.sendall(encode(Given(self._process, task)))

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -18,7 +18,7 @@ from mla_conformance.backends.references import (
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.engine.messages import Explore, Judge
+from mla_conformance.engine.messages import Examine, Explore, Judge
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import EXPLORED, BackendFacts
 from mla_conformance.models.profile import Deployment
@@ -57,6 +57,8 @@ class RunRequest:
         shard: judge only this part of the cases.
         deployment: the model that the cases are of, if they are.
         apart: with inputs, kernel and judge in processes of their own.
+        bitwise: whether each backend is asked, too, when its bits are the same.
+        accuracy: whether it is measured how its errors are spread.
     """
 
     backends: tuple[BackendReference, ...]
@@ -69,6 +71,8 @@ class RunRequest:
     shard: Shard | None = None
     deployment: Deployment | None = None
     apart: bool = False
+    bitwise: bool = False
+    accuracy: bool = False
 
     @staticmethod
     def of(
@@ -140,6 +144,12 @@ class RunRequest:
     def expected(self, facts: BackendFacts) -> dict[str, int]:
         """Records of a backend by capability: one for each of its cases, one for all drawn cases."""
         return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if self.explore else {})
+
+    def examinations(self, references: Iterable[str]) -> list[list[Examine]]:
+        """What is asked of these backends beside verdicts."""
+        if not (self.bitwise or self.accuracy):
+            return []
+        return [[Examine(reference, self.bitwise, self.accuracy)] for reference in references]
 
     @property
     def arrays(self) -> tuple[str, ...]:

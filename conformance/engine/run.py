@@ -28,6 +28,7 @@ from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
@@ -88,6 +89,7 @@ class Run:
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     code: LoadedCode = field(default_factory=LoadedCode)
     _traced: dict[str, Traced] = field(default_factory=dict)
+    _traits: dict[str, Traits] = field(default_factory=dict)
     _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
     _given_up: dict[str, str] = field(default_factory=dict)
     _tried: set[RecordKey] = field(default_factory=set)
@@ -269,6 +271,10 @@ class Run:
                 self._write(journal.Judgement(record))
         for record in self._compared(on_phase):
             self._write(journal.Judgement(record))
+        if asked := self.request.examinations(f.reference for f in self.available if f.reference not in self._traits):
+            on_phase("asking when bits are the same, and how errors are spread")
+            for outcome in self.outcomes(Tasks(asked)):
+                self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
         if self.device == "cuda":
             on_phase("looking which kernels run")
             self._trace()
@@ -425,6 +431,8 @@ class Run:
             self.verdicts[event.record.record_key] = event.record
         elif isinstance(event, journal.WasTraced):
             self._traced[event.backend] = event.traced
+        elif isinstance(event, journal.Examined):
+            self._traits[event.backend] = event.traits
         elif isinstance(event, journal.HeatShown):
             self._heat[event.backend, event.case] = event.heat
         elif isinstance(event, journal.CodeLoaded):
@@ -450,6 +458,7 @@ class Run:
                 self._traced.get(facts.reference, NOTHING_TRACED),
                 self._heat_of(groups[facts.name]),
                 judged_pairs(groups[facts.name], facts.fitted) if self.request.arrays else {},
+                self._traits.get(facts.reference, NO_TRAITS),
             )
             for facts in self.facts
         )

@@ -18,13 +18,16 @@ from mla_conformance.engine.limits import adopt_orphans, children, end_children,
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Examine,
     Explore,
     Hello,
     Judge,
+    Repeat,
     Setup,
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerStarted,
 )
@@ -244,7 +247,7 @@ class Supervisor:
         record = place.outcome(status)
         if record is None and self._is_unstartable(given):
             record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
-        if record or isinstance(given, Describe | Trace):
+        if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return
         self._count_start(status)
@@ -275,6 +278,10 @@ def answers(task: Task, reply: TaskReply) -> bool:
         return reply.facts is not None and reply.facts.reference == task.reference
     if isinstance(task, Trace):
         return reply.traced is not None
+    if isinstance(task, Examine):
+        return reply.traits is not None
+    if isinstance(task, Repeat):
+        return reply.repeated is not None
     if reply.record is None:
         return False
     if isinstance(task, Explore):

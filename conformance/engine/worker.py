@@ -49,6 +49,7 @@ from mla_conformance.engine.limits import (
 )
 from mla_conformance.engine.messages import (
     Describe,
+    Examine,
     Explore,
     Given,
     Hello,
@@ -56,6 +57,7 @@ from mla_conformance.engine.messages import (
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerJudged,
     WorkerStarted,
@@ -66,8 +68,12 @@ from mla_conformance.engine.messages import (
 from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import is_free_again
+from mla_conformance.traits.accuracy import accuracy
+from mla_conformance.traits.bitwise import bitwise
+from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
@@ -159,12 +165,10 @@ class Worker:
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 
     def _done(self, task: Task) -> TaskReply:
-        if isinstance(task, Describe):
-            return TaskReply(facts=self._described(task))
+        if isinstance(task, Unrecorded):
+            return self._told(task)
         if isinstance(task, Explore):
             return self._explored(task)
-        if isinstance(task, Trace):
-            return self._traced(task)
         subject = self._subject(task.reference)
         for reference, before in task.before:
             earlier = self._subject(reference)
@@ -180,6 +184,16 @@ class Worker:
         disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
+
+    def _told(self, task: Unrecorded) -> TaskReply:
+        if isinstance(task, Describe):
+            return TaskReply(facts=self._described(task))
+        if isinstance(task, Trace):
+            return self._traced(task)
+        if isinstance(task, Examine):
+            return self._examined(task)
+        found = repeated(self._subject(task.reference), self._context, Case.parse(task.case), task.calls)
+        return TaskReply(repeated=found, leaves=True)
 
     def _described(self, task: Describe) -> BackendFacts:
         subject = self._subject(task.reference)
@@ -208,6 +222,13 @@ class Worker:
         subject = Subject.of(task.reference, self._device, self._executor)
         seen = self._executor.query(partial(trace_all, subject, task.cases), Traced)
         return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+
+    def _examined(self, task: Examine) -> TaskReply:
+        """By a process that judges nothing more: its kernels have been called as no case calls them."""
+        subject = self._subject(task.reference)
+        answers = bitwise(subject, self._context) if task.bitwise else ()
+        spreads = accuracy(subject, self._context) if task.accuracy else ()
+        return TaskReply(traits=Traits(answers, spreads), leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""

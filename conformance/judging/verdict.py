@@ -40,6 +40,7 @@ class Check(StrEnum):
     CACHE = "cache"
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
+    OUT_OF_BOUNDS = "out_of_bounds"
     PROCESS_STATE = "process_state"
     STALE_RESULT = "stale_result"
     NONDETERMINISM = "nondeterminism"
@@ -67,6 +68,7 @@ CLAUSES = {
     Check.CACHE: "6.7",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
+    Check.OUT_OF_BOUNDS: "3.10",
     Check.PROCESS_STATE: "3.6",
     Check.STALE_RESULT: "3.7",
     Check.NONDETERMINISM: "3.7",

@@ -171,6 +171,7 @@ WRONG: dict[str, str] = {
     Check.CACHE: "the cache does not hold what was to be written",
     Check.MUTATED_INPUT: "inputs were changed",
     Check.OUT_OF_BOUNDS_WRITE: "memory beside the output tensor was written",
+    Check.OUT_OF_BOUNDS: "memory beside an operand was read or written",
     Check.PROCESS_STATE: "the state of the process was changed",
     Check.STALE_RESULT: "an earlier result was overwritten",
     Check.NONDETERMINISM: "the same call returns other bits",

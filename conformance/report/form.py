@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import Said, Share, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
@@ -113,6 +114,9 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]
     heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]
+    traits: Annotated[Traits, Meta(description="When bits are the same and how errors are spread, if asked.")] = (
+        NO_TRAITS
+    )
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 
 

@@ -14,6 +14,7 @@ from mla_conformance.report.outcome import answers, cases_of, closing_line, from
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
+from mla_conformance.report.traits import TraitsView
 
 _CLOSEST = 8
 
@@ -29,6 +30,8 @@ def html(run: RunSummary) -> str:
         outcome={0: "pass", 1: "fail"}.get(run.exit_status, "not_run"),
         closing=closing_line(run),
         judged_backends=run_backends,
+        traits_of=[(backend.name, backend.traits) for backend in run_backends],
+        traits_view=TraitsView(),
         waived=_waived(run),
         judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],

@@ -65,6 +65,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
         },
         causes=tuple(map(_cause, backend.causes)),
         heat=dict(backend.heat),
+        traits=backend.traits,
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
         records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
     )

@@ -16,6 +16,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Traced
+from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
@@ -120,7 +121,7 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
     listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
     capabilities = () if part.reasons else summarise(records, listed)
     pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
-    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat, pairs)
+    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
 
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
@@ -257,4 +258,6 @@ def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSum
     traced = reduce(Traced.joined, (part.traced for part in parts))
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
     pairs = judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
-    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, traced, heat, pairs)
+    traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
+    capabilities = summarise(records, count_by_capability(position))
+    return BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

@@ -26,6 +26,7 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.report.traits import traits_lines
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
@@ -330,6 +331,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
         yield declared(backend.facts)
     yield from sampled([record.sampled for record in backend.records if record.sampled])
     yield from ran(backend.traced)
+    yield from traits_lines(backend.traits)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
 

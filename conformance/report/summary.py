@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes, grouped
@@ -154,6 +155,7 @@ class BackendSummary:
         traced: what was seen to run.
         heat: where the errors of a failure are, by case, of those that were explained.
         pairs: by role, the pairs of classes that were claimed and judged, where the covering arrays were asked.
+        traits: what was found beside verdicts, where that was asked for.
     """
 
     facts: BackendFacts
@@ -162,6 +164,7 @@ class BackendSummary:
     traced: Traced = NOTHING_TRACED
     heat: Mapping[str, HeatMap] = field(default_factory=dict)
     pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
+    traits: Traits = NO_TRAITS
 
     @property
     def name(self) -> str:

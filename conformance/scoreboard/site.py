@@ -22,6 +22,7 @@ from mla_conformance.report.json_report import to_text
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
+from mla_conformance.report.traits import TraitsView
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -79,6 +80,8 @@ def page(board: Board) -> str:
         "board.html.j2",
         board=board,
         suite=SUITE_VERSION,
+        traits_of=[(_titled(entry), entry.record.traits) for entry in board.newest if not entry.old],
+        traits_view=TraitsView(),
         style=_style,
         cell=_cell,
         definition=definition,
@@ -87,6 +90,10 @@ def page(board: Board) -> str:
         replay=_replay,
         counted=counted,
     )
+
+
+def _titled(entry: Entry) -> str:
+    return f"{entry.record.backend}, {entry.versions}, {entry.record.device}"
 
 
 def _style(entry: Entry) -> tuple[str, str]:

@@ -226,7 +226,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     )
     script = subprocess.run([COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report"]
+    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report --repeats"]
 
 
 def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:

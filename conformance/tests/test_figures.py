@@ -17,6 +17,7 @@ from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
 from mla_conformance.cli import _parser
+from mla_conformance.commands.repeats import PROBABILITY
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
@@ -30,6 +31,8 @@ from mla_conformance.judging.record import detection
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
+from mla_conformance.problems.cpu_room import ZONE
+from mla_conformance.problems.fences import ALIGNMENT
 from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
 from mla_conformance.proof.layers import CALLS
 from mla_conformance.proof.prove import FAR
@@ -150,6 +153,11 @@ def stated() -> dict[str, list[str]]:
             f"the first {KEPT_BYTES // 2**20} MiB of it",
             f"by default {GIVE_UP_AFTER}, the rest",
             f"up to {MOST} × {MOST}:",
+        ],
+        "docs/beyond-numbers.md": [
+            f"granules of {mebibytes(ZONE)}",
+            f"multiples of {ALIGNMENT} bytes.",
+            f"with {PROBABILITY * 100:.0f} %;",
         ],
         "docs/replay.md": [
             f"has at most {MOST_LINES} lines;",

@@ -13,6 +13,7 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.bounds import memory_bounds
 from mla_conformance.trials.call_order import call_order
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
@@ -204,7 +205,8 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     for procedure in (
         Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
         merge_states, v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        neighbours, neighbour_keys, refuses_or_conforms, selection_order, selection_padding, selection_rows,
+        neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
+        selection_order, selection_padding, selection_rows,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

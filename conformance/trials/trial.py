@@ -170,7 +170,9 @@ class Trial:
         expectation = self.expect(problem)
         return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
 
-    def run(self, instance: Any, problem: Problem, prepare: bool = True) -> Observation:
+    def run(
+        self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
+    ) -> Observation:
         """Make the problem's calls on an instance.
 
         Args:
@@ -178,10 +180,11 @@ class Trial:
             problem: whose calls.
             prepare: whether its metadata are handed over first; those of ranks are before each call in any case, since
                 the ranks share the instance.
+            perform: makes each call, as for :func:`run_calls`.
         """
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare or ranks, self.subject.executor)
+            observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 

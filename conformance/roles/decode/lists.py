@@ -251,6 +251,18 @@ def neighbours() -> Iterator[Fields]:
     yield single(64, 5, 130, heads=2, ranks=2)
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests, as for a prefill; every layout of the cache, rows of padding, ranks."""
+    yield single(64, 5, 300, 17, heads=2)
+    yield decode((2,) * 3, (62, 300, 9), heads=2)
+    yield single(63, 5, 128, 17, heads=2, cache="fp8", page=64)
+    yield single(63, 5, 130, heads=2, cache="fp8_ds_mla")
+    yield single(127, 5, 130, heads=2, page=128, tails="huge")
+    yield single(64, 5, heads=2, pad=2, tails="minus")
+    yield single(64, 5, 130, heads=2, ranks=2)
+    yield decode((3, 1, 2), (64, 5, 130), heads=2, page=1)
+
+
 def loose_maxima() -> Iterator[Fields]:
     """Maxima in the metadata a hundred times the true ones."""
     yield single(64, 5, 333, inflate=100)

@@ -134,6 +134,15 @@ def determinism() -> Iterator[Fields]:
     yield best((1, 1), (3000, 300), topk=512, data="zero_keys", **_FEW_HEADS)
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests, scored and selected, paged and gathered."""
+    yield best((2, 1, 3, 1), (100, 3, 40, 70), space="slot", **_FEW_HEADS)
+    yield scores((1, 1, 1), (63, 5, 127), **_FEW_HEADS)
+    yield scores((20, 1, 9), (50, 0, 3), heads=32, **_GATHERED)
+    yield best((2, 1, 3), (100, 3, 40), **_FEW_HEADS, **_GATHERED)
+    yield scores((2, 1, 1), (200, 40, 5), **_PLAIN, **_FEW_HEADS)
+
+
 def many_rows() -> Iterator[Fields]:
     """Hundreds of requests beside one of 2^17 tokens, and as many rows of one request as a prefill has."""
     yield scores((1,) * 257, (_LONG, *(63, 5, 200, 64) * 64))

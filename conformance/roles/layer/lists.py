@@ -183,6 +183,13 @@ def determinism() -> Iterator[Fields]:
     yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, **_LATENT)
 
 
+def fenced() -> Iterator[Fields]:
+    """Prefills with context beside decodes, over plain pages and codes, on one rank and on two."""
+    yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, out=True, **_LATENT)
+    yield layer((1, 3, 2, 1), (63, 0, 40, 15), 4, cache="fp8", **_LATENT)
+    yield layer((5, 1), (140, 63), 1, cache="fp8_ds_mla")
+
+
 def batches() -> Iterator[Fields]:
     """Prefills whose chunks depend on the others, and decodes; each alone, and in another order."""
     yield layer((5, 20, 1), (130, 0, 40), 0, workspace=128, layers=2, data="needle", **_LATENT)

@@ -339,6 +339,16 @@ def neighbours() -> Iterator[Fields]:
     yield single(64, 5, 130, heads=16, cache="fp8_ds_mla", space="position")
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests; lists with lengths, sinks, a second cache, every layout, gathered keys."""
+    yield single(64, 5, 300, 17, heads=16, fill="ragged")
+    yield prefill((2, 3, 1), (64, 5, 130), heads=16)
+    yield single(64, 5, 130, heads=16, cache="fp8_ds_mla", sink="drawn")
+    yield prefill((2, 7, 1, 3), (30, 0, 40, 129), heads=16, fill="ragged")
+    yield single(64, 5, 130, 3, heads=16, cache="fp8", space="position")
+    yield single(130, 64, 5, fill="ragged", length=True, extra="auto", extra_topk=100, **_SMALL)
+
+
 def loose_maxima() -> Iterator[Fields]:
     """Maxima in the metadata a hundred times the true ones."""
     yield single(64, 5, 333, inflate=100, heads=16)

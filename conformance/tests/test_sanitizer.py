@@ -1,0 +1,136 @@
+"""compute-sanitizer's XML as its manual describes it, written here: no output of the tool was at hand."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.backends.references import BackendReference
+from mla_conformance.cli import main
+from mla_conformance.commands.sanitize import lines
+from mla_conformance.traits.sanitizer import Sanitized, SanitizerError, UnreadableOutput, errors_of, sanitized
+
+CASE = "memory_bounds:dims=small;heads=1;q=[5]"
+
+
+def output(*records: str) -> str:
+    return (
+        f'<?xml version="1.0" encoding="utf-8"?>\n<ComputeSanitizerOutput>{"".join(records)}</ComputeSanitizerOutput>'
+    )
+
+
+def access(kernel: str, text: str, thread: int, line: int = 40) -> str:
+    return (
+        f"<record><kind>Precise</kind><level>Error</level><what><text>{text}</text><size>16</size></what>"
+        f"<who><threadIdx><x>{thread}</x><y>0</y><z>0</z></threadIdx></who>"
+        f"<where><func>{kernel}</func><path>mla.cu</path><line>{line}</line></where>"
+        "<hostStack><saveLocation>error</saveLocation><frame><func>launch</func></frame></hostStack></record>"
+    )
+
+
+READ = "Invalid __global__ read of size 16 bytes at 0x7f00{} by thread ({},0,0)"
+HAZARD = "<record><kind>Hazard</kind><what><text>Race reported between Write and Read access</text></what>{}</record>"
+WHERE = "<where><func>combine</func></where>"
+SAMPLES = {
+    "memcheck": (
+        output(
+            *(access("decode", READ.format(number, number), number) for number in range(3)), access("merge", "x", 0)
+        ),
+        [("decode", "Precise Invalid __global__ read of size 16 bytes at … by thread …", 3, "mla.cu:40")],
+    ),
+    "racecheck": (
+        output(HAZARD.format(WHERE), HAZARD.format(WHERE)),
+        [("combine", "Hazard Race reported between Write and Read access", 2, "")],
+    ),
+    "initcheck": (
+        output(
+            "<record><kind>Initcheck</kind><what><text>Uninitialized __global__ memory read</text><size>4</size></what>"
+            "<where><func>topk</func><module>libtopk.so</module></where></record>"
+        ),
+        [("topk", "Initcheck Uninitialized __global__ memory read of size 4", 1, "libtopk.so")],
+    ),
+    "synccheck": (
+        output(
+            "<record><kind>Synccheck</kind><what><text>Barrier error. Divergent thread(s) in block</text></what>"
+            "<where><func>tile</func></where></record>"
+        ),
+        [("tile", "Synccheck Barrier error. Divergent thread(s) in block", 1, "")],
+    ),
+    "host": (
+        output("<record><kind>Api</kind><what><api>cudaMemcpy</api><result>700</result></what></record>"),
+        [("cudaMemcpy", "Api 700", 1, "")],
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", SAMPLES)
+def test_errors_are_grouped_by_kernel_and_cause(tool: str) -> None:
+    text, expected = SAMPLES[tool]
+    found = [(each.kernel, each.cause, each.count, each.place) for each in errors_of(text)]
+    assert found[: len(expected)] == expected
+
+
+def test_no_record_is_no_error() -> None:
+    assert errors_of(output()) == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<ComputeSanitizerOutput><record>", "<html/>", "========= ERROR SUMMARY: 0 errors"]
+)
+def test_what_is_no_output_is_never_taken_for_a_clean_one(text: str) -> None:
+    with pytest.raises(UnreadableOutput, match="expected XML"):
+        errors_of(text)
+
+
+def tool(folder: Path, written: str | None, runs: bool = True, status: int = 0) -> str:
+    """A program that stands for the tool: it writes this output, and runs what it is given or does not."""
+    path = folder / "compute-sanitizer"
+    path.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nargs = sys.argv[1:]\n"
+        f"written = {written!r}\n"
+        "if written is not None: open(args[args.index('--save') + 1], 'w').write(written)\n"
+        f"if {runs}: subprocess.run(args[args.index({sys.executable!r}):], check=True)\n"
+        f"print('Error: not attached' if {status} else '')\nsys.exit({status})\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((None, False, 1), "wrote no output"),
+        ((output(), False, 0), "not made under it"),
+        ((output(), True, 3), "not made under it; exit status 3: Error: not attached"),
+        (("<x/>", True, 0), "expected XML"),
+    ],
+)
+def test_a_tool_that_cannot_watch_is_unavailable(tmp_path: Path, arguments, why: str) -> None:
+    found = sanitized(tool(tmp_path, *arguments), "memcheck", "EAGER", CASE, "cpu", 120)
+    assert why in found.unavailable and not found.errors
+
+
+def test_a_call_that_was_watched_and_is_clean(tmp_path: Path) -> None:
+    assert sanitized(tool(tmp_path, output()), "memcheck", "EAGER", CASE, "cpu", 120) == Sanitized(CASE)
+
+
+def test_errors_count_although_the_process_ended_badly(tmp_path: Path) -> None:
+    text, _ = SAMPLES["racecheck"]
+    found = sanitized(tool(tmp_path, text, runs=False, status=1), "racecheck", "EAGER", CASE, "cpu", 120)
+    assert [each.count for each in found.errors] == [2] and not found.unavailable
+
+
+def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
+    error = SanitizerError("decode", "Invalid read", 2, "mla.cu:40")
+    found = [Sanitized("lse:q=[4]", (error,)), Sanitized("lse:q=[8]", (error,)), Sanitized("lse:q=[9]", (), "too slow")]
+    said = list(lines("memcheck", BackendReference("MINE", "a.py:MINE"), found))
+    assert said[0] == "memcheck MINE: decode: Invalid read, 4 times, mla.cu:40"
+    assert said[1] == "  replay: mla-conformance replay 'lse:q=[4]' --backend a.py:MINE"
+    assert "unavailable for 1 case, such as lse:q=[9]: too slow" in said[2] and "nothing reported of 0 cases" in said[3]
+
+
+def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PATH", os.devnull)
+    assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck"]) == 3
+    assert "racecheck unavailable: compute-sanitizer is not installed here" in capsys.readouterr().out
