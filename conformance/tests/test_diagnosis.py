@@ -72,6 +72,10 @@ FURTHER_CASES = (
     "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=512;holes=front;data=negative",
     "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
     "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
+    "lse:dims=small;heads=70;q=[4]",
+    "decode_lse:call=decode;dims=small;heads=70;q=[1];kv=[9]",
+    "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,600];page=16",
+    "sparse_decode:call=sparse_decode;dims=small;heads=70;q=[1];kv=[9];topk=64",
 )
 
 
