@@ -24,7 +24,7 @@ class _Splits(SplitDecode):
             0 if it is rounded down and the last split takes the rest; the least size.
     """
 
-    prefill_backend = None
+    prefill_backend = None  # type: ignore[assignment] # so that no layer has it
     cut: tuple[int, int, int]
 
     def _starts(self, seq_len):
