@@ -348,7 +348,7 @@ COMMANDS = (
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
         (
-            path("records", "FILE|DIR", "records, or submissions", nargs="+"),
+            path("records", "FILE|DIR", "records, submissions, or reports of certify --model", nargs="+"),
             path("--out", "DIR", "receives the site", required=True),
         ),
         ("submissions --out site", "before.json after.json --out site"),
