@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.cases.extent import Extent
@@ -62,7 +63,8 @@ def run_and_report(
         except RunError as error:
             say(f"mla-conformance: {error}", error=True)
             return status or BROKEN
-        summary, report = run.summary(), run.folder.path / REPORT_NAME
+        report = run.folder.path / REPORT_NAME
+        summary = replace(run.summary(), source=str(near(report)) if keep_report else "")
         digest, unwritten = _write(run, report, summary, views=keep_report)  # while the folder is this run's alone
     if keep_report:
         _write_step_summary(summary)

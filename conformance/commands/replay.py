@@ -27,12 +27,17 @@ from mla_conformance.vocabulary.case_files import read_case, write_case
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without.
+
+    Attributes:
+        confirmed: what the report says of confirming the failure; empty where it failed again alone.
+    """
 
     case: str
     reference: str
     after: Sequence[str]
     salt: str
+    confirmed: str = ""
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -42,6 +47,8 @@ def replay(options: argparse.Namespace) -> int:
         with _one_case(asked.case, asked.reference, options, asked.salt) as run:
             return repeat(run, options.repeats)
     dump = _dumping(asked, options) if options.dump is not None else None
+    if asked.confirmed:
+        say(f"the report says of this failure: it {asked.confirmed}")
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after
         status = run_and_report(run, keep_report=False)
@@ -82,7 +89,8 @@ def _replayed(options: argparse.Namespace) -> _Replayed:
     if options.report is not None:
         failure = _failure(options.report, options.failure)
         salt = failure.salt if options.salt is None else options.salt
-        return _Replayed(failure.case, options.backend or failure.reference, options.after or failure.after, salt)
+        reference, after = options.backend or failure.reference, options.after or failure.after
+        return _Replayed(failure.case, reference, after, salt, failure.confirmed)
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")
     after = [case_id(case) for case in options.after]

@@ -149,10 +149,20 @@ COMMANDS = (
     ),
     Command(
         "export",
-        "write one call as a script that needs torch and the library alone",
+        "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
-        (_CASE, _NEEDED_BACKEND, _DEVICE, path("--out", "FILE.py", "receives the script", required=True)),
-        ("'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",),
+        (
+            option("case", "CASE_ID|FILE.json", nargs="?"),
+            path("--issue", "REPORT", "instead, a failure of this report or record as the text of an issue"),
+            option("--failure", "K", "which one, counted from 1 as certify lists causes", type=count, default=1),
+            _BACKEND,
+            _DEVICE,
+            path("--out", "FILE", "receives the script; an issue is printed without"),
+        ),
+        (
+            "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
+            "--issue build/mla-conformance/latest --failure 2",
+        ),
         "0 written · 2 usage, or one call alone does not show it",
     ),
     Command(
@@ -355,7 +365,7 @@ COMMANDS = (
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
         (
-            path("records", "FILE|DIR", "records, or submissions", nargs="+"),
+            path("records", "FILE|DIR", "records, submissions, or reports of certify --model", nargs="+"),
             path("--out", "DIR", "receives the site", required=True),
         ),
         ("submissions --out site", "before.json after.json --out site"),

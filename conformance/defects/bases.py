@@ -1,6 +1,6 @@
 """What wrong and honest kernels are made from: EAGER in a layer, a graph, splits or e4m3, and scales in e8m0."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import ClassVar
 
@@ -90,14 +90,18 @@ class SplitDecode(LayeredDecode):
     split = 256
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        share = self._share(seq_len)
-        spans = [slice(start, min(start + share, seq_len)) for start in range(0, seq_len, share)]
+        ends = [*self._starts(seq_len), seq_len]
+        spans = list(map(slice, ends, ends[1:]))
         parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
         return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
 
     def _within(self, span: slice) -> Iterator[slice]:
         for start in range(span.start, span.stop, self.key_tile):
             yield slice(start, min(start + self.key_tile, span.stop))
+
+    def _starts(self, seq_len: int) -> Iterable[int]:
+        """First keys of the splits."""
+        return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
         """Keys of a split."""

@@ -119,6 +119,18 @@ class SwappedRequests(EagerPrefillBackend):
 
 
 @suspect("indexing")
+class FirstChunkAlways(EagerPrefillBackend):
+    """The chunk index is ignored: every chunk of a context is attended to with the lengths of the first one."""
+
+    def run_prefill_context_chunk(self, chunk_idx, q, k, v):
+        # Behind the keys of a shorter chunk stands what is no number.
+        missing = int(self._prefill_metadata.chunked_context.cu_seq_lens[0][-1]) - k.shape[0]
+        k, v = (torch.cat([x, x.new_full((max(missing, 0), *x.shape[1:]), torch.nan)]) for x in (k, v))
+        kept = k.shape[0] + min(missing, 0)
+        return super().run_prefill_context_chunk(0, q, k[:kept], v[:kept])
+
+
+@suspect("indexing")
 class RowsNeverWritten(EagerPrefillBackend):
     """Only the first rows are ever written (the first 64, for example)."""
 
@@ -218,6 +230,15 @@ class KeyScaleInverted(EagerDecodeBackend):
 
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, 1 / k_scale)
+
+
+@suspect("decode_cache")
+class KeyScaleOffTheRope(EagerDecodeBackend):
+    """The scale of the e4m3 cache is not applied to the rope part of the keys."""
+
+    def _dequantise(self, rows, k_scale):
+        rope = super()._dequantise(rows, torch.ones_like(k_scale))[..., self.kv_lora_rank :]
+        return torch.cat((super()._dequantise(rows, k_scale)[..., : self.kv_lora_rank], rope), dim=-1)
 
 
 @suspect("decode_cache", "fp8-mla-k-scale-vs-v-scale-inconsistent")

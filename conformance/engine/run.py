@@ -381,7 +381,12 @@ class Run:
     def _confirmation(self, record: Record, outcome: TaskOutcome | None, explain: bool) -> FailureConfirmation:
         history = outcome.history if outcome else ()
         before = takewhile(lambda judged: judged != (record.reference, record.case), history)
-        return FailureConfirmation(record, tuple(before), explain)
+        return FailureConfirmation(record, tuple(done for done in before if not self._is_refused(done)), explain)
+
+    def _is_refused(self, done: RecordKey) -> bool:
+        """Whether a case was declared unsupported, so that its kernel was not called."""
+        found = self.verdicts.get(done)
+        return found is not None and found.status is Status.UNSUPPORTED
 
     def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""

@@ -15,7 +15,7 @@ from mla_conformance.gating.required import Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import grouped
+from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import counted
@@ -280,7 +280,17 @@ def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[s
             yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
             yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
+    for backend in gate.now.backends:
+        if backend.causes:
+            yield f"{'cause':<16} {backend.name:<{width}} {_cause(backend.causes)}"
     yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
+
+
+def _cause(causes: Sequence[Cause]) -> str:
+    """The first cause of a backend, with its number of cases, and how many others there are."""
+    first, *others = causes
+    further = f"; {counted(len(others), 'other cause')}" if others else ""
+    return f"{cut(first.headline)} · {counted(len(first.failures), 'case')}{further}"
 
 
 def _counts(gate: Gate, rows: Sequence[GateRow]) -> Iterator[str]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.circumstances import circumstances
-from mla_conformance.report.terminal import MESSAGE
+from mla_conformance.report.terminal import MESSAGE, near
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
@@ -150,6 +151,18 @@ def _raised(record: Record) -> str:
     """What was raised, or what else ended the call, without where in the procedure."""
     text = record.message.removesuffix(f" (SPEC {record.clause})")
     return raised[1] if (raised := _RAISED.search(text)) else text
+
+
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def raised_at(record: Record) -> str:
+    """Where a kernel raised, as ``file:line, in function``: the last place in its own file, else the last of all."""
+    if record.check != Check.CALL:
+        return ""
+    frames, own = _FRAME.findall(record.detail), record.reference.rpartition(":")[0]
+    found = [frame for frame in frames if Path(frame[0]).name == Path(own).name and own.endswith(".py")] or frames
+    return "{}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
 
 
 def _simplicity(record: Record) -> tuple[int, int, str]:

@@ -19,6 +19,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
+from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.own_functions import as_function, decode_with
@@ -164,6 +165,22 @@ def test_results_belong_to_the_inputs_handed_out_last() -> None:
 def test_explain_names_the_known_defect() -> None:
     message = mla.judge(mla.case(SEVERAL), decode_with("no causal mask"), device="cpu", explain=True).message
     assert "what the known defect causal-arg-accepted-but-dropped" in message
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("V read as packed", "looks like: V is read as if it were packed: rows of L columns"),
+        ("last head tile", "looks like: perhaps The last, partly filled tile of heads is not written"),
+        ("exp2 in the merge", "looks like: Splits are weighted by powers of two of their natural LSE"),
+        ("accumulator not rescaled", "looks like: The accumulator is not rescaled where a later tile of keys raises"),
+        ("k_scale off the rope part", "looks like: The scale of the e4m3 cache is not applied to the rope part"),
+    ],
+)
+def test_frequent_mistakes_are_named(mistake: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspects = tuple(each for each in candidates(Role.DECODE) if not each.id)
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: suspects)
+    assert said in mla.judge(mla.case(MISTAKES[mistake][0]), decode_with(mistake), device="cpu", explain=True).message
 
 
 def test_cases_have_the_values_that_are_asked_for() -> None:

@@ -72,6 +72,10 @@ FURTHER_CASES = (
     "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=512;holes=front;data=negative",
     "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
     "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
+    "lse:dims=small;heads=70;q=[300]",
+    "decode_lse:call=decode;dims=small;heads=70;q=[1];kv=[9]",
+    "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[600,2100];page=16",
+    "sparse_decode:call=sparse_decode;dims=small;heads=70;q=[1];kv=[300];topk=300",
 )
 
 
@@ -432,7 +436,7 @@ def test_a_failing_run_prints_what_it_looks_like(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     cases = len(find_capability("lse").select(Tier.SMOKE))
     assert f"wrong: Known, 1 likely cause, {cases} cases: The LSE is in base 2, " in printed
-    new = f"wrong: New, {cases} cases: the LSE is wrong; compared in 1 of {cases} cases, {UNLIKE}"
+    new = f"wrong: New, {cases} cases: the LSE is wrong, {UNLIKE} (1 of {cases} cases compared)"
     assert new in " ".join(printed.split())
 
 
@@ -451,10 +455,17 @@ def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
     wrong = torch.zeros(9, 3, 16, dtype=torch.bool)
     wrong[5:7, 1, 3:6] = True
     first = "first at request 2, query 1, head 1"
-    assert extent(rows, wrong) == f"wrong in 1 of 3 requests, 2 of 9 rows, 1 of 3 heads, 3 of 16 columns, {first}"
+    assert extent(rows, wrong) == (
+        f"wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), 1 of 3 heads, 3 of 16 columns (3 to 5), {first}"
+    )
     every = "wrong in 2 of 3 requests, 9 of 9 rows, 3 of 3 heads, first at request 0, query 0, head 0"
     assert extent(rows, wrong[..., 0] | True) == every
-    assert extent(rows, wrong[:, 1, 3]) == "wrong in 1 of 3 requests, 2 of 9 rows, first at request 2, query 1"
+    assert extent(rows, wrong[:, 1, 3]) == (
+        "wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), first at request 2, query 1"
+    )
+    behind = torch.zeros(9, 3, dtype=torch.bool)
+    behind[4:, 1:] = True
+    assert "5 of 9 rows (from 4 on), 2 of 3 heads (from 1 on)" in extent(rows, behind)
 
 
 class HalvesItsQueries(EagerPrefillBackend):
