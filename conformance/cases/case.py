@@ -42,6 +42,12 @@ class Call(StrEnum):
     SPARSE_PREFILL = "sparse_prefill"
     INDEX_LOGITS = "index_logits"
     INDEX_TOPK = "index_topk"
+    WRITE_LATENT = "write_latent"
+    WRITE_INDEX = "write_index"
+    GATHER_LATENT = "gather_latent"
+    GATHER_INDEX = "gather_index"
+    SLOT_MAPPING = "slot_mapping"
+    GLOBAL_SLOTS = "global_slots"
 
 
 class Layout(StrEnum):
