@@ -125,7 +125,7 @@ def latent_gathers() -> Iterator[Fields]:
     yield gather((5, 3), (60, 2), dtype="fp16", cache="fp8", dequantise=True, kscale=2_300_000)
     yield gather((5, 3), (60, 2), dtype="fp32", cache="fp8", dequantise=True)
     yield gather((5, 3), (60, 2), cache="fp8_ds_mla", dims="128-0-128-512", dequantise=True)
-    yield gather((300,), (1000,), spare=600, page=64, **_SHORT)
+    yield gather((300,), (700,), spare=600, page=64, **_SHORT)
     yield gather((3,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10, **_SHORT)
 
 
@@ -141,7 +141,7 @@ def index_gathers() -> Iterator[Fields]:
     yield from (gather_keys((70, 9, 3), (130, 0, 259), ratio=ratio) for ratio in (2, 4, 128))
     yield gather_keys((70, 9), (3, 64), scales="pow2", tails="minus")
     yield gather_keys((0, 5, 0), (9, 3, 0), tails="minus", pad=1, latents="zero_tiles")
-    yield gather_keys((300,), (1000,), spare=600)
+    yield gather_keys((300,), (700,), spare=600)
     yield gather_keys((3,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10)
 
 

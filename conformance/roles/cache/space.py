@@ -1,14 +1,12 @@
 """What varies in the cases of cache operations. No torch."""
 
 from collections.abc import Iterator
-from itertools import cycle, islice
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import (
     LAST_PAGES,
     LONE_RULES,
     LONGEST,
-    OTHERS,
     PAGES,
     REQUESTS,
     TILE_CLASSES,
@@ -18,7 +16,6 @@ from mla_conformance.cases.batches import (
     fills,
     last_page,
     lengths,
-    others_class,
     tile_class,
     totals,
 )
@@ -44,19 +41,26 @@ _TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED
 _NO_SMALL = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and name not in _TILES)
 _SMALL = ("tiny_values", "tiny_tiles")
 _RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
-_SHARES = ("all", "one", "half")
+_LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+_RUNS = ("1", "page", "part of a page")
+_SHARES = ("all", "one", "half", "none")
 """Tokens of the longest request that are asked for; those before them are there already, or are left out."""
 _MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
 
 
-def _share(case: CacheCase) -> str | None:
+def _share(case: CacheCase) -> str:
     longest = max(range(len(case.q)), key=lambda number: totals(case)[number])
     q, kv = case.q[longest], case.kv[longest]
-    return "one" if q == 1 else "all" if kv == 0 else "half" if q > 1 else None
+    return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
+
+
+def _longest(case: CacheCase) -> str | None:
+    label = LONGEST.class_of(max(totals(case)))
+    return label if label in _LENGTHS else None
 
 
 def _asked(share: str, longest: int) -> int:
-    return {"all": longest, "one": 1, "half": max(2, longest // 2)}[share]
+    return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
 def _members(row: Row) -> Iterator[tuple[int, int]]:
@@ -71,10 +75,10 @@ def _fields(row: Row, pick: Pick) -> Fields:
     requests, asked = REQUESTS.first(row["requests"]), _asked(row["share"], longest)
     whole = [longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)]
     whole[requests // 2] = longest
-    q = tuple(asked if length == longest else min(length, asked) for length in islice(cycle(whole), requests))
+    q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
     kv = tuple(length - new for length, new in zip(whole, q, strict=True))
-    interleave = page if row["interleave"] == "page" else 1
-    return {"q": q, "kv": kv, "page": page, "interleave": interleave, **_listed(row), **spare_blocks(row, page)}
+    run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
+    return {"q": q, "kv": kv, "page": page, "interleave": run, **_listed(row), **spare_blocks(row, page)}
 
 
 def _listed(row: Row) -> Fields:
@@ -83,16 +87,19 @@ def _listed(row: Row) -> Fields:
 
 def _other(row: Row, number: int, requests: int, longest: int) -> int:
     """Tokens of a request that is not the longest."""
-    return context_of("shorter" if row["others"] == "shorter" else row["others"], number, requests, longest - 1) or 1
+    return context_of(row["others"], number, requests, longest - 1)
 
 
 def _others(case: CacheCase) -> str:
-    found = others_class(case)
-    return "shorter" if found == "no context" else found
+    return "alone" if len(case.q) == 1 else "equal" if len(set(totals(case))) == 1 else "shorter"
 
 
-def _interleave(case: CacheCase) -> str | None:
-    return "1" if case.interleave == 1 else "page" if case.interleave == case.page else None
+def _unused(case: CacheCase) -> str:
+    return "2^15 slots" if case.spare * case.page >= 2**15 else "few"
+
+
+def _interleave(case: CacheCase) -> str:
+    return "1" if case.interleave == 1 else "page" if case.interleave == case.page else "part of a page"
 
 
 def _dimensions() -> Iterator[Dimension]:
@@ -111,20 +118,21 @@ def _dimensions() -> Iterator[Dimension]:
     yield values("dtype", "dtype", "bf16", "fp16", "fp32", only=_ENTRIES)
     yield values("latents", "latents", *LATENTS, only=_ENTRIES)
     yield measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
-    yield measured("others", [name for name in OTHERS if name != "no context"], _others)
-    yield measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case))))
+    yield measured("others", ("shorter", "alone", "equal"), _others)
+    yield measured("longest", _LENGTHS, _longest)
     yield measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case))))
     yield measured("page", PAGES, lambda case: PAGES.class_of(case.page))
     yield measured("last page", LAST_PAGES, lambda case: last_page(max(totals(case)), case.page))
     yield measured("share", _SHARES, _share)
     yield numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED)
-    yield measured("interleave", ("1", "page"), _interleave, Only("ranks", ("2", "3", "4 to 8"), "one rank has all"))
+    yield measured("interleave", _RUNS, _interleave, Only("ranks", ("2", "3", "4 to 8"), "one rank has all"))
     yield numbers("ratio", "ratio", _RATIOS, _COMPRESSED)
     yield values("slots", "slots", *SLOT_DTYPES, only=_MAPPED)
     yield measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS)
     yield plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS)
     yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN)
-    yield from storage()
+    tails, layers, _ = storage()
+    yield from (tails, layers, measured("unused", ("few", "2^15 slots"), _unused))
     yield PADDING
     yield POISONS
 
@@ -151,7 +159,9 @@ CACHE = Space(
             "shuffled pages are of whole tiles of 16 tokens",
             {"index cache": ("fp8_index_shuffled",), "page": ("1", "other")},
         ),
-        never("pages of one token hold no run of several", {"page": ("1",), "interleave": ("page",)}),
+        never("pages of one token hold no run of several", {"page": ("1",), "interleave": _RUNS[1:]}),
+        never("a run of several is part of a usual page", {"page": ("other",), "interleave": _RUNS[2:]}),
+        never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         *(rule for rule in LONE_RULES if "queries" not in rule.over),
         Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
