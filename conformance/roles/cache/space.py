@@ -162,6 +162,7 @@ CACHE = Space(
         never("pages of one token hold no run of several", {"page": ("1",), "interleave": _RUNS[1:]}),
         never("a run of several is part of a usual page", {"page": ("other",), "interleave": _RUNS[2:]}),
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
+        never("something is asked for", {"share": ("none",), "requests": ("1",)}),
         *(rule for rule in LONE_RULES if "queries" not in rule.over),
         Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
