@@ -5,25 +5,22 @@ import torch
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.defects.bases import V32_SCALES, packed
 from mla_conformance.defects.known import known_defect
+from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _VECTOR = 16
-_INDEX_TOO = ("index_gather",)
 
 
-@known_defect("gather-truncates-addresses", killed_by="index_gather", related=("latent_gather",))
+@known_defect("gather-truncates-addresses", killed_by="index_gather")
 class TruncatesAddresses(EagerCacheBackend):
     """Entries are read in vectors of 16 bytes, from the multiple of 16 at or before their first byte."""
 
     def _gathered(self, cache, slots):
-        addresses = self._addresses(cache, slots)
-        data = TILED_FORMATS.get(self.kv_cache_dtype)
-        if data is None or data.cache != "index":
-            return super()._gathered(cache, slots)
-        vectors = torch.arange(data.code_bytes, device=slots.device) // _VECTOR * _VECTOR
-        moved = addresses[:, vectors] % _VECTOR
-        addresses[:, : data.code_bytes] -= moved
-        return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())[addresses]
+        form, addresses = TILED_FORMATS.get(self.kv_cache_dtype), self._addresses(cache, slots)
+        if form is not None and form.cache == "index":
+            vectors = torch.arange(form.code_bytes, device=slots.device) // _VECTOR * _VECTOR
+            addresses[:, : form.code_bytes] -= addresses[:, vectors] % _VECTOR
+        return storage_bytes(cache)[addresses].view(cache.dtype)
 
 
 @known_defect("gather-ignores-the-page-stride", killed_by="latent_gather")
@@ -34,7 +31,14 @@ class GathersPackedPages(EagerCacheBackend):
         return super()._gathered(packed(cache), slots)
 
 
-class _Requests(EagerCacheBackend):
+class _Elsewhere(EagerCacheBackend):
+    """Slots may be none of the cache's; then its first or its last is read."""
+
+    def _gathered(self, cache, slots):
+        return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
+
+
+class _Requests(_Elsewhere):
     """Entries are looked for elsewhere in a request."""
 
     def _slots_of_requests(self, page, block_table, cu_seq_lens, seq_starts, compress_ratio):
@@ -61,22 +65,15 @@ class StartsAtZero(_Requests):
         return torch.zeros_like(seq_starts)
 
 
-@known_defect("gather-start-not-compressed", killed_by="latent_gather", related=_INDEX_TOO)
-class StartsInTokens(EagerCacheBackend):
+@known_defect("gather-start-not-compressed", killed_by="latent_gather")
+class StartsInTokens(_Requests):
     """A start in tokens is taken for a number of entries, each of which stands for several."""
 
-    def _slots_of_requests(self, page, block_table, cu_seq_lens, seq_starts, compress_ratio):
-        starts = (seq_starts * compress_ratio).clamp(max=page * block_table.shape[1] - 1)
-        found = super()._slots_of_requests(page, block_table, cu_seq_lens, starts, compress_ratio)
-        return found % (self._count if compress_ratio > 1 else 2**40)
-
-    def _gathered(self, cache, slots):
-        return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
-
-    _count = 2**40
+    def _starts(self, seq_starts, page, compress_ratio):
+        return seq_starts * compress_ratio
 
 
-@known_defect("gather-tail-skipped-by-the-ratio", killed_by="latent_gather", related=_INDEX_TOO)
+@known_defect("gather-tail-skipped-by-the-ratio", killed_by="latent_gather")
 class SkipsTheTail(EagerCacheBackend):
     """The workspace is taken to have a row for each entry over the ratio; rows beyond are left as they were."""
 
@@ -89,15 +86,11 @@ class SkipsTheTail(EagerCacheBackend):
 
 
 @known_defect("gather-takes-the-table-for-slots", killed_by="latent_gather")
-class TableOfSlots(EagerCacheBackend):
+class TableOfSlots(_Elsewhere):
     """A page is taken to hold one entry, so that the block table is read as one of slots."""
 
-    def _slots_of_requests(self, page, block_table, cu_seq_lens, seq_starts, compress_ratio):
-        slots = super()._slots_of_requests(1, block_table, cu_seq_lens, seq_starts, compress_ratio)
-        return slots if page == 1 else slots.clamp(min=0) * page
-
-    def _gathered(self, cache, slots):
-        return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
+    def _slots_of_requests(self, page, *further):
+        return super()._slots_of_requests(1, *further)
 
 
 @known_defect("gather-copies-the-last-page-whole", killed_by="latent_gather")
@@ -119,7 +112,7 @@ class ClearsTheWorkspace(EagerCacheBackend):
         super().run_gather_latent(kv_cache, workspace, *further, **options)
 
 
-@known_defect("gather-counts-requests-without-entries", killed_by="latent_gather", related=_INDEX_TOO)
+@known_defect("gather-counts-requests-without-entries", killed_by="latent_gather")
 class CountsEmptyRequests(EagerCacheBackend):
     """Behind a request without entries the block table of the wrong request is read."""
 
@@ -148,7 +141,7 @@ class DequantisesUnscaled(EagerCacheBackend):
         return super()._meaning(entries, torch.ones_like(k_scale), dtype)
 
 
-@known_defect("gather-rope-as-bf16", killed_by="cache_combinations")
+@known_defect("gather-rope-as-bf16", killed_by="latent_gather")
 class RopeAsBF16(EagerCacheBackend):
     """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""
 
@@ -158,7 +151,7 @@ class RopeAsBF16(EagerCacheBackend):
         return super()._meaning(entries, k_scale, known).to(dtype)
 
 
-@known_defect("gather-through-e4m3-twice", killed_by="latent_gather", related=("latent_gather",))
+@known_defect("gather-scale-rounded-before", killed_by="latent_gather")
 class RoundsTwice(EagerCacheBackend):
     """Scales are rounded to the model's dtype before codes are multiplied with them."""
 
@@ -168,31 +161,31 @@ class RoundsTwice(EagerCacheBackend):
         return (entries.to(dtype) * k_scale.to(dtype)).to(dtype)
 
 
+class _OtherLayout(EagerCacheBackend):
+    """Pages of one layout are read as those of another one."""
+
+    layout: str
+    taken_for: str
+
+    def _gathered(self, cache, slots):
+        if self.kv_cache_dtype != self.layout:
+            return super()._gathered(cache, slots)
+        other = EagerCacheBackend(self.kv_lora_rank, 0, self.taken_for, self.tile_scales, None)
+        return other._gathered(cache, slots)
+
+
 @known_defect("index-gather-reads-scales-beside-codes", killed_by="index_gather")
-class ReadsInterleaved(EagerCacheBackend):
+class ReadsInterleaved(_OtherLayout):
     """A page of index keys is read as if each scale stood behind its codes."""
 
-    def _in_page(self, token, page, width):
-        if self.kv_cache_dtype != "fp8_index":
-            return super()._in_page(token, page, width)
-        return token.unsqueeze(1) * width + torch.arange(width, device=token.device)
-
-    def _store(self, cache, entries, slots):
-        EagerCacheBackend(self.kv_lora_rank, 0, self.kv_cache_dtype, self.tile_scales, None)._store(
-            cache, entries, slots
-        )
+    layout, taken_for = "fp8_index", "fp8_index_flat"
 
 
 @known_defect("index-gather-reads-shuffled-as-flat", killed_by="index_gather")
-class ReadsUnshuffled(EagerCacheBackend):
+class ReadsUnshuffled(_OtherLayout):
     """Codes of a shuffled page are read token after token."""
 
-    def _gathered(self, cache, slots):
-        self._flat = True
-        return super()._gathered(cache, slots)
-
-    def _shuffled(self, token, column):
-        return token * len(column) + column if getattr(self, "_flat", False) else super()._shuffled(token, column)
+    layout, taken_for = "fp8_index_shuffled", "fp8_index"
 
 
 @known_defect("index-gather-scale-of-the-page", killed_by="index_gather")

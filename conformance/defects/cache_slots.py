@@ -5,8 +5,6 @@ import torch
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.defects.known import known_defect
 
-_GATHERS_TOO = ("latent_gather", "index_gather")
-
 
 class _Mapped(EagerCacheBackend):
     """The arguments of a slot mapping are others, or what comes of them is."""
@@ -71,7 +69,7 @@ class PaddingIsSlotZero(_Mapped):
         slot_mapping.clamp_(min=0)
 
 
-@known_defect("slots-in-int32", killed_by="slot_mapping", related=("slot_mapping",))
+@known_defect("slots-in-int32", killed_by="slot_mapping")
 class SlotsInInt32(_Mapped):
     """Block times page wraps in 32 bits."""
 
@@ -162,11 +160,11 @@ class PageOf64(_Lists):
         super()._fill(out, req_id_per_token, block_table, token_indices, 64)
 
 
-@known_defect("list-first-2048-columns", killed_by="global_slots", related=("cache_combinations",))
-class FirstColumns(_Lists):
-    """Only whole tiles of 128 columns of a list are filled."""
+@known_defect("list-tail-of-columns-unfilled", killed_by="global_slots")
+class TailOfColumns(_Lists):
+    """Of a list longer than a tile of 128 columns only whole tiles are filled."""
 
     def _fill(self, out, req_id_per_token, block_table, token_indices, block_size):
-        before, whole = out.clone(), out.shape[1] // 128 * 128
+        before, whole = out.clone(), out.shape[1] // 128 * 128 or out.shape[1]
         super()._fill(out, req_id_per_token, block_table, token_indices, block_size)
         out[:, whole:] = before[:, whole:]

@@ -6,11 +6,11 @@ from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.defects.bases import packed
 from mla_conformance.defects.known import known_defect
+from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 
-_LATENTS_TOO, _KEYS_TOO = ("latent_write",), ("latent_write", "written_values")
-_ENTRIES_TOO = ("latent_write", "written_values", "index_write")
+_LATENTS_TOO, _VALUES_TOO = ("latent_write",), ("written_values",)
 
 
 class _Entries(EagerCacheBackend):
@@ -24,6 +24,27 @@ class _Entries(EagerCacheBackend):
 
     def _changed(self, entries, form):
         raise NotImplementedError
+
+
+class _Placed(EagerCacheBackend):
+    """Entries of one layout are written to other places of their page than readers expect."""
+
+    layout: str
+    _writes = False
+
+    def _store(self, cache, entries, slots):
+        self._writes = True
+        super()._store(cache, entries, slots)
+        self._writes = False
+
+    def _in_page(self, token, page, width):
+        if self._writes and self.kv_cache_dtype == self.layout:
+            return self._place(token.unsqueeze(1), page, torch.arange(width, device=token.device))
+        return super()._in_page(token, page, width)
+
+    def _place(self, token, page, byte):
+        """[T, width]; by default entry by entry."""
+        return token * len(byte) + byte
 
 
 class _Scales(EagerCacheBackend):
@@ -71,7 +92,7 @@ class SlotsInHalves(EagerCacheBackend):
         super()._store(cache, entries, slots.contiguous().view(torch.int32)[: len(slots)])
 
 
-@known_defect("slots-cut-at-the-first-padding", killed_by="latent_write", related=("latent_write",))
+@known_defect("slots-cut-at-the-first-padding", killed_by="latent_write")
 class StopsAtPadding(EagerCacheBackend):
     """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
 
@@ -98,36 +119,31 @@ class StoresWholeVectors(EagerCacheBackend):
     def _store(self, cache, entries, slots):
         padded = -(-entries.shape[1] // 128) * 128
         if padded > entries.shape[1] and len(slots):
-            kept, memory = slots[slots >= 0].long(), torch.empty(0, dtype=torch.uint8).to(cache.device)
-            memory.set_(cache.untyped_storage())
-            end = self._addresses(cache, kept)[:, -1:] + 1
+            end = self._addresses(cache, slots[slots >= 0].long())[:, -1:] + 1
             behind = end + torch.arange(padded - entries.shape[1], device=end.device)
-            memory[behind.clamp(max=len(memory) - 1)] = 0
+            memory = storage_bytes(cache)
+            memory[behind[behind < len(memory)]] = 0
         super()._store(cache, entries, slots)
 
 
 @known_defect("pool-written-past-its-end", killed_by="latent_write")
 class OverwritesTheNextPool(EagerCacheBackend):
-    """The pool is taken to begin a block earlier: its first block lands in the pool before it."""
+    """Blocks count from 1: entries land a block further, those of the last block in the pool behind."""
 
-    def _addresses(self, cache, slots):
-        found = super()._addresses(cache, slots)
-        return found - (slots // cache.shape[1] == int((slots // cache.shape[1]).min()))[:, None] * self._before(cache)
-
-    def _before(self, cache):
-        return min(cache.storage_offset(), cache.stride(0)) * cache.element_size()
+    def _store(self, cache, entries, slots):
+        start = cache.storage_offset() + cache.stride(0)
+        super()._store(cache.as_strided(cache.shape, cache.stride(), start), entries, slots)
 
 
-@known_defect("writer-block-number-in-16-bits", killed_by="cache_combinations")
-class BlocksInSixteenBits(EagerCacheBackend):
-    """A block number of 2^15 or more is cut to 15 bits."""
+@known_defect("writer-slots-in-16-bits", killed_by="latent_write")
+class SlotsInSixteenBits(EagerCacheBackend):
+    """A slot from 2^15 on is cut to 15 bits."""
 
-    def _addresses(self, cache, slots):
-        page = cache.shape[1]
-        return super()._addresses(cache, slots // page % 2**15 * page + slots % page)
+    def _store(self, cache, entries, slots):
+        super()._store(cache, entries, torch.where(slots < 0, slots, slots % 2**15))
 
 
-@known_defect("rope-read-with-the-stride-of-latents", killed_by="latent_write", related=("cache_combinations",))
+@known_defect("rope-read-with-the-stride-of-latents", killed_by="latent_write")
 class RopeFromOtherColumns(EagerCacheBackend):
     """Rotated keys are read as if packed, from columns of a wider projection."""
 
@@ -147,7 +163,7 @@ class RopeFirst(EagerCacheBackend):
         return super()._latent_entries(kv_c, k_pe, k_scale)
 
 
-@known_defect("fp8-written-without-its-scale", killed_by="latent_write", related=("latent_write",))
+@known_defect("fp8-written-without-its-scale", killed_by="latent_write")
 class WithoutScale(EagerCacheBackend):
     """Codes of an fp8 cache are of the values as they are."""
 
@@ -155,7 +171,7 @@ class WithoutScale(EagerCacheBackend):
         return super()._latent_entries(kv_c, k_pe, torch.ones_like(k_scale))
 
 
-@known_defect("fp8-codes-overflow", killed_by="written_values")
+@known_defect("fp8-codes-overflow", killed_by="written_values", related=_LATENTS_TOO)
 class OverflowsToNaN(EagerCacheBackend):
     """Values beyond the largest code become NaN."""
 
@@ -176,7 +192,7 @@ class ScaleWithFloor(_Scales):
         return least.log2().ceil().exp2() if self.tile_scales == "pow2" else least
 
 
-@known_defect("tile-scale-of-two-rounded-down", killed_by="latent_write", related=_LATENTS_TOO)
+@known_defect("tile-scale-of-two-rounded-down", killed_by="latent_write")
 class ScalesRoundedDown(_Scales):
     """Powers of two are rounded down, so that the largest values saturate."""
 
@@ -185,7 +201,7 @@ class ScalesRoundedDown(_Scales):
         return least.log2().floor().exp2() if self.tile_scales == "pow2" else least
 
 
-@known_defect("one-scale-for-all-tiles", killed_by="latent_write", related=_LATENTS_TOO)
+@known_defect("one-scale-for-all-tiles", killed_by="latent_write")
 class OneScaleForAllTiles(EagerCacheBackend):
     """All tiles of an entry get the scale of the largest value in it."""
 
@@ -194,7 +210,7 @@ class OneScaleForAllTiles(EagerCacheBackend):
         return largest.amax(dim=1, keepdim=True).expand_as(largest)
 
 
-@known_defect("zero-tile-divides-by-zero", killed_by="written_values", related=("latent_write",))
+@known_defect("zero-tile-divides-by-zero", killed_by="written_values", related=_LATENTS_TOO)
 class ZeroTileBecomesNaN(_Scales):
     """A tile of zeros has the scale 0, and codes that are no numbers."""
 
@@ -203,13 +219,10 @@ class ZeroTileBecomesNaN(_Scales):
 
 
 @known_defect("v4-scales-written-into-the-entry", killed_by="latent_write")
-class ScalesBesideCodes(EagerCacheBackend):
+class ScalesBesideCodes(_Placed):
     """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
 
-    def _in_page(self, token, page, width):
-        if self.kv_cache_dtype != "fp8_v4":
-            return super()._in_page(token, page, width)
-        return token.unsqueeze(1) * width + torch.arange(width, device=token.device)
+    layout = "fp8_v4"
 
 
 @known_defect("writer-lacks-nvfp4", killed_by="latent_write")
@@ -233,7 +246,7 @@ class HalvesSwapped(_Entries):
         return torch.cat((codes >> 4 | codes << 4, rest), dim=1)
 
 
-@known_defect("nvfp4-rope-scaled-as-a-tile", killed_by="latent_write", related=_LATENTS_TOO)
+@known_defect("nvfp4-rope-scaled-as-a-tile", killed_by="latent_write")
 class RopeOfNVFP4Scaled(_Entries):
     """Rotated keys beside NVFP4 codes are divided by a scale that no reader knows."""
 
@@ -248,24 +261,25 @@ class RopeOfNVFP4Scaled(_Entries):
 
 
 @known_defect("index-written-flat-read-shuffled", killed_by="index_write")
-class WritesUnshuffled(EagerCacheBackend):
+class WritesUnshuffled(_Placed):
     """Codes of a shuffled page are written token after token."""
 
-    def _shuffled(self, token, column):
-        return token * len(column) + column
+    layout = "fp8_index_shuffled"
+
+    def _place(self, token, page, byte):
+        codes, scales = byte.tensor_split([self.kv_lora_rank])
+        first = token * len(codes) + codes
+        return torch.cat((first, page * len(codes) + token * len(scales) + scales - len(codes)), dim=1)
 
 
-@known_defect("index-scales-written-beside-codes", killed_by="index_write")
-class WritesInterleaved(EagerCacheBackend):
+@known_defect("index-scales-written-beside-codes", killed_by="index_write", related=_VALUES_TOO)
+class WritesInterleaved(_Placed):
     """A key's scale is written behind its codes, where readers expect the codes of the next one."""
 
-    def _in_page(self, token, page, width):
-        if self.kv_cache_dtype != "fp8_index":
-            return super()._in_page(token, page, width)
-        return token.unsqueeze(1) * width + torch.arange(width, device=token.device)
+    layout = "fp8_index"
 
 
-@known_defect("index-ue8m0-skipped", killed_by="written_values", related=("index_write",))
+@known_defect("index-ue8m0-skipped", killed_by="index_write", related=_VALUES_TOO)
 class KeyScalesOfAnyKind(EagerCacheBackend):
     """Scales of index keys stay arbitrary numbers where powers of two are asked for."""
 
@@ -276,7 +290,7 @@ class KeyScalesOfAnyKind(EagerCacheBackend):
         return scales, scales
 
 
-@known_defect("index-scale-stored-in-bf16", killed_by="index_write", related=("written_values",))
+@known_defect("index-scale-stored-in-bf16", killed_by="index_write", related=_VALUES_TOO)
 class KeyScalesInBF16(EagerCacheBackend):
     """The scale of an index key is stored as the bits of a bfloat16 number."""
 
@@ -288,7 +302,7 @@ class KeyScalesInBF16(EagerCacheBackend):
         return torch.cat((entries[:, : form.code_bytes], scales, torch.zeros_like(scales)), dim=1)
 
 
-@known_defect("index-scale-of-half-the-range", killed_by="index_write", related=("written_values",))
+@known_defect("index-scale-of-half-the-range", killed_by="index_write", related=_VALUES_TOO)
 class KeyScalesOfHalfTheRange(EagerCacheBackend):
     """Index keys are scaled to 240, the largest code of another e4m3 than the one that is stored."""
 
@@ -299,7 +313,7 @@ class KeyScalesOfHalfTheRange(EagerCacheBackend):
         return scales, scales
 
 
-@known_defect("index-scale-per-page", killed_by="index_write", related=("written_values",))
+@known_defect("index-scale-per-page", killed_by="index_write", related=_VALUES_TOO)
 class OneScaleForTheCall(EagerCacheBackend):
     """All keys of a call have the scale of the largest one."""
 

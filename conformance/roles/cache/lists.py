@@ -69,6 +69,7 @@ def latent_writes() -> Iterator[Fields]:
     yield latents((7, 9), (3, 64), layout=Layout.ODD, **_SHORT)
     yield latents((40, 1, 1), (10, 100, 63), ranks=2, page=16, **_SHORT)
     yield latents((40, 5), (10, 100), ranks=3, interleave=16, page=16, cache="fp8_ds_mla")
+    yield latents((9, 3), (5, 70), spare=70_000, page=1, **_SHORT)
     yield latents((0, 4, 0), (9, 3, 0), pad=2, poison="inf")
     yield latents((5, 3), (60, 2), dtype="fp16", cache="fp8_ds_mla")
     yield latents((5, 3), (60, 2), dtype="fp32", **_SHORT)
@@ -104,6 +105,7 @@ def index_writes() -> Iterator[Fields]:
     yield from (keys((3, 20), (15, 0), page=page, cache=_FLAT) for page in (1, 48))
     yield keys((7, 9), (3, 64), layout=Layout.ODD, slots="int32")
     yield keys((40, 5), (10, 100), ranks=2, interleave=4, page=16)
+    yield keys((9, 3), (5, 70), spare=2_000)
     yield keys((0, 4, 0), (9, 3, 0), pad=2, poison="inf")
     yield keys((5, 3), (60, 2), dtype="fp16", scales="pow2")
     yield keys((5, 3), (60, 2), dtype="fp32")
@@ -123,9 +125,10 @@ def latent_gathers() -> Iterator[Fields]:
     yield gather((70, 9), (3, 64), cache="fp8_ds_mla", scales="pow2", dequantise=True, tails="minus")
     yield gather((0, 5, 0), (9, 3, 0), tails="minus", pad=1)
     yield gather((5, 3), (60, 2), dtype="fp16", cache="fp8", dequantise=True, kscale=2_300_000)
+    yield gather((5, 3), (60, 2), dtype="fp16", cache="fp8_ds_mla", dequantise=True)
     yield gather((5, 3), (60, 2), dtype="fp32", cache="fp8", dequantise=True)
     yield gather((5, 3), (60, 2), cache="fp8_ds_mla", dims="128-0-128-512", dequantise=True)
-    yield gather((300,), (700,), spare=600, page=64, **_SHORT)
+    yield gather((300,), (700,), spare=2_000, **_SHORT)
     yield gather((3,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10, **_SHORT)
 
 
@@ -141,7 +144,7 @@ def index_gathers() -> Iterator[Fields]:
     yield from (gather_keys((70, 9, 3), (130, 0, 259), ratio=ratio) for ratio in (2, 4, 128))
     yield gather_keys((70, 9), (3, 64), scales="pow2", tails="minus")
     yield gather_keys((0, 5, 0), (9, 3, 0), tails="minus", pad=1, latents="zero_tiles")
-    yield gather_keys((300,), (700,), spare=600)
+    yield gather_keys((300,), (700,), spare=2_000)
     yield gather_keys((3,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10)
 
 
@@ -165,7 +168,7 @@ def global_slots() -> Iterator[Fields]:
     yield listed((3, 1, 2), (200, 63, 0), pad=2)
     yield listed((3, 1, 2), (200, 63, 0), topk=64, outside=True)
     yield from (listed((3, 1, 2), (200, 63, 0), page=page, tails="minus") for page in (1, 2, 16, 48, 256))
-    yield from (listed((3, 1), (500, 63), topk=topk) for topk in (1, 63, 65, 512, 2048))
+    yield from (listed((3, 1), (500, 63), topk=topk) for topk in (1, 63, 65, 200, 512, 2048))
     yield listed((3, 1, 2), (200, 63, 0), spare=2**24, tails="huge", outside=True)
     yield listed((0, 2, 0), (9, 130, 70))
     yield listed((1,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10)
