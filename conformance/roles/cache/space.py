@@ -26,7 +26,16 @@ from mla_conformance.cases.dimensions import K_SCALES, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
-from mla_conformance.roles.cache.case import GATHERS, INDEX_CACHES, LATENT_CACHES, SLOT_DTYPES, WRITES, CacheCase
+from mla_conformance.roles.cache.case import (
+    GATHERS,
+    INDEX_CACHES,
+    LATENT_CACHES,
+    SLOT_DTYPES,
+    SMALL_DIFFER,
+    SMALL_LATENTS,
+    WRITES,
+    CacheCase,
+)
 from mla_conformance.roles.layer.case import LATENTS
 
 _LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
@@ -38,8 +47,7 @@ _COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entr
 _LISTS = Only("call", (Call.GLOBAL_SLOTS,), "there is no list")
 _GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised while they are gathered")
 _TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED_FORMATS[name].scales == "float32")
-_NO_SMALL = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and name not in _TILES)
-_SMALL = ("tiny_values", "tiny_tiles")
+_NO_SMALL = tuple(name for name in LATENT_CACHES if name in SMALL_DIFFER)
 _RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
 _LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
 _RUNS = ("1", "page", "part of a page")
@@ -153,7 +161,7 @@ CACHE = Space(
     rules=(
         Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), room),
         never("no code is there to be dequantised", {"cache": ("auto",), "gathered": ("dequantised",)}),
-        never("writers differ in the scales of small tiles", {"cache": _NO_SMALL, "latents": _SMALL}),
+        never("writers differ in the scales of small tiles", {"cache": _NO_SMALL, "latents": SMALL_LATENTS}),
         never("writers differ in the scales of small keys", {"index cache": INDEX_CACHES, "latents": ("tiny_tiles",)}),
         never(
             "shuffled pages are of whole tiles of 16 tokens",
