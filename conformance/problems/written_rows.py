@@ -65,10 +65,10 @@ class WrittenRows:
         changed[start : start + len(self.low) * row] = False
         if not bool(changed.any()):
             return ""
-        number, outside = divmod(int(changed.nonzero()[0]) - start, max(1, row))[0], "bytes beside {} were written"
+        number = (int(changed.nonzero()[0]) - start) // max(1, row)
         if 0 <= number < len(self.cache):
             return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
-        return outside.format(self.name)
+        return f"bytes beside {self.name} were written"
 
     def _wrong(self) -> str:
         """Which number in the rows is not between the least and the most that it may be."""
