@@ -135,12 +135,13 @@ class RowIsTheRequest(_Lists):
         super()._fill(out, rows, block_table, token_indices, block_size)
 
 
-@known_defect("list-padding-becomes-a-slot", killed_by="global_slots")
-class PaddingBecomesASlot(_Lists):
-    """-1 in a list becomes the slot of position 0."""
+@known_defect("list-padding-becomes-slot-0", killed_by="global_slots")
+class PaddingBecomesSlotZero(_Lists):
+    """What has no slot in a list becomes slot 0, which readers take for an entry."""
 
-    def _fill(self, out, req_id_per_token, block_table, token_indices, block_size):
-        super()._fill(out, req_id_per_token, block_table, token_indices.clamp(min=0), block_size)
+    def _fill(self, out, *arguments):
+        super()._fill(out, *arguments)
+        out.clamp_(min=0)
 
 
 @known_defect("list-beyond-the-table-clamped", killed_by="global_slots")

@@ -92,6 +92,24 @@ class SlotsInHalves(EagerCacheBackend):
         super()._store(cache, entries, slots.contiguous().view(torch.int32)[: len(slots)])
 
 
+@known_defect("only-the-first-token-written", killed_by="latent_write")
+class WritesOneToken(EagerCacheBackend):
+    """Of several tokens in a call only the first one is written."""
+
+    def _store(self, cache, entries, slots):
+        super()._store(cache, entries[:1], slots[:1])
+
+
+@known_defect("tokens-of-a-page-clobber-each-other", killed_by="latent_write")
+class LastTokenOfThePage(EagerCacheBackend):
+    """Each token writes its whole page back as it was read, so that the last token of a page is all that stays."""
+
+    def _store(self, cache, entries, slots):
+        page = slots // cache.shape[1]
+        later = (page.unsqueeze(1) == page) & torch.ones_like(page.unsqueeze(1) == page).triu(1)
+        super()._store(cache, entries, torch.where(later.any(dim=1), NO_SLOT, slots))
+
+
 @known_defect("slots-cut-at-the-first-padding", killed_by="latent_write")
 class StopsAtPadding(EagerCacheBackend):
     """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
