@@ -172,11 +172,11 @@ class EagerCacheBackend(MLACacheBackend):
     def _store(self, cache: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor) -> None:
         """Entries [T or more, width] in bytes to slots [T]."""
         kept = slots >= 0
-        _memory(cache)[self._addresses(cache, slots[kept].long())] = entries[: len(slots)][kept]
+        memory_of(cache)[self._addresses(cache, slots[kept].long())] = entries[: len(slots)][kept]
 
     def _gathered(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Entries [S, width] of the cache's dtype."""
-        return _memory(cache)[self._addresses(cache, slots)].view(cache.dtype)
+        return memory_of(cache)[self._addresses(cache, slots)].view(cache.dtype)
 
     def _addresses(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[T, width] int64, where in the cache's storage each byte of an entry stands."""
@@ -232,7 +232,7 @@ def _repeated(start_loc: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(start_loc) - 1, device=start_loc.device).repeat_interleave(start_loc.diff())
 
 
-def _memory(cache: torch.Tensor) -> torch.Tensor:
+def memory_of(cache: torch.Tensor) -> torch.Tensor:
     """The bytes of a cache's storage, which it may share with others."""
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 

@@ -2,10 +2,9 @@
 
 import torch
 
-from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import V32_SCALES, packed
 from mla_conformance.defects.known import known_defect
-from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _VECTOR = 16
@@ -20,7 +19,7 @@ class TruncatesAddresses(EagerCacheBackend):
         if form is not None and form.cache == "index":
             vectors = torch.arange(form.code_bytes, device=slots.device) // _VECTOR * _VECTOR
             addresses[:, : form.code_bytes] -= addresses[:, vectors] % _VECTOR
-        return storage_bytes(cache)[addresses].view(cache.dtype)
+        return memory_of(cache)[addresses].view(cache.dtype)
 
 
 @known_defect("gather-ignores-the-page-stride", killed_by="latent_gather")

@@ -3,10 +3,9 @@
 import torch
 
 from mla_conformance.backends.cache import NO_SLOT
-from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import packed
 from mla_conformance.defects.known import known_defect
-from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -139,7 +138,7 @@ class StoresWholeVectors(EagerCacheBackend):
         if padded > entries.shape[1] and len(slots):
             end = self._addresses(cache, slots[slots >= 0].long())[:, -1:] + 1
             behind = end + torch.arange(padded - entries.shape[1], device=end.device)
-            memory = storage_bytes(cache)
+            memory = memory_of(cache)
             memory[behind[behind < len(memory)]] = 0
         super()._store(cache, entries, slots)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from mla_conformance.backends.cache import NO_SLOT
-from mla_conformance.backends.eager_cache import EagerCacheBackend
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _UNUSED_BYTE = 0xEE
@@ -99,7 +99,7 @@ class LongVectors(EagerCacheBackend):
     """Bytes are read in whole vectors of 8 around them, of which the others are dropped."""
 
     def _gathered(self, cache, slots):
-        memory, addresses = storage_bytes(cache), self._addresses(cache, slots)
+        memory, addresses = memory_of(cache), self._addresses(cache, slots)
         words = memory[: len(memory) // 8 * 8].view(torch.int64)
         vectors = words[(addresses // 8).clamp(max=len(words) - 1)]
         found = (vectors >> addresses % 8 * 8 & 0xFF).to(torch.uint8)
@@ -129,18 +129,26 @@ class VirtualBlocks(EagerCacheBackend):
         out.copy_(slots[req_id_per_token.long()].gather(1, places))
 
 
-class OneWriterAlone(EagerCacheBackend):
-    """It writes plain and fp8 entries to slots of int64, and declares nothing else."""
+class OneWriterAlone(MLACacheBackend):
+    """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
 
     supported_calls = ["write_latent"]
     supported_kv_cache_dtypes = ["auto", "fp8"]
-    supported_slot_dtypes = [torch.int64]
 
-    def _tiled(self, keys, form):
-        raise NotImplementedError(form.name)
+    @staticmethod
+    def get_name():
+        return "ALONE"
+
+    def run_write_latent(self, kv_c, k_pe, kv_cache, slot_mapping, k_scale):
+        if self.kv_cache_dtype not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
+            raise UnsupportedConfiguration(f"{self.kv_cache_dtype} entries, slots of {slot_mapping.dtype}")
+        writer = EagerCacheBackend(
+            self.kv_lora_rank, self.qk_rope_head_dim, self.kv_cache_dtype, self.tile_scales, None
+        )
+        writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-HONEST_CACHES: tuple[type[EagerCacheBackend], ...] = (
+HONEST_CACHES: tuple[type[MLACacheBackend], ...] = (
     EagerCacheBackend,
     LastTokenFirst,
     ReciprocalScales,
