@@ -1,9 +1,9 @@
 """The abstract cache operations of an MLA model: entries written, entries gathered, and slots computed.
 
 What vLLM calls ``concat_and_cache_mla``, ``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``,
-``cp_gather_indexer_k_quant_cache``, ``get_compressed_slot_mapping`` and ``convert_req_index_to_global_index``. Every call
-writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has; the others
-raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
+``cp_gather_indexer_k_quant_cache``, ``get_compressed_slot_mapping`` and ``convert_req_index_to_global_index``. Every
+call writes into memory of its caller and returns nothing that is looked at. A class declares which calls it has; the
+others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those of ``reference.entry_formats``.
 """
 
 from collections.abc import Iterator
@@ -103,14 +103,13 @@ class MLACacheBackend(KernelBackend):
             yield f"{config.tile_scales} scales not supported (writes {', '.join(cls.supported_tile_scales)})"
         if config.slot_dtype not in cls.supported_slot_dtypes:
             yield f"slots of {config.slot_dtype} not supported"
-        if config.dequantise and not cls.supports_dequantise:
-            yield "gathering into the model's dtype not supported"
-        if config.compress_ratio > 1 and not cls.supports_compression:
-            yield "entries of several tokens not supported"
-        if config.dcp_world_size > 1 and not cls.supports_dcp:
-            yield "ranks that share the tokens not supported"
-        if config.outside and not cls.supports_outside:
-            yield "positions beyond the block table not supported"
+        asked = (
+            (config.dequantise, cls.supports_dequantise, "gathering into the model's dtype"),
+            (config.compress_ratio > 1, cls.supports_compression, "entries of several tokens"),
+            (config.dcp_world_size > 1, cls.supports_dcp, "ranks that share the tokens"),
+            (config.outside, cls.supports_outside, "positions beyond the block table"),
+        )
+        yield from (f"{what} not supported" for asks, declared, what in asked if asks and not declared)
 
     def __init__(
         self, kv_lora_rank: int, qk_rope_head_dim: int, kv_cache_dtype: str, tile_scales: str, vllm_config: Any

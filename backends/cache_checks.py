@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_conformance.backends.cache import MLACacheBackend, NO_SLOT
+from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 _SLOTS = (torch.int64, torch.int32)

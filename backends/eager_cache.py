@@ -181,12 +181,12 @@ class EagerCacheBackend(MLACacheBackend):
     def _addresses(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[T, width] int64, where in the cache's storage each byte of an entry stands."""
         page, size = cache.shape[1], cache.element_size()
-        block = (cache.storage_offset() + slots // page * cache.stride(0)) * size
+        block = (slots // page).mul(cache.stride(0) * size).add(cache.storage_offset() * size)
         return block.unsqueeze(1) + self._in_page(slots % page, page, cache.shape[2] * size)
 
     def _in_page(self, token: torch.Tensor, page: int, width: int) -> torch.Tensor:
         """[T, width] int64, where in its page each byte of a token's entry stands."""
-        form, token = TILED_FORMATS.get(self.kv_cache_dtype), token.unsqueeze(1)
+        form, token = TILED_FORMATS.get(self.kv_cache_dtype), token[:, None]
         if form is None or not form.scales_behind_page:
             return token * width + torch.arange(width, device=token.device)
         data, scales = (torch.arange(size, device=token.device) for size in form.parts)
@@ -219,9 +219,7 @@ class EagerCacheBackend(MLACacheBackend):
         row = torch.arange(len(request), device=request.device) - cu_seq_lens.long()[request]
         return self._slots(block_table, request, row + seq_starts.long()[request] // compress_ratio, page)
 
-    def _slots(
-        self, block_table: torch.Tensor, request: torch.Tensor, entry: torch.Tensor, page: int
-    ) -> torch.Tensor:
+    def _slots(self, block_table: torch.Tensor, request: torch.Tensor, entry: torch.Tensor, page: int) -> torch.Tensor:
         """Int64 slots of entries of requests; of those beyond the table any."""
         column = (entry // page).clamp(max=block_table.shape[1] - 1)
         return block_table[request, column].long() * page + entry % page

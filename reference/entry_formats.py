@@ -149,4 +149,4 @@ _FORMATS = (
     _index("fp8_index_shuffled", scales_behind_page=True, shuffled=True),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
-"""The forms by name: DeepSeek V3.2's 656 bytes, V4's 584, V4.1's 528, the 288 of its second cache; 352 of NVFP4; an indexer's 132."""
+"""The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528, its second cache's 288, NVFP4's 352, an indexer's 132."""

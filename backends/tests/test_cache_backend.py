@@ -1,6 +1,6 @@
 """Cache operations refuse what does not fit before they write a byte, and a class may have some of them alone."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,7 +63,10 @@ def test_entries_are_gathered_from_inside_of_a_page() -> None:
         ({"slot_mapping": torch.tensor([1.0])}, r"slot_mapping: expected \[T\] of int64 or int32, got \[1\] of"),
         ({"slot_mapping": torch.arange(4)}, r"kv_c: expected a row for each of 4 slots, got shape \[3, 8\]"),
         ({"kv_cache": torch.zeros(2, 4, 13, dtype=BF16)}, r"kv_cache: expected \[2, 4, 12\] of torch.bfloat16, got"),
-        ({"kv_cache": torch.zeros(2, 4, 12)}, r"expected \[2, 4, 12\] of torch.bfloat16, got \[2, 4, 12\] of torch.float32"),
+        (
+            {"kv_cache": torch.zeros(2, 4, 12)},
+            r"expected \[2, 4, 12\] of torch.bfloat16, got \[2, 4, 12\] of torch.float32",
+        ),
     ],
 )
 def test_a_writer_refuses_what_does_not_fit(changes: dict[str, Any], said: str) -> None:
@@ -78,7 +81,10 @@ def test_a_writer_refuses_what_does_not_fit(changes: dict[str, Any], said: str) 
     ("changes", "said"),
     [
         ({"block_table": torch.tensor([[1, 0]], dtype=INT)}, r"cu_seq_lens: expected \[2\] of torch.int32, got \[3\]"),
-        ({"block_table": torch.tensor([[1, 0], [0, 0]])}, r"block_table: expected \[2, 2\] of torch.int32, got \[2, 2\]"),
+        (
+            {"block_table": torch.tensor([[1, 0], [0, 0]])},
+            r"block_table: expected \[2, 2\] of torch.int32, got \[2, 2\]",
+        ),
         ({"block_table": torch.tensor([[1, 2], [0, 0]], dtype=INT)}, r"block_table: block: expected 0..1, got 2"),
         ({"seq_starts": torch.tensor([5, 0], dtype=INT)}, r"pages of a request: expected at most the table's 2, got 3"),
         ({"cu_seq_lens": torch.tensor([0, 4, 3], dtype=INT)}, r"cu_seq_lens: length: expected no less than 0, got -1"),
@@ -94,14 +100,16 @@ def test_a_gather_refuses_what_does_not_fit(changes: dict[str, Any], said: str) 
 
 def test_lists_of_another_dtype_and_requests_without_a_row_are_refused() -> None:
     table, out = torch.tensor([[3]], dtype=INT), torch.zeros(1, 2, dtype=INT)
-    with pytest.raises(ValueError, match=r"token_indices: expected \[1, 2\] of torch.int32, got \[1, 2\] of torch.int64"):
+    with pytest.raises(
+        ValueError, match=r"token_indices: expected \[1, 2\] of torch.int32, got \[1, 2\] of torch.int64"
+    ):
         backend().run_global_slots(out, torch.tensor([0], dtype=INT), table, torch.tensor([[0, 1]]), 4)
     with pytest.raises(ValueError, match=r"req_id_per_token: request: expected 0..0, got 1"):
         backend().run_global_slots(out, torch.tensor([1], dtype=INT), table, torch.tensor([[0, 1]], dtype=INT), 4)
 
 
 def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: expected one of auto, fp8, .* got 'fp5'"):
         backend("fp5")
     with pytest.raises(ValueError, match="tile_scales: expected one of float32, pow2, got 'bf16'"):
         EagerCacheBackend(8, 4, "auto", "bf16", None)
@@ -110,7 +118,7 @@ def test_layouts_and_scales_that_do_not_exist_are_refused() -> None:
 class WritesAlone(MLACacheBackend):
     """One call of six."""
 
-    supported_calls = ["write_latent"]
+    supported_calls: ClassVar = ["write_latent"]
 
     @staticmethod
     def get_name() -> str:

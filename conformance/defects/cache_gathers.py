@@ -78,9 +78,7 @@ class SkipsTheTail(EagerCacheBackend):
 
     def run_gather_latent(self, kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio=1):
         before, room = workspace.clone(), len(workspace) // compress_ratio
-        super().run_gather_latent(
-            kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio
-        )
+        super().run_gather_latent(kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio)
         workspace[room:] = before[room:]
 
 

@@ -21,9 +21,7 @@ class SlotsOfRawTokens(_Mapped):
     """Every token gets a slot of its own, although an entry stands for several."""
 
     def _map(self, slot_mapping, query_start_loc, positions, block_table, block_size, world):
-        super()._map(
-            slot_mapping, query_start_loc, positions, block_table, block_size, {**world, "compress_ratio": 1}
-        )
+        super()._map(slot_mapping, query_start_loc, positions, block_table, block_size, {**world, "compress_ratio": 1})
 
 
 @known_defect("slots-written-by-the-first-token", killed_by="slot_mapping")

@@ -272,9 +272,7 @@ class RopeOfNVFP4Scaled(_Entries):
     def _changed(self, entries, form):
         start, stop = form.code_bytes, form.code_bytes + form.plain_bytes
         rope = entries[:, start:stop].contiguous().view(torch.float8_e4m3fn).float() / 6
-        return torch.cat(
-            (entries[:, :start], rope.to(torch.float8_e4m3fn).view(torch.uint8), entries[:, stop:]), dim=1
-        )
+        return torch.cat((entries[:, :start], rope.to(torch.float8_e4m3fn).view(torch.uint8), entries[:, stop:]), dim=1)
 
 
 @known_defect("index-written-flat-read-shuffled", killed_by="index_write")

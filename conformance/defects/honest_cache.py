@@ -1,5 +1,8 @@
 """Honest cache operations that differ legitimately from EAGER; see ``honest``."""
 
+from itertools import pairwise
+from typing import ClassVar
+
 import torch
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
@@ -80,7 +83,7 @@ class GathersPageByPage(EagerCacheBackend):
         found = torch.empty(len(slots), cache.shape[2], dtype=cache.dtype, device=cache.device)
         page = slots // cache.shape[1]
         starts = [0, *(row for row in range(1, len(slots)) if page[row] != page[row - 1]), len(slots)]
-        for first, stop in reversed(list(zip(starts, starts[1:], strict=False))):
+        for first, stop in reversed(list(pairwise(starts))):
             rows = super()._gathered(cache, slots[first:stop]).view(torch.uint8)
             found.view(torch.uint8)[first:stop] = rows
         return found
@@ -113,7 +116,7 @@ class VirtualBlocks(EagerCacheBackend):
         ranks, rank = world["dcp_world_size"], world["dcp_rank"]
         run, ratio = world["cp_kv_cache_interleave_size"], world["compress_ratio"]
         slot_mapping.fill_(NO_SLOT)
-        for request, (first, stop) in enumerate(zip(query_start_loc.tolist(), query_start_loc[1:].tolist(), strict=False)):
+        for request, (first, stop) in enumerate(pairwise(query_start_loc.tolist())):
             for token in range(first, stop):
                 entry, rest = divmod(int(positions[token]), ratio)
                 column, offset = divmod(entry, block_size * ranks)
@@ -132,8 +135,8 @@ class VirtualBlocks(EagerCacheBackend):
 class OneWriterAlone(MLACacheBackend):
     """It writes plain and fp8 entries to slots of int64, declares nothing else, and refuses it."""
 
-    supported_calls = ["write_latent"]
-    supported_kv_cache_dtypes = ["auto", "fp8"]
+    supported_calls: ClassVar = ["write_latent"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "fp8"]
 
     @staticmethod
     def get_name():

@@ -36,7 +36,7 @@ class WrittenRows:
     def allocate(
         name: str, low: torch.Tensor, high: torch.Tensor, *, behind: int, starts: Sequence[int], kind: str = "nan"
     ) -> "WrittenRows":
-        """Rows for what is expected, and so many more ``behind`` them; all hold poison of a kind, or no right number."""
+        """Rows for what is expected, and so many ``behind`` them; all hold poison of a kind, or no right number."""
         shape = (len(low) + behind, *low.shape[1:])
         guarded = Guarded.allocate(shape, low.dtype, low.device)
         if low.dtype.is_floating_point:

@@ -173,7 +173,9 @@ def test_malformed_json_says_what_was_expected(change: dict[str, Any], said: str
 def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(reported).id == "lse:q=[3]"
-    with pytest.raises(CaseError, match="a prefill case has none, only cache, decode, indexer, layer and sparse cases; got 2"):
+    with pytest.raises(
+        CaseError, match="a prefill case has none, only cache, decode, indexer, layer and sparse cases; got 2"
+    ):
         Case.from_json({**reported, "ranks": 2})
 
 

@@ -14,9 +14,7 @@ INDEX_CACHES = tuple(name for name, form in TILED_FORMATS.items() if form.cache 
 LATENT_CACHES = ("auto", "fp8", *(name for name in TILED_FORMATS if name not in INDEX_CACHES))
 SLOT_DTYPES = ("int64", "int32")
 WRITES, GATHERS = (Call.WRITE_LATENT, Call.WRITE_INDEX), (Call.GATHER_LATENT, Call.GATHER_INDEX)
-SMALL_DIFFER = tuple(
-    name for name, form in TILED_FORMATS.items() if form.scales != "float32" or form.cache == "index"
-)
+SMALL_DIFFER = tuple(name for name, form in TILED_FORMATS.items() if form.scales != "float32" or form.cache == "index")
 """Layouts whose writers differ in the scales of small tiles."""
 COMPUTES = (Call.SLOT_MAPPING, Call.GLOBAL_SLOTS)
 SMALL_LATENTS = (Data.TINY_VALUES, "tiny_tiles")
@@ -119,7 +117,9 @@ class CacheCase(CachedCase):
             raise CaseError(f"field cache: {self.call} expects one of {', '.join(layouts)}, got {self.cache!r}")
         small = ("tiny_tiles",) if self.cache in INDEX_CACHES else SMALL_LATENTS
         if self.cache in SMALL_DIFFER and self.latents in small:
-            raise CaseError(f"field latents: writers of {self.cache} differ in the scales of {self.latents}; expected others")
+            raise CaseError(
+                f"field latents: writers of {self.cache} differ in the scales of {self.latents}; expected others"
+            )
         if self.dequantise and self.call != Call.GATHER_LATENT:
             raise CaseError(f"field dequantise: only gather_latent does so, got call {self.call}")
         if self.ratio > 1 and self.call not in _COMPRESSED:

@@ -180,7 +180,11 @@ def refused() -> Iterator[Fields]:
         [
             *(latents((5, 3), (60, 2), **_room(name)) for name in ("auto", "fp8", *_TILED)),
             latents((5, 3), (60, 2), slots="int32"),
-            *(keys((5, 3), (60, 2), cache=name, scales=scales) for name in INDEX_CACHES for scales in ("float32", "pow2")),
+            *(
+                keys((5, 3), (60, 2), cache=name, scales=scales)
+                for name in INDEX_CACHES
+                for scales in ("float32", "pow2")
+            ),
             gather((5, 3), (60, 2), cache="fp8", dequantise=True),
             gather_keys((5, 3), (60, 2), ratio=4),
             mapping((5, 3), (60, 2), ranks=2, page=16),

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
+from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
@@ -25,6 +25,9 @@ _GUARDS, _BEHIND, _FURTHER = 2, 3, 3
 _ASIDE = 1 - 2.0**-6
 _HOLES = 8
 """One of so many places in a list is -1, and another one outside where that is asked for."""
+
+Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenRows], Mapping[str, int]]
+"""What a call reads, what it writes, and its numbers, each by the names of its arguments."""
 
 
 def cache_problem(case: CacheCase, device: torch.device, salt: str) -> Problem:
@@ -107,17 +110,18 @@ class CacheBatch(Draw[CacheCase]):
         form = PageForm(self.case.cache, self.case.page, _GUARDS)
         return write_pages(self, form, self.entries[list(rows)], (*lengths, *(0,) * self.case.pad))
 
-    def _write(self, rank: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, ExpectedCache], Mapping[str, int]]:
+    def _write(self, rank: int) -> Arguments:
         """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
         case, held = self.case, self._held(rank)
         stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
         pages = self._pages(stored, list(map(len, held)))
-        new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=True)]
-        image = ExpectedCache(case, pages, new, (self.latents[0][stored], self.latents[1][stored])).image()
+        is_new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=True)]
+        image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
         slots = torch.full((sum(self.totals),), -1)
         slots[stored] = pages.slots
         mapped = torch.cat((slots[self._new], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
-        kv_c, k_pe = lay_out_latents(*(self._padded(x[self._new]) for x in self.latents), case)
+        new = [self._padded(x[self._new]) for x in self.latents]
+        kv_c, k_pe = lay_out_latents(new[0], new[1], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}, {}
 
@@ -132,7 +136,7 @@ class CacheBatch(Draw[CacheCase]):
         padding = -poison((2 * self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
         return torch.cat([x, padding]).to(self.device)
 
-    def _gather(self, rank: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, WrittenRows], Mapping[str, int]]:
+    def _gather(self, rank: int) -> Arguments:
         """Of entries from a token on; rows of padding are requests without any."""
         case, starts = self.case, start_loc(self.totals)
         pages = self._pages(range(starts[-1]), self.totals)
@@ -167,18 +171,18 @@ class CacheBatch(Draw[CacheCase]):
         parts = (low.to(self.device), high.to(self.device))
         return WrittenRows.allocate(name, *parts, behind=behind, starts=starts, kind=self.case.poison)
 
-    def _compute(self, rank: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, WrittenRows], Mapping[str, int]]:
+    def _compute(self, rank: int) -> Arguments:
         """Slots of a table alone: its blocks may have any number, since no cache is there."""
         held = self._held(rank)
         counts = torch.tensor([-(-len(own) // self.case.page) for own in (*held, *((),) * self.case.pad)])
-        order = torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare
+        order = (
+            torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare
+        )
         table = block_table_of(self.case, counts, order)
         found = self._mapping if self.case.call == COMPUTES[0] else self._global
         return found(table, held, rank)
 
-    def _mapping(
-        self, table: torch.Tensor, held: list[Sequence[int]], rank: int
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, WrittenRows], Mapping[str, int]]:
+    def _mapping(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
         """The slots of tokens in order, and -1 behind them."""
         case, slots = self.case, []
         for q, kv, own, blocks in zip(case.q, case.kv, held, table.long(), strict=False):
@@ -198,9 +202,7 @@ class CacheBatch(Draw[CacheCase]):
         numbers = {"block_size": case.page, "compress_ratio": case.ratio, **world}
         return operands, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}, numbers
 
-    def _global(
-        self, table: torch.Tensor, held: list[Sequence[int]], rank: int
-    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, WrittenRows], Mapping[str, int]]:
+    def _global(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
         """The slots of positions that each row's list names in any order, both ends of pages first."""
         case = self.case
         request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))

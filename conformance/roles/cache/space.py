@@ -42,7 +42,9 @@ _LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are wri
 _INDEX = Only("call", (Call.WRITE_INDEX, Call.GATHER_INDEX), "index keys are written and gathered by calls of theirs")
 _ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
 _WRITTEN = Only("call", WRITES, "operands that are written have a layout")
-_MAPPED = Only("call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks")
+_MAPPED = Only(
+    "call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks"
+)
 _COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
 _LISTS = Only("call", (Call.GLOBAL_SLOTS,), "there is no list")
 _GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised while they are gathered")
@@ -81,7 +83,9 @@ def _members(row: Row) -> Iterator[tuple[int, int]]:
 def _fields(row: Row, pick: Pick) -> Fields:
     page, longest = pick(tuple(_members(row)))
     requests, asked = REQUESTS.first(row["requests"]), _asked(row["share"], longest)
-    whole = [longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)]
+    whole = [
+        longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)
+    ]
     whole[requests // 2] = longest
     q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
     kv = tuple(length - new for length, new in zip(whole, q, strict=True))
@@ -172,7 +176,9 @@ CACHE = Space(
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         never("something is asked for", {"share": ("none",), "requests": ("1",)}),
         *(rule for rule in LONE_RULES if "queries" not in rule.over),
-        Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))),
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))
+        ),
         Rule("no page of this size is filled so far", ("page", "last page"), fills),
         Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
         Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
