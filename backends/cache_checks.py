@@ -64,6 +64,56 @@ def check_gather(
     _refuse("block_table: block", block_table, outside, f"0..{len(kv_cache) - 1}")
 
 
+def check_workspace(backend: MLACacheBackend, kv_cache: torch.Tensor, workspace: torch.Tensor) -> None:
+    """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    as_stored = workspace.dtype == kv_cache.dtype
+    check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
+    width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
+    if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
+        raise ValueError(
+            f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, got "
+            f"{list(workspace.shape)} of {workspace.dtype}"
+        )
+
+
+def check_mapping(
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    tokens_of_a_page: int,
+) -> None:
+    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
+
+    Args:
+        slot_mapping: what is filled.
+        query_start_loc: of the batch.
+        positions: of its tokens.
+        block_table: of its requests.
+        tokens_of_a_page: on all ranks, with what is compressed.
+
+    Raises:
+        ValueError: with expected and got; reads the positions.
+    """
+    expect("query_start_loc", query_start_loc, (len(block_table) + 1,), torch.int32)
+    expect("block_table", block_table, (*block_table.shape[:2],), torch.int32)
+    expect("positions", positions, (*positions.shape[:1],), torch.int64)
+    counted = int(query_start_loc[-1])
+    for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
+        if len(x) < counted:
+            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(x)}")
+    if slot_mapping.dtype not in _SLOTS:
+        raise ValueError(f"slot_mapping: expected int64 or int32, got {slot_mapping.dtype}")
+    room, given = block_table.shape[1] * tokens_of_a_page, positions[:counted]
+    _refuse(
+        "positions: position", given, (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
+    )
+
+
 def check_lists(out: torch.Tensor, req_id_per_token: torch.Tensor, token_indices: torch.Tensor, requests: int) -> None:
     """Refuse lists of another dtype than int32, results of another shape, and requests that the table has no row for.
 

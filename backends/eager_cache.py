@@ -9,7 +9,15 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
-from mla_conformance.backends.cache_checks import check_cache, check_gather, check_lists, check_slots, expect
+from mla_conformance.backends.cache_checks import (
+    check_cache,
+    check_gather,
+    check_lists,
+    check_mapping,
+    check_slots,
+    check_workspace,
+    expect,
+)
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -46,12 +54,15 @@ class EagerCacheBackend(MLACacheBackend):
     ) -> None:
         """See :class:`MLACacheBackend`."""
         check_cache(self, kv_cache, kv_c.dtype)
+        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
+        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
         check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See :class:`MLACacheBackend`."""
         check_cache(self, kv_cache, k.dtype)
+        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
         check_slots(slot_mapping, kv_cache, k=k)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
@@ -66,6 +77,7 @@ class EagerCacheBackend(MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         entries = self._gathered(kv_cache, slots)
@@ -84,6 +96,9 @@ class EagerCacheBackend(MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        check_cache(self, kv_cache, torch.bfloat16)
+        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
+        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
@@ -103,7 +118,8 @@ class EagerCacheBackend(MLACacheBackend):
         cp_kv_cache_interleave_size: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        expect("query_start_loc", query_start_loc, (len(block_table) + 1,), torch.int32)
+        tokens = block_size * compress_ratio * dcp_world_size
+        check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
         request = _repeated(query_start_loc)
         position = positions[: len(request)]
         slot_mapping.fill_(NO_SLOT)

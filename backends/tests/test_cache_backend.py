@@ -61,6 +61,7 @@ def test_entries_are_gathered_from_inside_of_a_page() -> None:
         ({"slot_mapping": torch.tensor([1, 8])}, r"slot_mapping: slot: expected -1 or 0..7, got 8"),
         ({"slot_mapping": torch.tensor([1, -2])}, r"slot_mapping: slot: expected -1 or 0..7, got -2"),
         ({"slot_mapping": torch.tensor([1.0])}, r"slot_mapping: expected \[T\] of int64 or int32, got \[1\] of"),
+        ({"k_pe": torch.ones(3, 5, dtype=BF16)}, r"k_pe: expected \[3, 4\] of torch.bfloat16, got \[3, 5\]"),
         ({"slot_mapping": torch.arange(4)}, r"kv_c: expected a row for each of 4 slots, got shape \[3, 8\]"),
         ({"kv_cache": torch.zeros(2, 4, 13, dtype=BF16)}, r"kv_cache: expected \[2, 4, 12\] of torch.bfloat16, got"),
         (
@@ -88,6 +89,8 @@ def test_a_writer_refuses_what_does_not_fit(changes: dict[str, Any], said: str) 
         ({"block_table": torch.tensor([[1, 2], [0, 0]], dtype=INT)}, r"block_table: block: expected 0..1, got 2"),
         ({"seq_starts": torch.tensor([5, 0], dtype=INT)}, r"pages of a request: expected at most the table's 2, got 3"),
         ({"cu_seq_lens": torch.tensor([0, 4, 3], dtype=INT)}, r"cu_seq_lens: length: expected no less than 0, got -1"),
+        ({"workspace": torch.zeros(6, 11, dtype=BF16)}, r"workspace: expected rows of 12 in torch.bfloat16 or"),
+        ({"kv_cache": torch.zeros(2, 4, 11, dtype=BF16)}, r"kv_cache: expected \[2, 4, 12\] of torch.bfloat16, got"),
         ({"workspace": torch.zeros(4, 12, dtype=BF16)}, r"workspace: expected at least 5 rows, got 4"),
     ],
 )
@@ -96,6 +99,37 @@ def test_a_gather_refuses_what_does_not_fit(changes: dict[str, Any], said: str) 
     with pytest.raises(ValueError, match=said):
         backend().run_gather_latent(**given)
     assert not given["workspace"].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"positions": torch.tensor([3, 8, 0])},
+            r"positions: position: expected 0..7, which the table has blocks for, got 8",
+        ),
+        ({"positions": torch.tensor([3, 4])}, r"positions: expected one for each of 3 tokens, got 2"),
+        ({"positions": torch.zeros(3)}, r"positions: expected \[3\] of torch.int64, got \[3\] of torch.float32"),
+        ({"slot_mapping": torch.zeros(2, dtype=INT)}, r"slot_mapping: expected one for each of 3 tokens, got 2"),
+        ({"slot_mapping": torch.zeros(3)}, r"slot_mapping: expected int64 or int32, got torch.float32"),
+        (
+            {"query_start_loc": torch.tensor([0, 3], dtype=INT)},
+            r"query_start_loc: expected \[3\] of torch.int32, got \[2\]",
+        ),
+    ],
+)
+def test_a_mapping_refuses_what_does_not_fit(changes: dict[str, Any], said: str) -> None:
+    given = {
+        "slot_mapping": torch.full((4,), 7),
+        "query_start_loc": torch.tensor([0, 2, 3], dtype=INT),
+        "positions": torch.tensor([3, 4, 0]),
+        "block_table": torch.tensor([[5, 2], [1, -1]], dtype=INT),
+        "block_size": 4,
+    }
+    backend().run_slot_mapping(**given)
+    assert given["slot_mapping"].tolist() == [23, 8, 4, -1]
+    with pytest.raises(ValueError, match=said):
+        backend().run_slot_mapping(**given | changes)
 
 
 def test_lists_of_another_dtype_and_requests_without_a_row_are_refused() -> None:
