@@ -186,11 +186,19 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     CUSTOM = None
 
 
+class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
+    """Every class of cache operations."""
+
+    EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
+    CUSTOM = None
+
+
 ENUMS: tuple[type[BackendEnum], ...] = (
     MLAPrefillBackendEnum,
     MLADecodeBackendEnum,
     MLASparseBackendEnum,
     MLAIndexerBackendEnum,
+    MLACacheBackendEnum,
 )
 """The enumerations of all roles."""
 

@@ -17,6 +17,8 @@ class Role(StrEnum):
     """A ``MLASparseBackend``: attention to selected keys."""
     INDEXER = "indexer"
     """A ``MLAIndexerBackend``: scores of cached tokens, and the best of them."""
+    CACHE = "cache"
+    """A ``MLACacheBackend``: entries written and gathered, slots computed."""
 
 
 _EVERY = (
@@ -33,9 +35,18 @@ REQUIRED = {
     Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
     Role.SPARSE: (*_EVERY, "run_sparse_decode", "run_sparse_prefill"),
     Role.INDEXER: (*_EVERY, "run_index_logits", "run_index_topk"),
+    Role.CACHE: (
+        *(name for name in _EVERY if name != "prepare_metadata"),
+        "run_write_latent",
+        "run_write_index",
+        "run_gather_latent",
+        "run_gather_index",
+        "run_slot_mapping",
+        "run_global_slots",
+    ),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
-_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER)
+_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER, Role.CACHE)
 
 
 def role_of(loaded: type) -> Role:

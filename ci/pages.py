@@ -20,6 +20,7 @@ from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
+from mla_conformance.roles.cache.case import CacheCase
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.case import LayerCase
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 30
 _NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
 """Usage, which repeats the options, and the option that every command has."""
-_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
+_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase, CacheCase)
 
 
 def commands() -> str:

@@ -16,6 +16,13 @@ NO_LAYER = (
     "role prefill and decode, or the class: mla-conformance certify --backend file.py:Class"
 )
 
+NO_CACHE = (
+    "a cache operation is judged by what it writes into memory around its operands, which no result shows; judge a "
+    "class: mla-conformance certify --backend file.py:Class"
+)
+NO_FUNCTION = {Role.LAYER: NO_LAYER, Role.CACHE: NO_CACHE}
+"""Why functions cannot be judged in some roles."""
+
 
 @dataclass(frozen=True, repr=False)
 class FunctionCase:
@@ -74,8 +81,8 @@ def find_case(id: str) -> FunctionCase:
 def why_no_function(case: Case) -> str:
     """Why a function cannot be asked a case; empty if it can."""
     capability = find_capability(case.capability)
-    if case.role is Role.LAYER:
-        return NO_LAYER
+    if case.role in NO_FUNCTION:
+        return NO_FUNCTION[case.role]
     if capability.probes_refusals or capability.captures:
         return f"{capability.name} judges what a class declares; expected a function's case, or certify a class"
     return "it asks for merge_attn_states, which a class has; certify one" if case.own_merge else ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from mla_conformance.api.field_filter import FieldFilter
-from mla_conformance.api.function_case import NO_LAYER, FunctionCase, why_no_function
+from mla_conformance.api.function_case import NO_FUNCTION, FunctionCase, why_no_function
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.covering import Pairs, choose
@@ -98,8 +98,8 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
 
 def _space(role: str) -> Space:
     """The space of a role's cases."""
-    if role == Role.LAYER:
-        raise InputError(f"cases: {NO_LAYER}")
+    if role in list(NO_FUNCTION):
+        raise InputError(f"cases: {NO_FUNCTION[Role(role)]}")
     if role not in list(CALLS):
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
     return next(space for space in SPACES.values() if space.role == role)

@@ -42,6 +42,12 @@ class Call(StrEnum):
     SPARSE_PREFILL = "sparse_prefill"
     INDEX_LOGITS = "index_logits"
     INDEX_TOPK = "index_topk"
+    WRITE_LATENT = "write_latent"
+    WRITE_INDEX = "write_index"
+    GATHER_LATENT = "gather_latent"
+    GATHER_INDEX = "gather_index"
+    SLOT_MAPPING = "slot_mapping"
+    GLOBAL_SLOTS = "global_slots"
 
 
 class Layout(StrEnum):
@@ -204,7 +210,7 @@ class Case(ABC):
                 continue
             others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
             if all(value != other.defaults()[name] for other in others):
-                *first, last = [other.role for other in others]
+                *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
                 raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
         return {name: value for name, value in values.items() if name in own}

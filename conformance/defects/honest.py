@@ -25,6 +25,7 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
     stored_in,
 )
+from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
 from mla_conformance.defects.honest_tiles import HONEST_TILES
@@ -295,6 +296,7 @@ HONEST: tuple[type[Emulation], ...] = (
     CapturableSparse,
     *HONEST_DECODES,
     *HONEST_INDEXERS,
+    *HONEST_CACHES,
     EagerLayer,
     ReciprocalCacheScale,
     LastChunkFirst,

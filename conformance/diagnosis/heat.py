@@ -14,8 +14,8 @@ from mla_conformance.trials.trial import Observed, Trial
 
 
 def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
-    """What was compared, by name: output and LSE of each call, then of all calls merged; nothing of an indexer."""
-    if seen.problem.case.role is Role.INDEXER:
+    """What was compared, by name: output and LSE of each call, then of all calls merged; else nothing."""
+    if seen.problem.case.role in (Role.INDEXER, Role.CACHE):
         return {}
     calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
     names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.returns_lse]]

@@ -38,6 +38,7 @@ class Check(StrEnum):
     SCORE = "score"
     OUT_TENSOR = "out_tensor"
     CACHE = "cache"
+    WRITTEN = "written"
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
     OUT_OF_BOUNDS = "out_of_bounds"
@@ -66,6 +67,7 @@ CLAUSES = {
     Check.SCORE: "8.5",
     Check.OUT_TENSOR: "3.4",
     Check.CACHE: "6.7",
+    Check.WRITTEN: "9.1",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
     Check.OUT_OF_BOUNDS: "3.10",

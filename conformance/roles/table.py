@@ -11,6 +11,7 @@ from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.cache.role import CACHE
 from mla_conformance.roles.decode.role import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.role import INDEXER
@@ -18,7 +19,7 @@ from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.role import PREFILL
 from mla_conformance.roles.sparse.role import SPARSE
 
-ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, INDEXER)
+ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, INDEXER, CACHE)
 _BY_NAME = {definition.role: definition for definition in ROLES}
 
 

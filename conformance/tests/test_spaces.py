@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.space import Space, held
@@ -51,7 +52,7 @@ def test_the_lists_hold_every_pair_that_a_row_can_hold(space: Space) -> None:
     held_pairs, every = Pairs(space, map(space.row_of, listed(space))), Pairs.every(space)
     excluded = every - held_pairs
     assert not [pair for pair in excluded if space.completed(pair)]
-    assert len(held_pairs) == len(every) - len(excluded) > 8000
+    assert len(held_pairs) == len(every) - len(excluded) > 5000
 
 
 @every_space
@@ -177,8 +178,8 @@ def test_several_query_tokens_stand_beside_no_row_of_padding() -> None:
 
 @every_space
 def test_regimes_exist(space: Space) -> None:
-    (data,) = (each for each in space.dimensions if each.name == "data")
-    assert set(data.classes) == set(REGIMES)
+    found = [set(each.classes) for each in space.dimensions if each.name == "data"]
+    assert found == ([] if space.role is Role.CACHE else [set(REGIMES)])
 
 
 def test_long_contexts_are_nightly_only_and_state_their_need() -> None:

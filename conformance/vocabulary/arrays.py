@@ -14,13 +14,14 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover
 from mla_conformance.cases.space import Row, Space
 from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.roles.cache.space import CACHE
 from mla_conformance.roles.decode.space import DECODE
 from mla_conformance.roles.indexer.space import INDEXER
 from mla_conformance.roles.layer.space import LAYER
 from mla_conformance.roles.prefill.space import PREFILL
 from mla_conformance.roles.sparse.space import SPARSE
 
-SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER)}
+SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, CACHE)}
 """By the capability whose cases their arrays are."""
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
 from mla_conformance.problems.memory import poison
@@ -243,7 +244,7 @@ class LayerBatch(Draw[LayerCase]):
         return tuple(LayerRequest(q, kv, ids, prefill) for q, kv, ids, prefill in batch)
 
 
-def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: LayerCase) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The same values as slices of one wider projection, as a model has them, if the layout says so."""
     if case.layout not in (Layout.SLICED, Layout.ODD):
         return kv_c, k_pe
