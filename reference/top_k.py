@@ -1,4 +1,4 @@
-"""Top-k of given logits, row by row: the columns of a row's window, in the form in which an indexer's scores are judged.
+"""Top-k of given logits, row by row: the columns of a row's window, in the form in which an indexer's are judged.
 
 A row sees the columns from its start on, as many as its length says; which of them hold the largest logits is exact,
 and which of equal ones are taken is free. Sources: vLLM's ``top_k_per_row_prefill`` and ``top_k_per_row_decode``,
