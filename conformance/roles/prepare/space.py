@@ -4,6 +4,7 @@ from itertools import cycle, islice
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.batches import HEADS, MIXED, MIXED_QUERIES, QUERIES, REQUESTS, query_class
+from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields
@@ -23,6 +24,7 @@ _POSITIONS = Numbers(
     }
 )
 _SHORT = (17, 5, 1, 64, 33)
+_MANY = 8
 _MOST_ROWS = 2**15
 
 
@@ -30,7 +32,8 @@ def _fields(row: Row, pick: Pick) -> Fields:
     tokens = MIXED_QUERIES if row["queries"] == MIXED else tuple((n,) for n in QUERIES.some[row["queries"]])
     number, first = REQUESTS.first(row["requests"]), pick(_POSITIONS.some[row["positions"]])
     q = tuple(islice(cycle(pick(tokens)), number))
-    return {"q": q, "kv": (first, *(min(first, _SHORT[n % len(_SHORT)]) for n in range(1, number)))}
+    kv = (first, *(min(first, _SHORT[n % len(_SHORT) if n < _MANY else 0]) for n in range(1, number)))
+    return {"call": Call.PREPARE_INDEX, "q": q, "kv": kv}
 
 
 def _few(heads: str, queries: str, requests: str) -> bool:

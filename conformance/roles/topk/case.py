@@ -28,6 +28,7 @@ TIED = ("zeros", "subnormal")
 """Those of which some are equal and differ in their bits, so that a kernel's own order of ties is not theirs."""
 _USUAL = 64
 _LONGER = 13
+_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class TopKCase(Case):
 
     @property
     def row_elements(self) -> int:
-        """Logits of a row."""
-        return self.width
+        """Logits of a row, each of which is ordered, selected and judged in float64."""
+        return _STEPS * self.width
 
     @property
     def output_elements(self) -> int:

@@ -76,11 +76,6 @@ def determinism() -> Iterator[Fields]:
 
 def many_rows() -> Iterator[Fields]:
     """As many rows as a batch has, of 2^18 columns, and as a prefill has."""
-    yield each_row(1024, 2**18 - 3, topk=2048)
-    yield each_row(256, 2**18, topk=2048, data="last_bits")
-    yield best(*range(0, 4096 * 8, 8), topk=2048)
-
-
-def each_row(rows: int, length: int, **fields: Any) -> Fields:
-    """So many rows of one length."""
-    return best(*(length,) * rows, **fields)
+    yield best(*(2**18 - 3,) * 1024, topk=2048)
+    yield best(*(2**18,) * 256, topk=2048, data="last_bits")
+    yield best(3000, q=(4096,), topk=2048)

@@ -16,6 +16,7 @@ from mla_conformance.cases.batches import (
     query_class,
     tile_class,
 )
+from mla_conformance.cases.case import Call
 from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS
 from mla_conformance.cases.grammar import Fields, Lengths
@@ -25,6 +26,7 @@ from mla_conformance.roles.topk.case import LOGITS, TopKCase
 _QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
 _OTHERS = ("shorter", "alone", "equal", "no context")
 _SHORT = (17, 5, 1, 64, 33)
+_MANY = 8
 _MOST_LOGITS = 2**24
 _LOOSE = 100
 """Factor of the columns where maxima are loose, so that a small case has them."""
@@ -76,14 +78,15 @@ def _fields(row: Row, pick: Pick) -> Fields:
     q = tuple(islice(cycle(_tokens(row["queries"])), number))
     kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
     kv[number // 2] = longest - q[number // 2] + 1
-    return {"q": q, "kv": tuple(kv), "topk": topk}
+    return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
 
 
 def _columns(others: str, request: int, new: int, longest: int) -> int:
     """Columns of the first row of a request that is not the longest."""
     if others == "equal":
         return longest - new + 1
-    return 0 if others == "no context" else min(_SHORT[request % len(_SHORT)], longest - new)
+    short = _SHORT[request % len(_SHORT) if request < _MANY else 0]
+    return 0 if others == "no context" else min(short, longest - new)
 
 
 TOPK = Space(
