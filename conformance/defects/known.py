@@ -19,7 +19,7 @@ _PREFILL = ("lse", "indexing", "precision", "features")
 _DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
 _ROLES = ("batches", "plans", "replays", "shapes")
-_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
+_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer", "topk", "preparation")
 _EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
 FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_EDGES)
 """The modules that known defects stand in, in the order in which these are tried and told."""
