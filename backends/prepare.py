@@ -2,7 +2,7 @@
 
 What DeepSeek's ``Indexer`` does between its projections and its scores, and what vLLM's ``fused_indexer_q_rope_quant``
 and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel. A preparation of ours checks each call before it
-launches: the refusals of SPEC 3.8 and 8.9, with expected and got.
+launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
 """
 
 from abc import abstractmethod

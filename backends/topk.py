@@ -1,7 +1,7 @@
 """The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
 
 What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``. A
-top-k of ours checks each call before it launches: the refusals of SPEC 3.8 and 8.9, with expected and got.
+top-k of ours checks each call before it launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
 """
 
 from abc import abstractmethod

@@ -117,6 +117,8 @@ class PrepareCase(Case):
         """
         super().validate()
         width, rope = self.head_dim, self.rope_dim
+        if min(self.q) < 1:
+            raise CaseError(f"{self.call} expects at least one token a request, got q={list(self.q)}")
         if rope % 2 or not rope or (width > BLOCK and width % BLOCK):
             raise CaseError(f"expected pairs to rotate and whole blocks of {BLOCK} columns, got dims={self.dims}")
         if self.hadamard and width & (width - 1):

@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, at_least, one_of
+from mla_conformance.cases.grammar import CaseError
 
 LOGITS = (
     "normal",
@@ -102,3 +103,13 @@ class TopKCase(Case):
     def varied(self) -> Self:
         """Longer rows in reverse order, with other logits."""
         return replace(self, kv=tuple(length + _LONGER for length in reversed(self.kv)), seed=self.seed + 1)
+
+    def validate(self) -> None:
+        """Hold every field against what it may be; each request has a row.
+
+        Raises:
+            CaseError: a value that it may not have.
+        """
+        super().validate()
+        if min(self.q) < 1:
+            raise CaseError(f"{self.call} expects at least one row a request, got q={list(self.q)}")
