@@ -57,7 +57,7 @@ class Rounding:
     accumulation: Precision = Precision.FLOAT32
 
 
-class Order(Enum):
+class SelectionOrder(Enum):
     """In which order selected columns are named."""
 
     ANY = "any"
@@ -76,7 +76,7 @@ class Ties(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class SelectionForm:
     """How a top-k names the columns that it selects (SPEC 8.7).
 
     Attributes:
@@ -87,7 +87,7 @@ class Selection:
     """
 
     relative: bool = True
-    order: Order = Order.ANY
+    order: SelectionOrder = SelectionOrder.ANY
     ties: Ties = Ties.FREE
     padding_behind: bool = True
 
@@ -118,7 +118,7 @@ class Declaration:
 
     rounding: Rounding = field(default_factory=Rounding)
     e4m3_rounding: Rounding | None = None
-    selection: Selection = Selection()
+    selection: SelectionForm = SelectionForm()
     intermediates: Precision = Precision.FLOAT32
     deviations: tuple[Deviation, ...] = ()
     distributions: tuple[str, ...] = ()

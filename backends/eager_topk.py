@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Order, Selection
+from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
@@ -21,7 +21,7 @@ class EagerTopKBackend(MLATopKBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("torch",), emulated=True, selection=Selection(order=Order.DESCENDING)
+        distributions=("torch",), emulated=True, selection=SelectionForm(order=SelectionOrder.DESCENDING)
     )
 
     @staticmethod

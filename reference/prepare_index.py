@@ -31,17 +31,24 @@ class Prepared:
     values: [..., D] float64.
     accumulated: [..., D], sums of magnitudes that a float32 accumulation is relative to.
     stored: [..., D], sums of magnitudes that a rounding of intermediate results is relative to.
+    least: the smallest normal number of their dtype, below which a rounding is no longer relative.
     """
 
     values: Tensor
     accumulated: Tensor
     stored: Tensor
+    least: float
 
     @staticmethod
     def of(x: Tensor) -> "Prepared":
         """Values as they are handed over, exact."""
         values = x.to(torch.float64)
-        return Prepared(values, torch.zeros_like(values), torch.zeros_like(values))
+        least = float(torch.finfo(x.dtype).smallest_normal)
+        return Prepared(values, torch.zeros_like(values), torch.zeros_like(values), least)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """The magnitudes that a rounding of these intermediate results is relative to."""
+        return values.abs().clamp(min=self.least)
 
     def error(self, accumulation: float, intermediates: float) -> Tensor:
         """[..., D] the largest error of a faithful kernel.
@@ -65,7 +72,7 @@ def layer_norm(x: Prepared, weight: Tensor, bias: Tensor, eps: float) -> Prepare
     normed = scaled + bias.to(torch.float64)
     moved = factor.abs() * (values.abs().mean(-1, keepdim=True) + values.abs())
     accumulated = moved + scaled.abs() * (1 + (square + eps) / (2 * variance)) + normed.abs()
-    return Prepared(normed, accumulated, normed.abs())
+    return Prepared(normed, accumulated, x.rounded(normed), x.least)
 
 
 def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prepared:
@@ -92,8 +99,8 @@ def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prep
     values = joined(x.values, within(x.values, -1))
     products = within(x.values.abs(), 1)
     accumulated = joined(x.accumulated, within(x.accumulated, 1) + products)
-    stored = joined(x.stored, within(x.stored, 1) + values[..., first : first + width].abs())
-    return Prepared(values, accumulated, stored)
+    stored = joined(x.stored, within(x.stored, 1) + x.rounded(values[..., first : first + width]))
+    return Prepared(values, accumulated, stored, x.least)
 
 
 def hadamard(x: Prepared) -> Prepared:
@@ -101,7 +108,7 @@ def hadamard(x: Prepared) -> Prepared:
     matrix = sylvester(x.values.shape[-1], x.values.device)
     values, magnitude = x.values @ matrix, matrix.abs()
     accumulated = (x.accumulated + x.values.abs()) @ magnitude
-    return Prepared(values, accumulated, x.stored @ magnitude + values.abs())
+    return Prepared(values, accumulated, x.stored @ magnitude + x.rounded(values), x.least)
 
 
 def sylvester(size: int, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Order, Precision, Selection, Ties
+from mla_conformance.backends.declaration import Declaration, Precision, SelectionForm, SelectionOrder, Ties
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import KernelBackend
@@ -15,7 +15,7 @@ from mla_conformance.reference.selected import NO_KEY
 
 
 def _selects(**declared: object) -> Declaration:
-    return Declaration(selection=Selection(**declared), emulated=True)  # type: ignore[arg-type]
+    return Declaration(selection=SelectionForm(**declared), emulated=True)  # type: ignore[arg-type]
 
 
 def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _placed(chosen: torch.Tensor, topk_tokens: int) -> torch.Tensor:
 class RadixSelection(EagerTopKBackend):
     """Histograms of eight bits after another find the threshold; of those that tie with it the last ones are taken."""
 
-    declaration = _selects(order=Order.ASCENDING, ties=Ties.LAST)
+    declaration = _selects(order=SelectionOrder.ASCENDING, ties=Ties.LAST)
 
     def _choose(self, keys, topk_tokens):
         bits = (keys + 2**32).where(keys != LEAST, 0)
@@ -50,7 +50,7 @@ class RadixSelection(EagerTopKBackend):
 class SortedRows(EagerTopKBackend):
     """Rows are sorted as a whole, equal logits by their columns."""
 
-    declaration = _selects(order=Order.DESCENDING, ties=Ties.FIRST)
+    declaration = _selects(order=SelectionOrder.DESCENDING, ties=Ties.FIRST)
 
     def _choose(self, keys, topk_tokens):
         ordered = keys.sort(dim=1, descending=True, stable=True)
@@ -61,7 +61,7 @@ class SortedRows(EagerTopKBackend):
 class HeapOfEachRow(EagerTopKBackend):
     """A heap of the best goes over each row."""
 
-    declaration = _selects(order=Order.DESCENDING)
+    declaration = _selects(order=SelectionOrder.DESCENDING)
 
     def _choose(self, keys, topk_tokens):
         chosen = torch.full((len(keys), topk_tokens), NO_KEY)
@@ -89,7 +89,7 @@ class SplitRows(EagerTopKBackend):
 class ColumnsOfTheLogits(EagerTopKBackend):
     """Columns of the logits, not of the window, in their order and behind -1, all of which is declared."""
 
-    declaration = _selects(relative=False, order=Order.ASCENDING, padding_behind=False)
+    declaration = _selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
 
     def _told(self, chosen, starts):
         return chosen.sort(dim=1).values

@@ -13,7 +13,7 @@ from mla_conformance.trials.trial import Observed, Trial
 
 
 def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
-    """What was compared, by name: output and LSE of each call, then of all calls merged; nothing of what is no attention."""
+    """What was compared, by name: output and LSE of each call, then of all calls merged; of attention alone."""
     calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
     if not calls:
         return {}

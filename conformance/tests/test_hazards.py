@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import golden_attention

@@ -36,12 +36,18 @@ OUTSIDE = {
         "v_padding:call=context_chunk;dims=32-16-64-64;q=[5,40];kv=[70,9]",
         "decode:dims=glm;heads=8;q=[1,1];kv=[200,9];page=64;lse=0",
         "mixed_batch:call=layer;dims=16-8-16-32;heads=128;q=[5,1,1];kv=[60,40,0];data=needle;decodes=2",
+        "index_hadamard:call=prepare_index;dims=8-8-16-16;heads=4;q=[2,1];kv=[63,5]",
+        "index_rotation:call=prepare_index;dims=2-62-64-64;heads=4;q=[2,1];kv=[5,40];pairs=neighbours",
+        "index_scales:call=prepare_index;dims=320-64-384-384;heads=4;q=[3,1];kv=[63,5];data=outliers;hadamard=0;fold=0",
+        "index_scales:call=prepare_index;dims=320-64-384-384;heads=4;q=[3,1];kv=[63,5];data=outliers;hadamard=0;"
+        "scales=pow2;fold=0",
     },
     "context": {"empty_rows:call=context_chunk;q=[3,4];kv=[0,0]", "chunked_context:q=[40,40];kv=[0,0]"},
+    "longest": {"select:q=[1];kv=[0]"},
     "interleave": {"dcp:call=decode;q=[1x4];kv=[300,40,63,0];page=64;ranks=2;interleave=4096"},
 }
 """Listed cases by the first dimension that they are outside of: head dims that few models have, which would take
-further arrays; a context of no key at all; so many tokens in a row that other ranks have none."""
+further arrays; a context or a row of no key at all; so many tokens in a row that other ranks have none."""
 
 
 def cases_of(tier: Tier) -> list[Case]:

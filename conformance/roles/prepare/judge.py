@@ -46,7 +46,9 @@ class GoldenPrepared(Golden):
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that they consist of."""
-        yield from (*vars(self.q).values(), *vars(self.k).values(), self.factors)
+        for part in (self.q, self.k):
+            yield from (part.values, part.accumulated, part.stored)
+        yield self.factors
 
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Order, Ties
+from mla_conformance.backends.declaration import Declaration, SelectionOrder, Ties
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
@@ -89,7 +89,7 @@ class TopKJudge(SelectionSteps):
         if self.declared.padding_behind:
             wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
             yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
-        if self.declared.order is not Order.ANY:
+        if self.declared.order is not SelectionOrder.ANY:
             wrong = self._disordered(positions) & ordered
             order = self.declared.order.value
             yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
@@ -100,7 +100,7 @@ class TopKJudge(SelectionSteps):
 
     def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
         """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
-        values = positions if self.declared.order is Order.ASCENDING else -self._values(positions)
+        values = positions if self.declared.order is SelectionOrder.ASCENDING else -self._values(positions)
         named = positions >= 0
         return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
 
