@@ -59,6 +59,41 @@ class Rounding:
     accumulation: Precision = Precision.FLOAT32
 
 
+class SelectionOrder(Enum):
+    """In which order selected columns are named."""
+
+    ANY = "any"
+    DESCENDING = "descending"
+    """The largest logit first."""
+    ASCENDING = "ascending"
+    """The first column first."""
+
+
+class Ties(Enum):
+    """Which of columns with equal logits are selected where not all of them have a place."""
+
+    FREE = "free"
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionForm:
+    """How a top-k names the columns that it selects (SPEC 8.7).
+
+    Attributes:
+        relative: they count from the row's start, not from the first column of the logits.
+        order: in which they are named.
+        ties: which of equal ones are taken.
+        padding_behind: -1 stands behind all of them, not anywhere.
+    """
+
+    relative: bool = True
+    order: SelectionOrder = SelectionOrder.ANY
+    ties: Ties = Ties.FREE
+    padding_behind: bool = True
+
+
 @dataclass(frozen=True)
 class Deviation:
     """A convention of the library that differs from the contract, and what the adapter does about it."""
@@ -74,6 +109,8 @@ class Declaration:
     Attributes:
         rounding: rounding classes, verified by the judge.
         e4m3_rounding: those that hold instead where q, k and v are e4m3; None if the kernel widens them.
+        selection: how a top-k names what it selects.
+        intermediates: what stands between the steps of preparing index queries and keys.
         deviations: printed in the report.
         distributions: names of the installed distributions whose versions belong into the record.
         emulated: an emulation of a kernel; it is judged but never counts as certified.
@@ -83,6 +120,8 @@ class Declaration:
 
     rounding: Rounding = field(default_factory=Rounding)
     e4m3_rounding: Rounding | None = None
+    selection: SelectionForm = SelectionForm()
+    intermediates: Precision = Precision.FLOAT32
     deviations: tuple[Deviation, ...] = ()
     distributions: tuple[str, ...] = ()
     emulated: bool = False

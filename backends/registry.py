@@ -186,6 +186,20 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     CUSTOM = None
 
 
+class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
+    """Every top-k."""
+
+    EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
+    CUSTOM = None
+
+
+class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
+    """Everything that prepares index queries and keys."""
+
+    EAGER = "mla_conformance.backends.eager_prepare.EagerPrepareBackend"
+    CUSTOM = None
+
+
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     """Every class of cache operations."""
 
@@ -198,6 +212,8 @@ ENUMS: tuple[type[BackendEnum], ...] = (
     MLADecodeBackendEnum,
     MLASparseBackendEnum,
     MLAIndexerBackendEnum,
+    MLATopKBackendEnum,
+    MLAPrepareBackendEnum,
     MLACacheBackendEnum,
 )
 """The enumerations of all roles."""
@@ -235,3 +251,4 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
 
 
 register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
+register_mla_topk_backend = register_mla_prepare_backend = register_mla_prefill_backend

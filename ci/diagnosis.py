@@ -259,7 +259,7 @@ class _OnCase:
                 made, record = _tried(_located(kernel), self._case, self._context)
                 if record.check in COMPARED:
                     yield (entry, other), "two at once", Behaviour.of(made, record)
-        if self._case.role in (Role.INDEXER, Role.CACHE):
+        if self._case.role not in _HONEST:
             return
         honest, _ = _tried(_located(_HONEST[self._case.role]), self._case, self._context)
         if trial.last and honest.last and honest.last.problem.key == trial.last.problem.key:

@@ -42,6 +42,8 @@ class Call(StrEnum):
     SPARSE_PREFILL = "sparse_prefill"
     INDEX_LOGITS = "index_logits"
     INDEX_TOPK = "index_topk"
+    SELECT = "select"
+    PREPARE_INDEX = "prepare_index"
     WRITE_LATENT = "write_latent"
     WRITE_INDEX = "write_index"
     GATHER_LATENT = "gather_latent"

@@ -3,7 +3,6 @@
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.roles import Role
 from mla_conformance.diagnosis.heat_map import BEYOND, MOST, HeatMap, is_mapped
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
@@ -14,10 +13,10 @@ from mla_conformance.trials.trial import Observed, Trial
 
 
 def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
-    """What was compared, by name: output and LSE of each call, then of all calls merged; else nothing."""
-    if seen.problem.case.role in (Role.INDEXER, Role.CACHE):
-        return {}
+    """What was compared, by name: output and LSE of each call, then of all calls merged; of attention alone."""
     calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
+    if not calls:
+        return {}
     names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.returns_lse]]
     measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
     return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))

@@ -36,6 +36,7 @@ class Check(StrEnum):
     OUTPUT = "output"
     SELECTION = "selection"
     SCORE = "score"
+    PREPARED = "prepared"
     OUT_TENSOR = "out_tensor"
     CACHE = "cache"
     WRITTEN = "written"
@@ -53,7 +54,7 @@ class Check(StrEnum):
 
 ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)
 """The checks that a wrong number of attention fails."""
-COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE)
+COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE, Check.PREPARED)
 """The checks whose failures are compared with known defects."""
 CLAUSES = {
     Check.CALL: "3.8",
@@ -65,6 +66,7 @@ CLAUSES = {
     Check.OUTPUT: "4.2",
     Check.SELECTION: "8.4",
     Check.SCORE: "8.5",
+    Check.PREPARED: "8.8",
     Check.OUT_TENSOR: "3.4",
     Check.CACHE: "6.7",
     Check.WRITTEN: "9.1",

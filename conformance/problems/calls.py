@@ -69,6 +69,8 @@ class KernelCall(ABC):
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what the call returns first."""
 
+    token_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    """The dimension in which each part of a result counts tokens, as an output and an LSE do."""
     means: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that say what the operands stand for, and are handed to no backend."""
 

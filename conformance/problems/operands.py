@@ -41,8 +41,12 @@ class Draw(Generic[AnyCase]):
         if dtype is None:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
         self.case, self.device, self.dtype, self.salt = case, device, dtype, salt
-        self.regime: Regime = REGIMES[case.data]
         self.generator = torch.Generator().manual_seed(_seed(case, salt))
+
+    @property
+    def regime(self) -> Regime:
+        """What queries, keys and values are made of; of a role whose inputs are others its ``data`` names none."""
+        return REGIMES[self.case.data]
 
     @property
     def key(self) -> str:

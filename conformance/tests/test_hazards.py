@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import golden_attention
@@ -23,7 +24,11 @@ from mla_conformance.reference.attention import attention
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.prepare import problem as prepare
+from mla_conformance.roles.prepare.case import VALUES
 from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.topk import problem as topk
+from mla_conformance.roles.topk.case import LOGITS
 from mla_conformance.trials.transform import overwrite, regroup, scale_values
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -151,8 +156,10 @@ def test_tiny_values_are_a_thousandth_and_zero_keys_make_all_logits_equal() -> N
 
 
 def test_every_regime_is_promised_and_used() -> None:
-    used = {case.data for capability in CAPABILITIES.values() for case in capability.cases}
-    assert used == set(REGIMES)
+    cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
+    assert {case.data for case in cases if case.role not in (Role.TOPK, Role.PREPARE)} == set(REGIMES)
+    assert {case.data for case in cases if case.role is Role.TOPK} == set(LOGITS) == set(topk.KINDS)
+    assert {case.data for case in cases if case.role is Role.PREPARE} == set(VALUES) == set(prepare.KINDS)
     assert all(regime.sentence for regime in REGIMES.values())
 
 

@@ -42,7 +42,7 @@ def batch_invariance(trial: Trial) -> None:
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
         alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
         if trial.declaration.batch_invariant:
-            pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
+            pairs = zip(whole, alone, trial.problem.calls[0].token_dims, strict=False)
             same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
             trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
     if len(trial.case.q) >= _ENDS_AND_A_PAIR:

@@ -19,9 +19,13 @@ from mla_conformance.roles.decode.space import DECODE
 from mla_conformance.roles.indexer.space import INDEXER
 from mla_conformance.roles.layer.space import LAYER
 from mla_conformance.roles.prefill.space import PREFILL
+from mla_conformance.roles.prepare.space import PREPARE
 from mla_conformance.roles.sparse.space import SPARSE
+from mla_conformance.roles.topk.space import TOPK
 
-SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, CACHE)}
+SPACES: dict[str, Space] = {
+    space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, CACHE)
+}
 """By the capability whose cases their arrays are."""
 
 
