@@ -119,15 +119,16 @@ def test_a_gather_refuses_what_does_not_fit(changes: dict[str, Any], said: str) 
     ],
 )
 def test_a_mapping_refuses_what_does_not_fit(changes: dict[str, Any], said: str) -> None:
-    given = {
-        "slot_mapping": torch.full((4,), 7),
+    slot_mapping = torch.full((4,), 7)
+    given: dict[str, Any] = {
+        "slot_mapping": slot_mapping,
         "query_start_loc": torch.tensor([0, 2, 3], dtype=INT),
         "positions": torch.tensor([3, 4, 0]),
         "block_table": torch.tensor([[5, 2], [1, -1]], dtype=INT),
         "block_size": 4,
     }
     backend().run_slot_mapping(**given)
-    assert given["slot_mapping"].tolist() == [23, 8, 4, -1]
+    assert slot_mapping.tolist() == [23, 8, 4, -1]
     with pytest.raises(ValueError, match=said):
         backend().run_slot_mapping(**given | changes)
 
