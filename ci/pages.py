@@ -45,31 +45,34 @@ def commands() -> str:
 
 
 def case_fields() -> str:
-    """Tables of the fields that all cases have, of what those over a cache have beside, and of each role's own."""
+    """Fields with their defaults: those that all cases have, those over a cache, and each role's own."""
     common, cached = _names(Case), _names(CachedCase)
-    tables = [("All cases", Case, common), ("All but the role prefill", CachedCase, cached - common)]
-    tables += [(f"The role {case.role.value}", case, _names(case) - common - cached) for case in _ROLES]
-    return "\n\n".join(_table(title, case, names) for title, case, names in tables if names)
+    over = ", ".join(case.role.value for case in _ROLES if issubclass(case, CachedCase))
+    lists = [("All cases", Case, common), (f"Over a cache: {over}", CachedCase, cached - common)]
+    for case in _ROLES:
+        told = common | cached if issubclass(case, CachedCase) else common
+        lists.append((f"The role {case.role.value}", case, _names(case) - told))
+    return "\n\n".join(_list(title, case, names) for title, case, names in lists if names)
 
 
 def _names(case: type[Case]) -> set[str]:
     return {field.name for field in fields(case)}
 
 
-def _table(title: str, case: type[Case], names: set[str]) -> str:
+def _list(title: str, case: type[Case], names: set[str]) -> str:
     reported = _attributes(case)
-    rows = [
-        f"| `{field.name}` | {_default(field.default)} | {reported[field.name]} |"
+    entries = [
+        f"- `{field.name}{_default(field.default)}`: {reported[field.name]}"
         for field in fields(case)
         if field.name in names
     ]
-    return "\n".join([f"### {title}", "", "| field | default | meaning |", "|---|---|---|", *rows])
+    return "\n".join([f"### {title}", "", *entries])
 
 
 def _default(value: object) -> str:
     """As an id would have it; nothing where an id always says it."""
     plain = int(value) if isinstance(value, bool) else value
-    return f"`{plain}`" if isinstance(plain, int | str) and plain != "" else ""
+    return f"={plain}" if isinstance(plain, int | str) and plain != "" else ""
 
 
 def _attributes(case: type[Case]) -> dict[str, str]:
@@ -78,7 +81,7 @@ def _attributes(case: type[Case]) -> dict[str, str]:
     for base in reversed(case.__mro__):
         text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
-            found[name] = re.sub(r"\s+", " ", meaning).replace("|", "\\|").replace("``", "`").rstrip(".")
+            found[name] = re.sub(r"\s+", " ", meaning).replace("``", "`").rstrip(".")
     return found
 
 

@@ -15,12 +15,15 @@ NO_LAYER = (
     "a layer keeps weights and a cache from call to call, which no function does; judge its kernels as functions, by "
     "role prefill and decode, or the class: mla-conformance certify --backend file.py:Class"
 )
-
 NO_CACHE = (
     "a cache operation is judged by what it writes into memory around its operands, which no result shows; judge a "
     "class: mla-conformance certify --backend file.py:Class"
 )
-NO_FUNCTION = {Role.LAYER: NO_LAYER, Role.CACHE: NO_CACHE}
+NO_STEP = (
+    "what stands beside the attention, a top-k over logits or the preparation of index queries and keys, is judged by the "
+    "conventions that a class declares; judge a class: mla-conformance certify --backend file.py:Class"
+)
+NO_FUNCTION = {Role.LAYER: NO_LAYER, Role.TOPK: NO_STEP, Role.PREPARE: NO_STEP, Role.CACHE: NO_CACHE}
 """Why functions cannot be judged in some roles."""
 
 

@@ -1,4 +1,4 @@
-"""compute-sanitizer's XML as its manual describes it, written here: no output of the tool was at hand."""
+"""compute-sanitizer's XML with the fields that public parsers read, written here: no output of the tool was seen."""
 
 import os
 import sys

@@ -31,8 +31,8 @@ _MOST = 1e9
 
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
-    """Of every role that can run here, dtype and regime, as far as the backend supports it."""
-    asked = product(subject.declarations, _FORMS, DATA)
+    """Of every role of numbers with a budget that can run here, dtype and regime, as far as the backend supports it."""
+    asked = product([role for role in subject.declarations if role in _FIELDS], _FORMS, DATA)
     found = (_spread(subject, context, role, form, data) for role, form, data in asked)
     return tuple(each for each in found if each)
 

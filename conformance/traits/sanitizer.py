@@ -1,7 +1,7 @@
 """Calls under NVIDIA's compute-sanitizer: its XML, grouped by kernel and cause. No torch.
 
-Source of the form: the manual of Compute Sanitizer, its option ``--xml`` and its suppression files, which hold the same
-records. No output of the tool was at hand when this was written.
+Source of the form: the fields that public third-party parsers of the option ``--xml`` read, since the manual of Compute
+Sanitizer does not list them. No output of the tool was seen, and the tool was never run.
 """
 
 import os
