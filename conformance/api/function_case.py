@@ -20,8 +20,8 @@ NO_CACHE = (
     "class: mla-conformance certify --backend file.py:Class"
 )
 NO_STEP = (
-    "what stands beside the attention, a top-k over logits or the preparation of index queries and keys, is judged by the "
-    "conventions that a class declares; judge a class: mla-conformance certify --backend file.py:Class"
+    "a top-k over logits, and the preparation of index queries and keys, are judged by the conventions that a class "
+    "declares; judge a class: mla-conformance certify --backend file.py:Class"
 )
 NO_FUNCTION = {Role.LAYER: NO_LAYER, Role.TOPK: NO_STEP, Role.PREPARE: NO_STEP, Role.CACHE: NO_CACHE}
 """Why functions cannot be judged in some roles."""

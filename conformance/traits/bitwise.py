@@ -185,7 +185,7 @@ VARIANTS: Mapping[Question, Variants] = {
 
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
-    """All questions to all roles of a backend that can run here, but for those whose results are not of floating point."""
+    """All questions to all roles of a backend that can run here, with outputs of floating point."""
     roles = [role for role in subject.declarations if role in _FIELDS]
     return tuple(_answer(subject, context, role, question) for role in roles for question in Question)
 
