@@ -227,6 +227,9 @@ def test_a_selection_without_a_case_says_what_there_is(role: str, wanted: dict[s
         ("nothing:q=[1]", "unknown capability 'nothing'"),
         ("refusals:q=[40];dtype=fp64", "judges what a class declares"),
         ("mixed_batch:call=layer;q=[1];kv=[1]", "a layer keeps weights"),
+        ("select:q=[1];kv=[63]", "a top-k over logits"),
+        ("prepare_index:q=[1];kv=[63]", "judge a class"),
+        ("slot_mapping:q=[1];kv=[63]", "a cache operation is judged by what it writes"),
     ],
 )
 def test_an_id_that_no_function_can_be_asked_says_why(id: str, said: str) -> None:

@@ -7,8 +7,12 @@ import sys
 import pytest
 import torch
 
+from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_prepare import EagerPrepareBackend
+from mla_conformance.backends.eager_topk import EagerTopKBackend
+from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.bounds import PageBehindTheCache
+from mla_conformance.defects.bounds import PageBehindTheCache, end, reads
 from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cpu_room import ZONE, CpuRoom, noted_faults, touched_rooms
@@ -32,6 +36,41 @@ def test_a_defect_is_found_by_the_operand_and_its_side(entry) -> None:
     verb = "writes" if "-writes-" in entry.id else "reads"
     side = "before the beginning of" if "before" in entry.id else "behind the end of"
     assert all(f"{verb} byte " in record.message and side in record.message for record in failed)
+
+
+class WindowBehindTheLast(EagerTopKBackend):
+    def prepare_metadata(self, metadata):
+        for x in (metadata.lengths, metadata.row_starts):
+            if x is not None:
+                reads(x, end(x), 1)
+        super().prepare_metadata(metadata)
+
+
+class BiasBehindTheLast(EagerPrepareBackend):
+    def run_prepare_index(self, *operands):
+        reads(operands[4], end(operands[4]), 1)
+        return super().run_prepare_index(*operands)
+
+
+class PageBehindTheTable(EagerCacheBackend):
+    def run_gather_latent(self, **operands):
+        reads(operands["block_table"], end(operands["block_table"]), 1)
+        super().run_gather_latent(**operands)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named"),
+    [
+        (WindowBehindTheLast, ("lengths", "row starts")),
+        (BiasBehindTheLast, ("norm_bias",)),
+        (PageBehindTheTable, ("block_table",)),
+    ],
+)
+def test_what_stands_beside_an_attention_is_fenced_too(kernel: type, named: tuple[str, ...]) -> None:
+    subject = Subject.of(f"{__name__}:{kernel.__name__}", CPU)
+    records = [judge_one(subject, case, CONTEXT) for case in CASES if case.role is role_of(kernel)]
+    said = " ".join(record.message for record in records if record.check == Check.OUT_OF_BOUNDS)
+    assert all(f"behind the end of {name} of " in said for name in named)
 
 
 @pytest.mark.parametrize("reference", ["EAGER", "TORCH_SDPA"])

@@ -174,6 +174,19 @@ def global_slots() -> Iterator[Fields]:
     yield listed((1,) * 70, (63, 5, 200, 64, 0, 7, 30) * 10)
 
 
+def fenced() -> Iterator[Fields]:
+    """Every call over three and four requests, over packed pages and over pages of several layers."""
+    yield latents(*_UNEVEN, cache="fp8_ds_mla", layers=2)
+    yield latents((3, 20, 1, 5), (15, 0, 63, 7), page=16, pad=1, **_SHORT)
+    yield from (keys(*_UNEVEN, cache=name) for name in INDEX_CACHES)
+    yield gather((70, 1, 64), (0, 63, 5), cache="fp8_ds_mla", dequantise=True)
+    yield gather((33, 5, 0, 7), (7, 0, 9, 64), page=16, **_SHORT)
+    yield from (gather_keys((70, 9, 3), (130, 0, 259), cache=name) for name in INDEX_CACHES)
+    yield mapping((5, 1, 70), (60, 0, 63), pad=3)
+    yield mapping((5, 1, 7, 9), (60, 0, 63, 5), ratio=4)
+    yield listed((3, 1, 2), (200, 63, 0), topk=63)
+
+
 def refused() -> Iterator[Fields]:
     """What a class may lack: calls, layouts, scales, pages, dtypes of slots, ranks."""
     yield from each(

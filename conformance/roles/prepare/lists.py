@@ -86,6 +86,13 @@ def repeated() -> Iterator[Fields]:
     yield tokens((1, 1, 1, 1), (100, 3, 40, 70), heads=32, pairs="neighbours", rope_last=True, **_POW2)
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests, folded weights and scales beside them, operands of one projection."""
+    yield tokens((3, 1, 2), (0, 5, 130), **_FEW_HEADS)
+    yield tokens((1, 1, 1, 3), (63, 5, 200, 7), **_FEW_HEADS, **_POW2, **_UNFOLDED)
+    yield tokens((3, 2, 1), (200, 40, 0), fused=True, heads=5)
+
+
 def many_rows() -> Iterator[Fields]:
     """As many tokens as a prefill has."""
     yield tokens((8192,), (0,))

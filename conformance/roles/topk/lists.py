@@ -67,6 +67,13 @@ def repeated() -> Iterator[Fields]:
     yield best(100, 300, 0, 70, packed=True, topk=33)
 
 
+def fenced() -> Iterator[Fields]:
+    """Four rows, of which windows end exactly where memory does, from column 0 and from their own."""
+    yield best(201, 63, 5, 90)
+    yield best(57, 100, 0, q=(2, 1, 1), packed=True)
+    yield best(301, 93, 7, 0, topk=128, layout=Layout.ODD)
+
+
 def determinism() -> Iterator[Fields]:
     """Those, and ties that several blocks of a long row could break in any order."""
     yield from repeated()
