@@ -112,7 +112,7 @@ class TailInSlotZero(EagerDecodeBackend):
         return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
 
 
-@known_defect("dense-mla-invalid-page-ids-cross-request", killed_by="paged_cache")
+@known_defect("dense-mla-invalid-page-ids-cross-request", killed_by="paged_cache", related=("decode_multi_token",))
 class DeadRequestsRead(EagerDecodeBackend):
     """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
 

@@ -157,6 +157,7 @@ def fp8() -> Iterator[Fields]:
     yield single(300, 40, kscale=2_300_000)
     yield decode((2, 2), (300, 40), kscale=70)
     yield decode((5, 5), (64, 300), **_SMALL, cache="fp8")
+    yield decode((9, 9), (40, 64), **_SMALL, cache="fp8", data="needle")
 
 
 def fp8_ds_mla() -> Iterator[Fields]:

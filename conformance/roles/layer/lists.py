@@ -83,6 +83,7 @@ def _large() -> Iterator[Fields]:
     yield layer((5, 1, 1), (60, 40, 0), 2, heads=128, dims="16-8-16-32", data="needle")
     yield layer((5, 9, 1), (300, 130, 63), 1, cache="fp8_ds_mla", heads=2, workspace=128, data="needle")
     yield layer((1, 1, 9, 5), (33, 63, 300, 0), 2, cache="fp8_ds_mla", heads=2, workspace=64, page=64, **first)
+    yield layer((65, 65, 1, 1), (0, 0, 65, 5), 2, page=64, data="huge_logits", **{**_LATENT, "heads": 16})
 
 
 def cache_write() -> Iterator[Fields]:
