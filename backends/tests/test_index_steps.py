@@ -1,7 +1,7 @@
 """Top-k and preparations: EAGER's refusals, each with what was expected and what came."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -55,6 +55,13 @@ MODEL = IndexPreparation(
 )  # fmt: skip
 
 
+class Narrow(EagerPrepareBackend):
+    """One width, never transformed."""
+
+    supports_hadamard: ClassVar = [False]
+    supported_head_dims: ClassVar = [128]
+
+
 def prepare(model: IndexPreparation = MODEL, **changes: Any) -> tuple[torch.Tensor, ...]:
     backend = EagerPrepareBackend(num_heads=HEADS, scale=0.125, preparation=model, vllm_config=None)
     given = {
@@ -99,6 +106,5 @@ def test_a_preparation_refuses_what_does_not_fit(wrong: dict[str, Any], said: st
 def test_a_preparation_refuses_scales_of_another_format_and_what_it_does_not_declare() -> None:
     with pytest.raises(ValueError, match="scale_format: expected one of float32, pow2, got 'ue4m3'"):
         prepare(MODEL._replace(scale_format="ue4m3"))
-    narrow = type("Narrow", (EagerPrepareBackend,), {"supports_hadamard": [False], "supported_head_dims": [128]})
-    reasons = narrow.validate_configuration(None, MLAPrepareSelectorConfig(torch.bfloat16, HEADS, MODEL))
+    reasons = Narrow.validate_configuration(None, MLAPrepareSelectorConfig(torch.bfloat16, HEADS, MODEL))
     assert reasons == ["head dim 64 not supported (supported: [128])", "hadamard=True not supported"]

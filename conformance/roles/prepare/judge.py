@@ -92,9 +92,13 @@ class _Part:
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Places [n, H, D] in the order of codes: of the least that is allowed, the golden and the greatest value."""
-        each = (self.values - self.error, self.values, self.values + self.error)
-        low, golden, high = (self.blocks(x) / self.scales.unsqueeze(-1) for x in each)
-        return tuple(e4m3_ordinal(quantize_e4m3(x, 1.0)).double().flatten(-2) for x in (low, golden, high))
+        low, golden, high = map(self._places, (self.values - self.error, self.values, self.values + self.error))
+        return low, golden, high
+
+    def _places(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, H, D] places of the codes of values under the scales."""
+        scaled = self.blocks(values) / self.scales.unsqueeze(-1)
+        return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
 
 
 class PrepareJudge(Steps):

@@ -110,7 +110,9 @@ TOPK = Space(
     ),
     rules=(
         *LONE_RULES,
-        Rule("no length is in both classes", ("longest", "tile"), lambda *row: bool(lengths(*row, 1))),
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+        ),
         Rule(
             "no such length, or no such number of columns", ("queries", "longest", "tile", "columns", "keys"), _exists
         ),
