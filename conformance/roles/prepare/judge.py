@@ -92,10 +92,12 @@ class _Part:
 
     def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Places [n, H, D] in the order of codes: of the least that is allowed, the golden and the greatest value."""
-        return self._places(self.values - self.error), self._places(self.values), self._places(self.values + self.error)
+        low, golden, high = map(self._places, (self.values - self.error, self.values, self.values + self.error))
+        return low, golden, high
 
-    def _places(self, x: torch.Tensor) -> torch.Tensor:
-        scaled = self.blocks(x) / self.scales.unsqueeze(-1)
+    def _places(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, H, D] places of the codes of values under the scales."""
+        scaled = self.blocks(values) / self.scales.unsqueeze(-1)
         return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
 
 
