@@ -2,9 +2,9 @@
 
 An entry is the key of one token, whose first L columns are its value; an indexer's key has no value. Its first
 ``coded`` columns are stored as codes, the others, if any, as plain values of 16 bits. Sources: vLLM's
-``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; its NVFP4
-format (vllm-project/FlashMLA#18); SGLang's ``fused_store_index_cache`` for an indexer's, and for shuffled ones vLLM's
-``indexer_k_quant_and_cache_triton``, as AITER reads them.
+``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; for NVFP4
+vllm-project/FlashMLA#18 and flashinfer-ai/flashinfer#4955; SGLang's ``fused_store_index_cache`` for an indexer's, and
+for shuffled ones vLLM's ``indexer_k_quant_and_cache_triton``, as AITER reads them.
 """
 
 from collections.abc import Mapping
@@ -144,9 +144,21 @@ _FORMATS = (
         scales_last=True,
         cache="stored",
     ),
+    TiledFormat(
+        "nvfp4_v4",
+        ((512, 0),),
+        "e2m1",
+        coded=448,
+        tile=16,
+        scales="e4m3",
+        plain=64,
+        padding=4,
+        scales_behind_page=True,
+        cache="stored",
+    ),
     _index("fp8_index", scales_behind_page=True),
     _index("fp8_index_flat"),
     _index("fp8_index_shuffled", scales_behind_page=True, shuffled=True),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
-"""The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528, its second cache's 288, NVFP4's 352, an indexer's 132."""
+"""The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132."""

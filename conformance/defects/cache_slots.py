@@ -2,6 +2,7 @@
 
 import torch
 
+from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.defects.known import known_defect
 
@@ -87,11 +88,15 @@ class InterleaveIgnored(_Mapped):
 
 @known_defect("slots-of-all-ranks", killed_by="slot_mapping")
 class SlotsOfAllRanks(_Mapped):
-    """A rank writes the entries of all ranks."""
+    """A rank writes the entries of all ranks, as if its cache were replicated."""
 
     def _map(self, slot_mapping, query_start_loc, positions, block_table, block_size, world):
-        alone = {**world, "dcp_world_size": 1, "dcp_rank": 0}
-        super()._map(slot_mapping, query_start_loc, positions, block_table, block_size, alone)
+        super()._map(slot_mapping, query_start_loc, positions, block_table, block_size, world)
+        request = torch.arange(len(block_table)).to(positions.device).repeat_interleave(query_start_loc.diff())
+        entry, rest = positions[: len(request)] // world["compress_ratio"], positions[: len(request)] + 1
+        slots = self._slots(block_table, request, entry, block_size)
+        last = rest % world["compress_ratio"] == 0
+        slot_mapping[: len(request)] = slots.where(last, NO_SLOT).to(slot_mapping.dtype)
 
 
 @known_defect("slots-of-the-query-number", killed_by="slot_mapping")

@@ -27,6 +27,7 @@ def test_widths_are_those_of_the_published_formats() -> None:
         "fp8_v41": 528,
         "fp4_v41": 288,
         "nvfp4_ds_mla": 352,
+        "nvfp4_v4": 384,
         "fp8_index": 132,
         "fp8_index_flat": 132,
         "fp8_index_shuffled": 132,
@@ -71,6 +72,16 @@ def test_an_entry_of_nvfp4_by_hand() -> None:
     assert row[320:].view(torch.float8_e4m3fn).float()[:3].tolist() == [1.0, 2.0, 2.0**-9]
     kv_c, k_pe = decode_rows(row[None], "nvfp4_ds_mla", 1.0, 512, 64)
     assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
+
+
+def test_an_entry_of_v4_in_four_bits_by_hand() -> None:
+    row = encode_tiles(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), TILED_FORMATS["nvfp4_v4"])[0]
+    assert (row[0].item(), row[223].item()) == (7 | 11 << 4, 7 << 4)
+    assert row[224:352].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+    assert row[352:380].view(torch.float8_e4m3fn).float()[[0, 1, 27]].tolist() == [1.0, 2.0**-9, 2.0]
+    assert row[380:].tolist() == [0] * 4
+    v4 = TILED_FORMATS["nvfp4_v4"]
+    assert (v4.parts, v4.page_bytes(64)) == ((352, 32), 64 * 384)
 
 
 def test_the_scale_of_an_index_key_by_hand() -> None:
