@@ -62,7 +62,7 @@ def _checked(path: str, tool: str, backend: BackendReference, cases: Sequence[Ca
 def lines(tool: str, backend: BackendReference, found: list[Sanitized]) -> Iterator[str]:
     """What the tool said of a backend: each error once, with a case that shows it, and what says nothing."""
     for error, case in by_error(found):
-        place = f", {error.place}" if error.place else ""
+        place = (f", {error.place}" if error.place else "") + (f", launched at {error.launch}" if error.launch else "")
         yield f"{tool} {backend.name}: {error.kernel}: {error.cause}, {counted(error.count, 'time')}{place}"
         yield f"  replay: {replay_line(case, backend.reference)}"
     silent: dict[str, list[str]] = {}

@@ -51,8 +51,7 @@ DEFECTS = known_defects()
 CONTEXT = Context()
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --page docs/known-defects.md`"
 ENTRIES_OF_THESE_LAYERS = 202
-"""Reported bugs of prefills, merging, quantised output, selectors, decodes, caches, ranks, layers, selected keys, top-k,
-preparations and cache operations."""
+"""Reported bugs of everything that has a role, merging, quantised output, selectors and ranks among them."""
 
 
 def honest_base(kernel: type) -> type:

@@ -46,7 +46,7 @@ def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None
     names = ("EAGER", "EAGER[present]", "EAGER[earlier]")
     plain, present, earlier = (judge_one(Subject.of(name, CPU), case, CONTEXT).status for name in names)
     assert present is plain
-    lacking = capability in ("merge_states", "quant_output_fp8")
+    lacking = case.own_merge or case.quant != "none"
     assert earlier is (Status.UNSUPPORTED if lacking else plain)
 
 
