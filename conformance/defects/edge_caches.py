@@ -21,7 +21,7 @@ class UnscaledForSeveralTokens(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, scale)
 
 
-@known_defect("decode-codes-bound-by-token-in-three-bits", killed_by="decode_combinations")
+@known_defect("decode-codes-bound-by-token-in-three-bits", killed_by="kv_cache_fp8")
 class TokenInThreeBits(EagerDecodeBackend):
     """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
 

@@ -70,7 +70,7 @@ class SparseLifts128(LiftedMaximum, EagerSparseBackend):
     """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
 
 
-@known_defect("layer-tile-without-keys-raises-maximum", killed_by="layer_combinations")
+@known_defect("layer-tile-without-keys-raises-maximum", killed_by="mixed_batch")
 class LayerLifts(EagerLayer):
     """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
