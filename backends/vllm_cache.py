@@ -1,12 +1,13 @@
 """VLLM_CACHE: the compiled kernels with which vLLM writes latents and index keys to its caches and gathers them again.
 
-Written for vLLM 0.33.0: ``concat_and_cache_mla``, ``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``,
-``cp_gather_cache``, ``cp_gather_and_upconvert_fp8_kv_cache`` and ``cp_gather_indexer_k_quant_cache`` of
-``vllm/_custom_ops.py``. What computes slots there is written in Triton, and is not among them.
+Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``concat_and_cache_mla``,
+``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``, ``cp_gather_cache``,
+``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written in
+Triton, and is not among them.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -15,13 +16,14 @@ from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACach
 from mla_conformance.backends.cache_checks import check_cache, check_gather, check_slots, check_workspace, expect
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
-_LIBRARY = Library("vllm._custom_ops", "vllm", extra("vllm"))
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
 _INDEX_PAGE = 64
+"""As vLLM's indexer has them on NVIDIA's GPUs."""
 _WIDTHS = (320, 512, 576)
 """Of the rows that are gathered and dequantised at once."""
 _SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
@@ -30,7 +32,7 @@ _SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
 class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     """Entries alone; any slots in int64."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
+    libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
     needed_capability: ClassVar[str] = "7.5 or newer"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
@@ -66,11 +68,11 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
         if config.call in CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
-            yield f"{layout} of models in float32 not supported"
+            yield f"{layout} of models in torch.float32 not supported"
         if config.call == "write_latent" and layout == _MIXED and config.tile_scales != "pow2":
             yield f"{_MIXED} with {config.tile_scales} scales not supported (writes pow2)"
         if config.dequantise and layout == _MIXED and (width, config.dtype) != (576, torch.bfloat16):
-            yield f"{_MIXED} becomes keys of 576 columns in bfloat16 alone"
+            yield f"{_MIXED} becomes keys of 576 columns in torch.bfloat16 alone"
         if config.dequantise and layout == "fp8" and width not in _WIDTHS:
             yield f"keys of {width} columns are not dequantised (supported: {', '.join(map(str, _WIDTHS))})"
 
@@ -90,7 +92,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         if self.kv_cache_dtype == _MIXED:
             kv_c, k_pe = aligned(kv_c), aligned(k_pe)
         if len(slot_mapping):
-            _LIBRARY.load().concat_and_cache_mla(
+            _operators().concat_and_cache_mla(
                 kv_c, k_pe, kv_cache, slot_mapping.contiguous(), self.kv_cache_dtype, k_scale
             )
 
@@ -102,7 +104,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         if len(slot_mapping):
             keys, columns = aligned(k[: len(slot_mapping)].contiguous()), k.shape[1]
             scales = _SCALE_FORMATS[self.tile_scales]
-            _LIBRARY.load().indexer_k_quant_and_cache(keys, kv_cache, slot_mapping.contiguous(), columns, scales)
+            _operators().indexer_k_quant_and_cache(keys, kv_cache, slot_mapping.contiguous(), columns, scales)
 
     def run_gather_latent(
         self,
@@ -117,19 +119,19 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         """See :class:`MLACacheBackend`."""
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
-        library, layout, starts = _LIBRARY.load(), self.kv_cache_dtype, seq_starts // compress_ratio
+        operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
         rows, requests = int(cu_seq_lens[-1]), len(block_table)
         as_stored = workspace.dtype == kv_cache.dtype
         if layout == _MIXED and not as_stored:
-            library.cp_gather_and_upconvert_fp8_kv_cache(
+            operators.cp_gather_and_upconvert_fp8_kv_cache(
                 kv_cache, workspace[:rows], block_table, cu_seq_lens[:-1], requests, starts
             )
         elif workspace.shape[1] in _WIDTHS and (layout == "auto" or not as_stored):
-            library.gather_and_maybe_dequant_cache(
+            operators.gather_and_maybe_dequant_cache(
                 kv_cache, workspace, block_table, cu_seq_lens, _request_of(cu_seq_lens), rows, layout, k_scale, starts
             )
         else:
-            library.cp_gather_cache(kv_cache, workspace, block_table, cu_seq_lens, requests, starts)
+            operators.cp_gather_cache(kv_cache, workspace, block_table, cu_seq_lens, requests, starts)
 
     def run_gather_index(
         self,
@@ -146,23 +148,30 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
         expect("k_scale", k_scale, (len(k_scale),), torch.float32)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
-        lengths, page = cu_seq_lens.diff(), kv_cache.shape[1]
-        pages, aside = (
-            (seq_starts // compress_ratio).div(page, rounding_mode="floor"),
-            seq_starts // compress_ratio % page,
-        )
-        request = _request_of(cu_seq_lens).long()
-        if not len(request):
-            return
-        # From the page of the first one on: columns of the table before it may hold anything.
-        columns = torch.arange(block_table.shape[1], device=pages.device) + pages.unsqueeze(1)
-        table = block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1).long())
-        starts = pad((lengths + aside * (lengths > 0)).cumsum(0), (1, 0)).int()
-        codes, scales = k.new_empty(int(starts[-1]), k.shape[1]), k_scale.new_empty(int(starts[-1]), 1)
-        _LIBRARY.load().cp_gather_indexer_k_quant_cache(kv_cache, codes, scales.view(torch.uint8), table, starts)
-        taken = torch.arange(len(request), device=k.device) - cu_seq_lens[request] + (starts[:-1] + aside)[request]
-        k.view(torch.uint8)[: len(request)] = codes.view(torch.uint8)[taken]
-        k_scale[: len(request)] = scales[taken, 0]
+        start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
+        aside, table = start % page, _columns_from(block_table, start // page)
+        ends = (lengths + aside * (lengths > 0)).cumsum(0, dtype=torch.int32)
+        if rows := int(ends[-1]):
+            codes, scales = k.new_empty(rows, k.shape[1]), k_scale.new_empty(rows, 1)
+            _operators().cp_gather_indexer_k_quant_cache(
+                kv_cache, codes, scales.view(torch.uint8), table, pad(ends, (1, 0))
+            )
+            request = _request_of(cu_seq_lens)
+            asked = torch.arange(len(request), device=k.device) + (ends - cu_seq_lens[1:])[request]
+            k.view(torch.uint8)[: len(asked)] = codes.view(torch.uint8)[asked]
+            k_scale[: len(asked)] = scales[asked, 0]
+
+
+def _operators() -> Any:
+    """Those that vLLM's compiled library registers."""
+    VLLM_OPERATORS.load()
+    return torch.ops._C_cache_ops
+
+
+def _columns_from(block_table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The table from a column of each request on, since those before it may hold anything; behind it anything."""
+    columns = torch.arange(block_table.shape[1], device=first.device) + first.unsqueeze(1)
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
 
 
 def _request_of(cu_seq_lens: torch.Tensor) -> torch.Tensor:

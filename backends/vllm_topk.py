@@ -19,6 +19,8 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
+VLLM_OPERATORS = Library("vllm._C_stable_libtorch", "vllm", extra("vllm"), "its wheels for CUDA have these operators")
+"""Importing it registers them with torch."""
 _DISTRIBUTIONS = ("vllm", "torch")
 _KNOWN = 512, 1024, 2048
 _WORKSPACE_BYTES = 1 << 20
@@ -36,7 +38,7 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
         operator: its name in vLLM's compiled library.
     """
 
-    libraries: ClassVar[tuple[Library, ...]] = (Library("vllm._custom_ops", "vllm", extra("vllm")),)
+    libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
     needed_capability: ClassVar[str] = "7.5 or newer"
     supports_row_starts: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = Declaration(
@@ -53,16 +55,6 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
         """What the wheel has code for."""
         return device_capability is not None and device_capability >= (7, 5)
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
-        """vLLM imports without its compiled operators."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies() or hasattr(torch.ops._C, cls.operator):
-            return reasons
-        return [
-            f"package vllm is installed, but its compiled operators lack {cls.operator}; its wheels for CUDA have it"
-        ]
 
     def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
         """See :class:`MLATopKBackend`."""

@@ -56,7 +56,7 @@ def _cooperative(logits: Any, lengths: Any, output: Any, workspace: Any, k: int,
 
 @pytest.fixture
 def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
-    installed("vllm._custom_ops")
+    installed("vllm._C_stable_libtorch")
     monkeypatch.setattr(VllmTopKBackend, "supports_compute_capability", lambda *_: True)
     registered = torch.library.Library("_C", "FRAGMENT")
     for (name, schema), kernel in zip(_SCHEMAS.items(), (_prefill, _decode, _persistent, _cooperative), strict=True):
@@ -95,13 +95,6 @@ def test_a_kernel_of_fixed_columns_says_so() -> None:
             "topk 100 not supported",
             "rows that start elsewhere than at column 0 not supported",
         ]
-
-
-def test_vllm_without_its_compiled_operators_says_so(installed: Any) -> None:
-    installed("vllm._custom_ops")
-    assert _VARIANTS["decode"].broken_dependencies() == [
-        "package vllm is installed, but its compiled operators lack top_k_per_row_decode; its wheels for CUDA have it"
-    ]
 
 
 def test_needs_clusters_or_what_the_wheel_has() -> None:
