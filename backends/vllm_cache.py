@@ -2,8 +2,8 @@
 
 Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``concat_and_cache_mla``,
 ``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``, ``cp_gather_cache``,
-``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written in
-Triton, and is not among them.
+``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written
+in Triton, and is not among them.
 """
 
 from collections.abc import Iterator
