@@ -71,6 +71,11 @@ def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: b
     return backend
 
 
+def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
+    found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
+    return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
+
+
 @pytest.fixture(params=PACKAGES)
 def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row.
@@ -86,10 +91,6 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
         assert not in_vllm or a["q"][1] is None
         found: torch.Tensor = a["q"][0] if in_vllm else a["q"]
         return found
-
-    def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
-        found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
-        return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
 
     def gathered(a: Any) -> torch.Tensor:
         codes, scales = a["kv"]
