@@ -17,8 +17,9 @@ from mla_conformance.backends.cache_checks import check_cache, check_gather, che
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
@@ -85,6 +86,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         k_scale: torch.Tensor,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        self._refuse("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
         check_cache(self, kv_cache, kv_c.dtype)
         expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
         expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
@@ -98,6 +100,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See :class:`MLACacheBackend`."""
+        self._refuse("write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
         check_cache(self, kv_cache, k.dtype)
         expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
         check_slots(slot_mapping, kv_cache, k=k)
@@ -117,11 +120,13 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        as_stored = workspace.dtype == kv_cache.dtype
+        dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
+        self._refuse("gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
         rows, requests = int(cu_seq_lens[-1]), len(block_table)
-        as_stored = workspace.dtype == kv_cache.dtype
         if layout == _MIXED and not as_stored:
             operators.cp_gather_and_upconvert_fp8_kv_cache(
                 kv_cache, workspace[:rows], block_table, cu_seq_lens[:-1], requests, starts
@@ -144,6 +149,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        self._refuse("gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
         check_cache(self, kv_cache, torch.bfloat16)
         expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
         expect("k_scale", k_scale, (len(k_scale),), torch.float32)
@@ -160,6 +166,21 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             asked = torch.arange(len(request), device=k.device) + (ends - cu_seq_lens[1:])[request]
             k.view(torch.uint8)[: len(asked)] = codes.view(torch.uint8)[asked]
             k_scale[: len(asked)] = scales[asked, 0]
+
+    def _refuse(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
+        """Raise for what is not declared."""
+        config = MLACacheSelectorConfig(
+            call=call,
+            dtype=dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=kv_cache.shape[1],
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            tile_scales=self.tile_scales,
+            **asked,
+        )
+        if reasons := self.validate_configuration(get_device_capability(kv_cache.device), config):
+            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
 
 
 def _operators() -> Any:
