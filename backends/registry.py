@@ -166,6 +166,7 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
         "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
     )
+    FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
     FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
@@ -182,7 +183,10 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     """Every indexer."""
 
     EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
-    DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend"
+    DEEPGEMM_INDEXER = (
+        "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend",
+        "vllm=mla_conformance.backends.deep_gemm_vllm.DeepGemmIndexerVllm",
+    )
     CUSTOM = None
 
 
@@ -190,6 +194,13 @@ class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
     """Every top-k."""
 
     EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
+    VLLM_TOPK = (
+        "mla_conformance.backends.vllm_topk.VllmTopKBackend",
+        "prefill",
+        "decode",
+        "persistent",
+        "cooperative",
+    )
     CUSTOM = None
 
 
@@ -204,6 +215,7 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     """Every class of cache operations."""
 
     EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
+    VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
     CUSTOM = None
 
 
