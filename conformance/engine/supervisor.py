@@ -37,6 +37,8 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import array_of
 
 _MOST_STARTS = 3
+_AHEAD = 4
+"""Of so many places one is ahead of the others, at what compiles while they judge."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -86,16 +88,17 @@ class Tasks:
 
     Attributes:
         groups: what is left.
+        later: groups that are to follow; while there are others, every fourth place takes of these.
         dropped: calls of backends that are given up, by the backend's reference and the call.
     """
 
-    def __init__(self, groups: Iterable[Sequence[Task]]) -> None:
+    def __init__(self, groups: Iterable[Sequence[Task]], later: Iterable[Sequence[Task]] = ()) -> None:
         self.dropped: set[tuple[str, str]] = set()
-        self.groups = deque(map(list, groups))
+        self.groups, self.later = deque(map(list, groups)), deque(map(list, later))
         self._own: dict[int, list[Task]] = {}
 
-    def take(self, place: int) -> Task | None:
-        """The next task of a place."""
+    def take(self, place: int, alone: bool = False) -> Task | None:
+        """The next task of a place; none of what is to follow while it is alone on its GPU."""
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -104,11 +107,24 @@ class Tasks:
                     return task
             if not self.groups:
                 return None
-            self._own[place] = self.groups.popleft()
+            ahead = self.later and not alone and place % _AHEAD == _AHEAD - 1
+            self._own[place] = (self.later if ahead else self.groups).popleft()
 
     def put_back(self, place: int, task: Task) -> None:
         """Have a place take a task again."""
         self._own[place].insert(0, task)
+
+    def set_apart(self, chosen: Callable[[Task], bool]) -> list[list[Task]]:
+        """Take what is chosen out of the groups; the groups that it makes."""
+        apart = [[task for task in group if chosen(task)] for group in self.groups]
+        rest = [[task for task in group if not chosen(task)] for group in self.groups]
+        self.groups = deque(filter(None, rest))
+        return list(filter(None, apart))
+
+    def go_on(self) -> None:
+        """Have what was to follow be next."""
+        self.groups.extend(self.later)
+        self.later.clear()
 
     def judge_alone(self, task: Judge) -> None:
         """Have some place judge a case again, in a process that has judged nothing."""
@@ -131,17 +147,21 @@ class Supervisor:
         places: one for each worker.
         timeout: seconds that a case may take.
         ends_at: the deadline of what is done, on the monotonic clock.
+        gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
+        share: bytes of its GPU that a place may take beside others; None where it has that for itself.
         started: told of every case before it is launched.
     """
 
     def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
         self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
+        self.gpus = 0
+        self.share: int | None = None
         self.log = BoundedLog()
         self.started: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
-        self._tasks = Tasks(())
+        self._tasks, self._alone = Tasks(()), False
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
@@ -183,28 +203,36 @@ class Supervisor:
                 pass
         return [place.hello for place in self.places if place.hello]
 
-    def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
+
+        Args:
+            tasks: what is to be done.
+            alone: with one place for each GPU, while the others have given back what they held of it.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
-        self._tasks = tasks
+        self._tasks, self._alone = tasks, alone
         self._unbegun.clear()
+        if alone:
+            for place in self.places[self.gpus :]:
+                place.renew()
+            self.hellos()
         while self._deal():
             yield from self._events()
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
         tasks = self._tasks
-        for place in self.places:
-            while place.is_idle and (task := tasks.take(place.number)):
+        for place in self.places[: self.gpus] if self._alone else self.places:
+            while place.is_idle and (task := tasks.take(place.number, self._alone)):
                 if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task)
+                    place.give(task, None if self._alone else self.share)
         return any(place.task for place in self.places) or tasks.is_left()
 
     def _events(self) -> Iterator[TaskOutcome]:
@@ -230,12 +258,16 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            if not answers(task, event):
+            if not answers(task, event) and not (event.waits and self._may_wait(task)):
                 event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
                 place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             yield from self._ended(place, event.status)
+
+    def _may_wait(self, task: Task) -> bool:
+        """Whether a task can be left for when a GPU's memory is free."""
+        return isinstance(task, Judge) and not self._alone and self.share is not None
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""

@@ -53,6 +53,7 @@ from mla_conformance.engine.messages import (
     Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
@@ -66,11 +67,12 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.files.places import search_current_folder
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import is_free_again
+from mla_conformance.problems.memory import free_memory, is_free_again, whole_memory
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -114,8 +116,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         limit_memory(setup.memory)
 
     device = find_device(setup.device)
-    name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    connection.sendall(encode(Hello(process, name, device_facts(device) if device else {}, gpus)))
+    connection.sendall(encode(_hello(process, device)))
     worker = Worker(
         device or torch.device("cpu"),
         setup.memory,
@@ -130,13 +131,20 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             continue  # the rest of what an earlier process has read in part
         if given.process != process:
             continue
-        answer = worker.answer(given.task)
+        answer = worker.answer(given.task, given.share)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
         connection.sendall(encode(answer))
         if answer.leaves:
             break
     leave(0)
+
+
+def _hello(process: int, device: torch.device | None) -> Hello:
+    if device is None:
+        return Hello(process, "", {})
+    gpus = visible_gpus() if device.type == "cuda" else ()
+    return Hello(process, device.type, device_facts(device), gpus, whole_memory(device))
 
 
 class Worker:
@@ -158,11 +166,17 @@ class Worker:
         self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task) -> TaskReply:
-        """Carry out a task, and tell what code that has loaded."""
+    def answer(self, task: Task, share: int | None = None) -> TaskReply:
+        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+        if share is not None and isinstance(task, Judge) and self._lacks_memory(task.case, share):
+            return TaskReply(waits=True)
         done = self._done(task)
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
+
+    def _lacks_memory(self, case: str, share: int) -> bool:
+        """Whether there is too little for a case now; here it would wait for what other workers keep until they end."""
+        return memory_need(Case.parse(case), self._device.type) > min(share, free_memory(self._device))
 
     def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Unrecorded):

@@ -14,6 +14,7 @@ from mla_conformance.driving import executor
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
 from mla_conformance.trials.context import Context
@@ -89,6 +90,15 @@ def test_cases_before_are_run_first_in_the_same_process() -> None:
     *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
     assert [event.record.case for event in started] == [first, SMALL]
     assert answer.record.case == SMALL
+
+
+def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, worker = Judge(reference(EagerPrefillBackend), SMALL), Worker(CPU, None, lambda event: None)
+    need = memory_need(Case.parse(SMALL), "cpu")
+    for share, free, waits in ((need - 1, need, True), (need, need - 1, True), (need, need, False), (None, 0, False)):
+        monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
+        answer = worker.answer(task, share)
+        assert answer.waits is waits and (answer.record is None) is waits
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
