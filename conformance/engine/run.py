@@ -18,7 +18,7 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import VISIBLE, may_have_gpu
+from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, may_have_gpu, workers_on
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
@@ -43,9 +43,6 @@ APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-_MOST_PER_GPU = 8
-_GPU_SHARE = 12 * 2**30
-"""Bytes of a GPU for a worker: 6 GiB of kept inputs and golden results, a context, and most cases."""
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
 """Capabilities that watch for races, or take much of a GPU's memory: their cases have it for themselves."""
 
@@ -102,6 +99,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
+    _share: int | None = None
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
@@ -139,7 +137,7 @@ class Run:
             Stopped: by a signal or the deadline.
         """
         self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or min(4 if self._surely_cpu else _MOST_PER_GPU, os.cpu_count() or 1)
+        workers = self.limits.workers or min(4 if self._surely_cpu else MOST_ON_GPU, os.cpu_count() or 1)
         for _ in range(workers if self._surely_cpu else 1):
             self._add_place(self.request.device, workers)
         hello = self.supervisor.hellos()[0]
@@ -162,7 +160,7 @@ class Run:
         write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
         """
         threads = {_THREADS: max(1, (os.cpu_count() or 1) // workers)}
-        own = threads if self._surely_cpu else threads | {_COMPILE_THREADS: 1}
+        own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
         request = self.request
@@ -171,19 +169,19 @@ class Run:
 
     def _share_gpus(self, hello: Hello) -> None:
         """Further places, on each GPU as many as cores and its memory are enough for, or as were asked for."""
-        gpus, cores = len(hello.gpus) or 1, os.cpu_count() or 1
-        fit = max(1, min(_MOST_PER_GPU, cores // gpus, hello.memory // _GPU_SHARE)) if hello.gpus else 1
-        workers = self.limits.workers or min(gpus * fit, max(1, len(self.request.judged_ids)))
+        gpus = len(hello.gpus) or 1
+        fit = workers_on(gpus, hello.memory) if hello.gpus else 1
+        workers = self.limits.workers or min(fit, max(1, len(self.request.judged_ids)))
         for number in range(1, workers):
             gpu = hello.gpus[number % gpus] if hello.gpus else ""
             self._add_place(hello.device, workers, gpu)
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self.supervisor.share = hello.memory // -(-workers // gpus) if workers > gpus else None
+            self._share = hello.memory // -(-workers // gpus) if workers > gpus else None
 
-    def outcomes(self, tasks: Tasks, alone: bool = False) -> Iterator[TaskOutcome]:
+    def outcomes(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
-        for outcome in self.supervisor.run(tasks, alone):
+        for outcome in self.supervisor.run(tasks, share, alone):
             self._add_code(outcome.answer.loaded)
             yield self._held_to_its_word(outcome)
 
@@ -381,7 +379,7 @@ class Run:
             return
         while tasks.groups or tasks.later:
             alone = tasks.set_apart(_is_undisturbed)
-            for outcome in self.outcomes(tasks):
+            for outcome in self.outcomes(tasks, self._share):
                 if lacking := _lacked_memory(outcome):
                     alone.append([lacking])
                 else:
@@ -409,8 +407,7 @@ class Run:
         compiling = [self._untold([facts]) for facts in self.available if facts not in ahead]
         tasks = Tasks(self._untold(ahead), chain.from_iterable(compiling))
         if tasks.later and tasks.groups:
-            compilers = counted(len(compiling), "backend that compiles")
-            self._on_phase(f"judging {counted(len(ahead), 'backend')}, and ahead of time {compilers}")
+            self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         return tasks
 
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:

@@ -148,7 +148,6 @@ class Supervisor:
         timeout: seconds that a case may take.
         ends_at: the deadline of what is done, on the monotonic clock.
         gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
-        share: bytes of its GPU that a place may take beside others; None where it has that for itself.
         started: told of every case before it is launched.
     """
 
@@ -156,12 +155,12 @@ class Supervisor:
         self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
         self.gpus = 0
-        self.share: int | None = None
         self.log = BoundedLog()
         self.started: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
         self._tasks, self._alone = Tasks(()), False
+        self._share: int | None = None
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
@@ -203,18 +202,19 @@ class Supervisor:
                 pass
         return [place.hello for place in self.places if place.hello]
 
-    def run(self, tasks: Tasks, alone: bool = False) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Args:
             tasks: what is to be done.
+            share: bytes of its GPU that a place may take; a case beyond it comes back undone. None without a limit.
             alone: with one place for each GPU, while the others have given back what they held of it.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
-        self._tasks, self._alone = tasks, alone
+        self._tasks, self._share, self._alone = tasks, share, alone
         self._unbegun.clear()
         if alone:
             for place in self.places[self.gpus :]:
@@ -232,7 +232,7 @@ class Supervisor:
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task, None if self._alone else self.share)
+                    place.give(task, self._share)
         return any(place.task for place in self.places) or tasks.is_left()
 
     def _events(self) -> Iterator[TaskOutcome]:
@@ -258,16 +258,13 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            if not answers(task, event) and not (event.waits and self._may_wait(task)):
+            undone = event.waits and self._share is not None and isinstance(task, Judge)
+            if not undone and not answers(task, event):
                 event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
                 place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             yield from self._ended(place, event.status)
-
-    def _may_wait(self, task: Task) -> bool:
-        """Whether a task can be left for when a GPU's memory is free."""
-        return isinstance(task, Judge) and not self._alone and self.share is not None
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""

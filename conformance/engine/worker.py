@@ -88,6 +88,8 @@ from mla_conformance.vocabulary.capabilities import load_lists
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
+_LARGE = 2**31
+"""Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
 
 def load_all(setup: Setup) -> None:
@@ -168,15 +170,15 @@ class Worker:
 
     def answer(self, task: Task, share: int | None = None) -> TaskReply:
         """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
-        if share is not None and isinstance(task, Judge) and self._lacks_memory(task.case, share):
+        need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
+        if share is not None and need > min(share, free_memory(self._device)):
             return TaskReply(waits=True)
         done = self._done(task)
+        if share is not None and need > _LARGE and not done.leaves:
+            torch.cuda.empty_cache()
+            self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
-
-    def _lacks_memory(self, case: str, share: int) -> bool:
-        """Whether there is too little for a case now; here it would wait for what other workers keep until they end."""
-        return memory_need(Case.parse(case), self._device.type) > min(share, free_memory(self._device))
 
     def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Unrecorded):

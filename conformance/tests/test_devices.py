@@ -34,8 +34,6 @@ GIB = 2**30
 class Places:
     """Takes the part of a supervisor on a machine with these GPUs."""
 
-    share: int | None = None
-
     def __init__(self, *gpus: str, memory: int = 140 * GIB) -> None:
         self._gpus, self._memory = gpus, memory
         self.environments: list[Mapping[str, str]] = []
@@ -46,7 +44,7 @@ class Places:
     def hellos(self) -> list[Hello]:
         return [Hello(1, "cuda", {}, self._gpus, self._memory)]
 
-    def run(self, tasks: Tasks, alone: bool) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, share: int | None, alone: bool) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
             yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 
@@ -78,8 +76,6 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     places = with_gpus(Places(*gpus, memory=memory * GIB))
     assert len(places.environments) == workers
     assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= {str(threads)}
-    beside = workers // len(gpus)
-    assert places.share == (memory * GIB // beside if beside > 1 else None)
 
 
 @pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])
@@ -91,8 +87,8 @@ def test_as_many_workers_as_asked_for_have_a_gpu_in_turn(
 
 
 def test_there_are_no_more_workers_than_cases(with_gpus: Callable[..., Places]) -> None:
-    assert len(with_gpus(Places("0"), capability="streams").environments) == len(CAPABILITIES["streams"].cases) == 8
-    assert len(with_gpus(Places("0", "1"), capability="streams").environments) == 8
+    places = with_gpus(Places("0", "1"), capability="streams")
+    assert len(places.environments) == len(CAPABILITIES["streams"].cases) == 8
 
 
 def test_threads_that_the_user_has_chosen_stay(

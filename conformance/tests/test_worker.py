@@ -101,6 +101,19 @@ def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.
         assert answer.waits is waits and (answer.record is None) is waits
 
 
+@pytest.mark.parametrize(("share", "large", "times"), [(2**40, 0, 1), (2**40, 2**40, 0), (None, 0, 0)])
+def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, share: int | None, large: int, times: int
+) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(room, "_LARGE", large)
+    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("here"))
+    monkeypatch.setattr(executor.Executor, "make_room", lambda self: given_back.append("where the kernel is"))
+    Worker(CPU, None, lambda event: None).answer(Judge(reference(EagerPrefillBackend), SMALL), share)
+    assert given_back == ["here", "where the kernel is"] * times
+
+
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "explain", lambda trial, record, reported: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
