@@ -377,7 +377,7 @@ class Run:
         if self.device != "cuda":
             yield from self.outcomes(tasks)
             return
-        while tasks.groups or tasks.later:
+        while True:
             alone = tasks.set_apart(_is_undisturbed)
             for outcome in self.outcomes(tasks, self._share):
                 if lacking := _lacked_memory(outcome):
@@ -386,9 +386,9 @@ class Run:
                     yield outcome
             if alone:
                 yield from self._judged_alone(tasks, alone)
-            tasks.go_on()
-            if tasks.groups:
-                self._on_phase("judging the backends that compile")
+            if not tasks.go_on():
+                return
+            self._on_phase("judging the backends that compile")
 
     def _judged_alone(self, tasks: Tasks, groups: list[list[Task]]) -> Iterator[TaskOutcome]:
         """What comes of cases while nothing else runs on their GPU; one that lacks memory has a process of its own."""

@@ -95,6 +95,7 @@ class Tasks:
     def __init__(self, groups: Iterable[Sequence[Task]], later: Iterable[Sequence[Task]] = ()) -> None:
         self.dropped: set[tuple[str, str]] = set()
         self.groups, self.later = deque(map(list, groups)), deque(map(list, later))
+        self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
 
     def take(self, place: int, alone: bool = False) -> Task | None:
@@ -115,16 +116,18 @@ class Tasks:
         self._own[place].insert(0, task)
 
     def set_apart(self, chosen: Callable[[Task], bool]) -> list[list[Task]]:
-        """Take what is chosen out of the groups; the groups that it makes."""
-        apart = [[task for task in group if chosen(task)] for group in self.groups]
-        rest = [[task for task in group if not chosen(task)] for group in self.groups]
-        self.groups = deque(filter(None, rest))
-        return list(filter(None, apart))
+        """Take what is chosen out of the groups; the groups that it makes. What is to follow is not chosen ahead."""
+        apart, self.groups = _divided(self.groups, chosen)
+        last, self.later = _divided(self.later, chosen)
+        self._last += last
+        return list(apart)
 
-    def go_on(self) -> None:
-        """Have what was to follow be next."""
-        self.groups.extend(self.later)
+    def go_on(self) -> bool:
+        """Have what was to follow be next; whether that is anything."""
+        self.groups.extend((*self.later, *self._last))
         self.later.clear()
+        self._last.clear()
+        return bool(self.groups)
 
     def judge_alone(self, task: Judge) -> None:
         """Have some place judge a case again, in a process that has judged nothing."""
@@ -133,6 +136,12 @@ class Tasks:
     def is_left(self) -> bool:
         """Whether a place has something to take."""
         return bool(self.groups) or any(self._own.values())
+
+
+def _divided(groups: Iterable[list[Task]], chosen: Callable[[Task], bool]) -> list[deque[list[Task]]]:
+    """What is chosen of groups, and the rest of them."""
+    parts = ([[task for task in group if chosen(task) is is_chosen] for group in groups] for is_chosen in (True, False))
+    return [deque(filter(None, part)) for part in parts]
 
 
 def call_of(case: str) -> str:
@@ -218,7 +227,8 @@ class Supervisor:
         self._unbegun.clear()
         if alone:
             for place in self.places[self.gpus :]:
-                place.renew()
+                if place.is_idle:  # others begin anew already
+                    place.renew()
             self.hellos()
         while self._deal():
             yield from self._events()

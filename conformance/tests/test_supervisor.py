@@ -217,14 +217,18 @@ def test_one_place_of_four_is_ahead_at_what_follows() -> None:
     assert taken == ["A", "A", "A", "B", "B", "A"]
     assert [task.reference for task in iter(lambda: tasks.take(3, alone=True), None)] == ["A"]
     assert not tasks.take(3) and not tasks.is_left(), "what follows waits until the others are done"
-    tasks.go_on()
+    assert tasks.go_on()
     assert [task.case for task in iter(lambda: tasks.take(0), None)] == CASES[2:]
+    assert not tasks.go_on()
 
 
-def test_what_is_set_apart_is_no_longer_in_the_groups() -> None:
-    tasks = Tasks([[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("B", CASES[1])]])
-    assert tasks.set_apart(lambda task: task.reference == "B") == [[Judge("B", CASES[0])], [Judge("B", CASES[1])]]
-    assert list(tasks.groups) == [[Judge("A", CASES[0])]]
+def test_what_is_set_apart_is_taken_neither_now_nor_ahead() -> None:
+    first, second = [Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("B", CASES[1])]
+    tasks = Tasks([first, second], [[Judge("C", case)] for case in CASES[1:3]])
+    assert tasks.set_apart(lambda task: task.reference == "B" or task.case == CASES[1]) == [first[1:], second]
+    assert tasks.take(3) == Judge("C", CASES[2])
+    assert [tasks.take(3), tasks.take(3)] == [first[0], None]
+    assert tasks.go_on() and tasks.take(0) == Judge("C", CASES[1])
 
 
 def test_a_call_that_is_given_up_leaves_the_others() -> None:
