@@ -209,7 +209,8 @@ class Progress:
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
-        self._before, self._began, self._now = done, time.monotonic(), ""
+        self._before, self._began = done, time.monotonic()
+        self._phase = self._now = ""
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
@@ -222,8 +223,8 @@ class Progress:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
-        """Tell what goes on once everything is judged."""
-        self._now = what
+        """Tell what goes on from here."""
+        self._phase, self._now = what, ""
         if self.parts and not is_live():
             say(f"… {self.line}")
 
@@ -238,9 +239,8 @@ class Progress:
     @property
     def line(self) -> str:
         """Judged of all, failed, time since it began, what is left of it at this rate, and what goes on."""
-        return " · ".join(
-            filter(None, (f"{self.done}/{self.total} judged", f"{self.failed} failed", *self._times(), self._now))
-        )
+        counts = f"{self.done}/{self.total} judged", f"{self.failed} failed"
+        return " · ".join(filter(None, (*counts, *self._times(), self._phase, self._now)))
 
     def _times(self) -> Iterator[str]:
         elapsed, judged = self.elapsed, self.done - self._before

@@ -232,7 +232,7 @@ COMMANDS = (
             flag("--sparse", "the golden sparse pass beside a dense one with a mask"),
             flag("--kernels", "throughput of the backends that can run here"),
             option("--suite", "NAME", "where the time of a run on this backend goes"),
-            option("--runs", _REFERENCE, "runs of each backend, of all, and of all on one GPU or worker", nargs="+"),
+            option("--runs", _REFERENCE, "runs of each backend, of all, and of all by one worker", nargs="+"),
             flag("--apart", "of --runs: all of them once more, judged apart"),
             option("--tier", _TIERS, "of --suite and --runs", default="smoke"),
             several("--capability", "NAME", "of --runs; by default all"),

@@ -136,10 +136,17 @@ Unrecorded = Describe | Trace | Examine | Repeat
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A task for one worker; the next one may find what is left of it where that one died without having read it."""
+    """A task for one worker; the next one may find what is left of it where that one died without having read it.
+
+    Attributes:
+        process: of the worker.
+        task: what is to be done.
+        share: bytes of a GPU that a case may take, since other workers use it as well; None without a limit.
+    """
 
     process: int
     task: Task
+    share: int | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -150,12 +157,14 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
         device: where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there.
         facts: of the device and of what is installed, for the report.
         gpus: GPUs that it sees.
+        memory: bytes of the one that it judges on.
     """
 
     process: int
     device: str
     facts: dict[str, str]
     gpus: tuple[str, ...] = ()
+    memory: int = 0
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
@@ -182,6 +191,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
+        waits: nothing was done of a case: it takes more of a GPU than is left while others use it.
         leaves: this process ends now; the next task is another's.
     """
 
@@ -193,6 +203,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}
+    waits: bool = False
     leaves: bool = False
 
 

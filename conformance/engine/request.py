@@ -27,6 +27,8 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
 
 NOTHING_DRAWN = Extent()
+_COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
+"""Distributions that compile kernels when they are called."""
 
 DEVICES = ("cpu", "cuda")
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
@@ -180,6 +182,11 @@ class RunRequest:
             drawn = self.explore.draws, self.explore.seconds, self.drawn
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         return groups
+
+
+def compiles(backend: BackendFacts) -> bool:
+    """Whether a backend's library compiles kernels on a GPU when it is called, longer maybe than all else takes."""
+    return not _COMPILERS.isdisjoint(backend.versions)
 
 
 def _capability(name: str) -> str:

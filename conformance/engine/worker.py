@@ -53,6 +53,7 @@ from mla_conformance.engine.messages import (
     Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
@@ -66,11 +67,12 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.files.places import search_current_folder
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import is_free_again
+from mla_conformance.problems.memory import free_memory, is_free_again, whole_memory
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -86,6 +88,8 @@ from mla_conformance.vocabulary.capabilities import load_lists
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
+_LARGE = 2**31
+"""Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
 
 def load_all(setup: Setup) -> None:
@@ -114,8 +118,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         limit_memory(setup.memory)
 
     device = find_device(setup.device)
-    name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    connection.sendall(encode(Hello(process, name, device_facts(device) if device else {}, gpus)))
+    connection.sendall(encode(_hello(process, device)))
     worker = Worker(
         device or torch.device("cpu"),
         setup.memory,
@@ -130,13 +133,20 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             continue  # the rest of what an earlier process has read in part
         if given.process != process:
             continue
-        answer = worker.answer(given.task)
+        answer = worker.answer(given.task, given.share)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
         connection.sendall(encode(answer))
         if answer.leaves:
             break
     leave(0)
+
+
+def _hello(process: int, device: torch.device | None) -> Hello:
+    if device is None:
+        return Hello(process, "", {})
+    gpus = visible_gpus() if device.type == "cuda" else ()
+    return Hello(process, device.type, device_facts(device), gpus, whole_memory(device))
 
 
 class Worker:
@@ -158,9 +168,15 @@ class Worker:
         self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task) -> TaskReply:
-        """Carry out a task, and tell what code that has loaded."""
+    def answer(self, task: Task, share: int | None = None) -> TaskReply:
+        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+        need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
+        if share is not None and need > min(share, free_memory(self._device)):
+            return TaskReply(waits=True)
         done = self._done(task)
+        if share is not None and need > _LARGE and not done.leaves:
+            torch.cuda.empty_cache()
+            self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 

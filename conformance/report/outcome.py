@@ -314,11 +314,17 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
     held = sum(each.outcome is BackendOutcome.PASS for each in applicable)
     passed = f"{backend.counts.passed}/{backend.counts.judged} cases, {held}/{len(applicable)} capabilities"
     yield f"{sign} passed {passed}" if applicable else f"{sign} unsupported"
+    begun = [each for each in applicable if each.counts.run]
     for outcome in _LISTED:
-        texts = [capability_text(each) for each in applicable if each.outcome is outcome]
+        texts = [capability_text(each) for each in begun if each.outcome is outcome]
         yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
-    if refused := [each.name for each in backend.capabilities if each not in applicable]:
-        yield fitting(f"{_DETAIL}{SIGN[BackendOutcome.UNSUPPORTED]} {len(refused)} unsupported: ", refused, width)
+    untouched = [each.name for each in applicable if each not in begun]
+    refused = [each.name for each in backend.capabilities if each not in applicable]
+    for names, outcome, what in (
+        (untouched, BackendOutcome.NOT_RUN, "not begun"),
+        (refused, BackendOutcome.UNSUPPORTED, "unsupported"),
+    ):
+        yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
     for remark in (*(_reasons(backend.records) if with_reasons else ()), *_remarks(backend)):
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
