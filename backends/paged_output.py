@@ -1,7 +1,7 @@
 """What the decode adapters of libraries that return no LSE have in common."""
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,10 +16,9 @@ class PagedOutputBackend(PagedDecodeBackend):
 
     def run_decode(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
-        """See :class:`MLADecodeBackend`."""
-        output: torch.Tensor = output_of(super().run_decode(ql_nope, q_pe, kv_cache, k_scale))
-        return output
+    ) -> Any:
+        """See :class:`MLADecodeBackend`; the output alone."""
+        return output_of(super().run_decode(ql_nope, q_pe, kv_cache, k_scale))
 
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
