@@ -5,7 +5,7 @@ Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_ca
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,8 +14,9 @@ from mla_conformance.backends.cache_checks import check_cache, check_gather, che
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration, interpreted_libraries
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 
 _TILED = "fp8_ds_mla"
 _NONE = -1
@@ -37,6 +38,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_calls: ClassVar[list[str]] = ["write_latent", "gather_latent"]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", _TILED]
+    supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
     supports_compression: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("sglang", "triton"),
@@ -75,6 +77,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         k_scale: torch.Tensor,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        self._require("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
         check_cache(self, kv_cache, kv_c.dtype)
         expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
         expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
@@ -110,6 +113,8 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
+        asked = {"dequantise": workspace.dtype != kv_cache.dtype, "compress_ratio": compress_ratio}
+        self._require("gather_latent", kv_cache, workspace.dtype, **asked)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         page, lengths = kv_cache.shape[1], cu_seq_lens.diff()
@@ -123,6 +128,15 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         else:
             parts = gathered.tensor_split([self.kv_lora_rank], dim=1)
             self.libraries[0].load().get_mla_kv_buffer_triton(rows, numbers, *parts)
+
+    def _require(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
+        """Refuse a call that is not declared."""
+        dims = (self.kv_lora_rank, self.qk_rope_head_dim)
+        layout, page = self.kv_cache_dtype, kv_cache.shape[1]
+        config = MLACacheSelectorConfig(call, dtype, layout, page, *dims, self.tile_scales, **asked)
+        reasons = self.validate_configuration(get_device_capability(kv_cache.device), config)
+        if reasons:
+            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
 
 
 class SGLangTritonCacheInterpreted(InterpretedKernel, SGLangTritonCacheBackend):

@@ -7,6 +7,7 @@ import torch
 
 from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend, SGLangTritonCacheInterpreted
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
@@ -98,6 +99,16 @@ def test_gathers_as_eager_does(layout: str) -> None:
         backend = kernel(LATENT, ROPE, layout, "float32", None)
         backend.run_gather_latent(cache, workspace, table, cu_seq_lens, starts, ONE)
     assert torch.equal(found, expected) and bool(found[:37].any()) and not found[37:].any()
+
+
+@pytest.mark.usefixtures("library")
+def test_what_is_not_declared_is_refused_before_it_is_written() -> None:
+    cache = torch.zeros(2, PAGE, LATENT + ROPE, dtype=torch.float32)
+    backend = SGLangTritonCacheBackend(LATENT, ROPE, "auto", "float32", None)
+    latents = torch.ones(1, LATENT), torch.ones(1, ROPE)
+    with pytest.raises(UnsupportedConfiguration, match="dtype"):
+        backend.run_write_latent(*latents, cache, torch.tensor([0]), ONE)
+    assert not cache.any()
 
 
 @pytest.mark.parametrize(
