@@ -25,7 +25,8 @@ from mla_conformance.reference.dimensions import MLADimensions
 
 DISTRIBUTIONS = ("lmdeploy", "triton")
 _KERNELS = "lmdeploy.pytorch.kernels.cuda"
-_LEAST_DIM = 16
+_LEAST_DIM, _LONG_TILES = 16, 128
+"""Columns: the fewest that Triton multiplies, and the most that are loaded with 128 keys at once."""
 _DEVICE = {"multi_processor_count": 16, "compute_capability": (9, 0), "warps_per_sm": 64, "blocks_per_sm": 32}
 """What stands for the device where there is none."""
 
@@ -83,13 +84,22 @@ class LmdeployPrefillBackend(LmdeployKernel, MLAPrefillBackend):
     returns_lse: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = Declaration(
         distributions=DISTRIBUTIONS,
-        deviations=(Deviation("returns no LSE", "declared unsupported, context chunks with it"),),
+        deviations=(
+            Deviation("returns no LSE", "declared unsupported, context chunks with it"),
+            Deviation(
+                "on Hopper its tiles of head dims (192, 128) take 288 KiB of shared memory, of 227",
+                "head dims between 128 and 256, and wider values, are declared unsupported",
+            ),
+        ),
     )
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What Triton multiplies."""
-        return min(dimensions.qk_head_dim, dimensions.v_head_dim) >= _LEAST_DIM
+        """What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns."""
+        keys, values = dimensions.qk_head_dim, dimensions.v_head_dim
+        if min(keys, values) < _LEAST_DIM or _LONG_TILES < keys < 2 * _LONG_TILES:
+            return False
+        return values <= max(_LONG_TILES, 1 << (keys.bit_length() - 1))
 
     def run_prefill_new_tokens(
         self,

@@ -66,7 +66,7 @@ def decode(recorded: Any, installed: Any, mla_kernel: Any) -> None:
 
 @pytest.fixture
 def new_tokens() -> Any:
-    made = LmdeployPrefillBackend(2, SCALE, 512, 128, 64, 128, None)
+    made = LmdeployPrefillBackend(2, SCALE, 512, 192, 64, 256, None)
     device, table = torch.device("cpu"), torch.zeros(3, 1, dtype=torch.int32)
     made.prepare_metadata(prefill_metadata(LENGTHS, block_table=table, dtype=torch.bfloat16, device=device))
     return made
@@ -74,7 +74,7 @@ def new_tokens() -> Any:
 
 def _operands() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(37, 2, width, generator=generator).bfloat16() for width in (192, 192, 128)]
+    return [torch.randn(37, 2, width, generator=generator).bfloat16() for width in (256, 256, 256)]
 
 
 @pytest.mark.usefixtures("prefill")
@@ -83,7 +83,7 @@ def test_prefill_conventions(given: bool, new_tokens: Any, kernel: Any) -> None:
     q, k, v = _operands()
     start = torch.tensor([0, 3, 3, 36])
     want, _ = kernel(q[:36], k[:36], v[:36], start, start, SCALE, True)
-    out = torch.empty(37, 2, 128, dtype=torch.bfloat16) if given else None
+    out = torch.empty(37, 2, 256, dtype=torch.bfloat16) if given else None
     result = new_tokens.run_prefill_new_tokens(q, k, v, False, out)
     assert out is None or result.data_ptr() == out.data_ptr()
     torch.testing.assert_close(result[:36], want)
@@ -110,9 +110,22 @@ def test_says_what_it_does_not_do() -> None:
     config = MLADecodeSelectorConfig(torch.bfloat16, "auto", 128, 256, 32, max_query_len=2)
     reasons = LmdeployDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
     assert [reason.split()[0] for reason in reasons] == ["block_size", "latent", "2", "LSE"]
-    small, usual = (MLADimensions(qk_nope_head_dim=v, qk_rope_head_dim=8, v_head_dim=v) for v in (8, 128))
-    assert not LmdeployPrefillBackend.supports_mla_dimensions(small)
-    assert LmdeployPrefillBackend.supports_mla_dimensions(usual)
+
+
+@pytest.mark.parametrize(
+    ("nope", "rope", "value", "fits"),
+    [
+        (128, 64, 128, False),
+        (192, 64, 256, True),
+        (64, 64, 128, True),
+        (512, 64, 512, True),
+        (64, 0, 256, False),
+        (8, 4, 16, False),
+    ],
+)
+def test_says_which_head_dims_fit_hopper(nope: int, rope: int, value: int, fits: bool) -> None:
+    dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
+    assert LmdeployPrefillBackend.supports_mla_dimensions(dims) == fits
 
 
 def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
