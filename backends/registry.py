@@ -125,6 +125,10 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
         "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
     )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_triton.LmdeployPrefillBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedPrefill",
+    )
     CUSTOM = None
 
 
@@ -145,6 +149,16 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     SGLANG_TRITON = (
         "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend",
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedDecode",
+    )
+    AITER_TRITON_MLA = (
+        "mla_conformance.backends.aiter_triton.AiterTritonDecodeBackend",
+        "prefill=mla_conformance.backends.aiter_triton.AiterTritonPrefill",
+        "interpreted=mla_conformance.backends.aiter_triton.AiterTritonInterpreted",
+        "prefill-interpreted=mla_conformance.backends.aiter_triton.AiterTritonPrefillInterpreted",
+    )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_triton.LmdeployDecodeBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedDecode",
     )
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
     FLASH_ATTN_MLA = (
@@ -176,6 +190,10 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "union4=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion4",
         "interpreted=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseInterpreted",
     )
+    AITER_TRITON_SPARSE = (
+        "mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseBackend",
+        "interpreted=mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseInterpreted",
+    )
     CUSTOM = None
 
 
@@ -186,6 +204,10 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     DEEPGEMM_INDEXER = (
         "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend",
         "vllm=mla_conformance.backends.deep_gemm_vllm.DeepGemmIndexerVllm",
+    )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedIndexer",
     )
     CUSTOM = None
 
@@ -201,6 +223,10 @@ class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
         "persistent",
         "cooperative",
     )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedTopK",
+    )
     CUSTOM = None
 
 
@@ -208,6 +234,7 @@ class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
     """Everything that prepares index queries and keys."""
 
     EAGER = "mla_conformance.backends.eager_prepare.EagerPrepareBackend"
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployPrepareBackend"
     CUSTOM = None
 
 
@@ -216,6 +243,10 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
 
     EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
     VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
+    SGLANG_TRITON_CACHE = (
+        "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend",
+        "interpreted=mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheInterpreted",
+    )
     CUSTOM = None
 
 
