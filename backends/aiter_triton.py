@@ -5,6 +5,7 @@ Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla
 """
 
 import os
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -148,7 +149,18 @@ class AiterTritonPrefill(AiterTritonDecodeBackend):
 
     variant: ClassVar[str] = "prefill"
     function: ClassVar[str] = "mla_prefill_fwd"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
     supports_nonuniform_queries: ClassVar[bool] = True
+    declaration: ClassVar[Declaration] = replace(
+        AiterTritonDecodeBackend.declaration,
+        deviations=(
+            *AiterTritonDecodeBackend.declaration.deviations,
+            Deviation(
+                "rounds P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
+                "declared unsupported",
+            ),
+        ),
+    )
 
 
 class AiterTritonInterpreted(InterpretedKernel, AiterTritonDecodeBackend):

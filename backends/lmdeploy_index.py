@@ -9,7 +9,14 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Declaration, Deviation, Precision, SelectionForm, SelectionOrder
+from mla_conformance.backends.declaration import (
+    Declaration,
+    Deviation,
+    Precision,
+    Rounding,
+    SelectionForm,
+    SelectionOrder,
+)
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.indexer import (
     MLAIndexerBackend,
@@ -66,6 +73,7 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
     supported_topk: ClassVar[list[int | MultipleOf]] = _POWERS_OF_TWO
     declaration: ClassVar[Declaration] = Declaration(
         distributions=DISTRIBUTIONS,
+        rounding=Rounding(accumulation=Precision.FP22),  # Triton multiplies 64 heads' codes as Hopper does by itself
         deviations=(
             Deviation("wants codes and scales in two tensors", "hands over the two parts of each page"),
             Deviation("wants columns of queries without gaps", "copies others"),

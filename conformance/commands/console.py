@@ -189,9 +189,10 @@ def _show_outcome(summary: RunSummary, brief: bool) -> None:
     _say_wrapped(closing_line(summary))
 
 
-def _say_wrapped(text: str) -> None:
-    for line in side_by_side(text.split(" · "), " · ", columns()):
-        say(line)
+def _say_wrapped(*texts: str) -> None:
+    for text in texts:
+        for line in side_by_side(text.split(" · "), " · ", columns()):
+            say(line)
 
 
 _PER_SECOND = 4
