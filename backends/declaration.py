@@ -9,6 +9,9 @@ from enum import Enum
 
 import torch
 
+NO_LSE = "LSE not declared"
+"""Why a kernel that returns none does not support a call that asks for one."""
+
 
 class LseClass(Enum):
     """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""

@@ -12,6 +12,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
@@ -143,7 +144,7 @@ class MLADecodeBackend(KernelBackend):
         if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
             reasons.append("several query tokens a request not supported under decode context parallelism")
         if config.lse and not cls.returns_lse:
-            reasons.append("LSE not declared")
+            reasons.append(NO_LSE)
         return reasons
 
     def __init__(

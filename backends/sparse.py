@@ -16,6 +16,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import KernelBackend
@@ -172,7 +173,7 @@ class MLASparseBackend(KernelBackend):
         if config.sink and not cls.supports_sink:
             yield "sinks not supported"
         if config.lse and not cls.returns_lse:
-            yield "LSE not declared"
+            yield NO_LSE
 
     @classmethod
     def _list_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:

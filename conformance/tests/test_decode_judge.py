@@ -263,6 +263,7 @@ class WithoutLse(EagerDecodeBackend):
         (WithoutLse, "decode:heads=1;q=[2];kv=[1]", "LSE not declared"),
         (WithoutLse, "dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "LSE not declared"),
         (WithoutLse, "decode:heads=1;q=[2];kv=[1];lse=0", ""),
+        (WithoutLse, "refusals:call=decode;heads=1;q=[2];kv=[1]", "LSE not declared"),
     ],
 )
 def test_what_a_decode_does_not_declare_is_unsupported(kernel: type, case: str, said: str) -> None:
