@@ -101,7 +101,8 @@ def _table() -> Iterator[str]:
     for name in model_names():
         stored = stored_model(name)
         for reading in stored.readings:
-            figures = ", ".join(f"`{figure}`" for figure in reading.config)
+            whole = len(stored.readings) == 1
+            figures = "all" if whole else ", ".join(f"`{figure}`" for figure in reading.config)
             unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
             yield f"| `{name}` | {figures} | {reading.source}{unconfirmed} |"
 
