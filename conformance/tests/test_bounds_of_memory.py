@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import PageBehindTheCache, end, reads
-from mla_conformance.defects.known import known_defects
+from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cpu_room import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.trials.context import Context
@@ -28,7 +29,7 @@ CONTEXT = Context()
 
 
 @pytest.mark.parametrize("entry", DEFECTS, ids=lambda entry: entry.id)
-def test_a_defect_is_found_by_the_operand_and_its_side(entry) -> None:
+def test_a_defect_is_found_by_the_operand_and_its_side(entry: KnownDefect) -> None:
     subject = Subject.of(entry.reference, CPU)
     records = [judge_one(subject, case, CONTEXT) for case in CASES if case.role in entry.roles]
     failed = [record for record in records if record.failed]
@@ -39,7 +40,7 @@ def test_a_defect_is_found_by_the_operand_and_its_side(entry) -> None:
 
 
 class WindowBehindTheLast(EagerTopKBackend):
-    def prepare_metadata(self, metadata):
+    def prepare_metadata(self, metadata: Any) -> None:
         for x in (metadata.lengths, metadata.row_starts):
             if x is not None:
                 reads(x, end(x), 1)
@@ -47,13 +48,13 @@ class WindowBehindTheLast(EagerTopKBackend):
 
 
 class BiasBehindTheLast(EagerPrepareBackend):
-    def run_prepare_index(self, *operands):
+    def run_prepare_index(self, *operands: torch.Tensor) -> Any:
         reads(operands[4], end(operands[4]), 1)
         return super().run_prepare_index(*operands)
 
 
 class PageBehindTheTable(EagerCacheBackend):
-    def run_gather_latent(self, **operands):
+    def run_gather_latent(self, **operands: Any) -> None:  # type: ignore[override]
         reads(operands["block_table"], end(operands["block_table"]), 1)
         super().run_gather_latent(**operands)
 

@@ -16,7 +16,7 @@ from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import read_entries
 from mla_conformance.roles.cache.call import CacheCall
-from mla_conformance.roles.cache.case import INDEX_CACHES
+from mla_conformance.roles.cache.case import INDEX_CACHES, CacheCase
 from mla_conformance.roles.cache.problem import CacheBatch
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
@@ -180,7 +180,9 @@ def test_lists_hold_ends_of_pages_and_what_has_no_slot() -> None:
 
 @pytest.mark.parametrize("text", [f"{WRITE};cache=fp4_v41;dims=128-0-128-512", f"{KEYS}=fp8_index;scales=pow2"])
 def test_no_scale_is_on_an_edge_and_values_are_those_of_the_model(text: str) -> None:
-    batch = CacheBatch(Case.parse(text), CPU)
+    case = Case.parse(text)
+    assert isinstance(case, CacheCase)
+    batch = CacheBatch(case, CPU)
     keys, form = batch.latents[0], TILED_FORMATS[batch.case.cache]
     assert keys.dtype == torch.bfloat16 and bool(steady(keys, form, batch.case.scales, TIE_SLACK).all())
     meant = decode_rows(batch.entries, form.name, 1.0, *batch.case.latent_dims)[0]

@@ -127,7 +127,6 @@ def test_a_fitted_case_is_named_by_its_whole_id() -> None:
     assert not query.is_stale and query.matches(Case.parse(query.text)) and not query.matches(other)
 
 
-
 def test_the_shipped_expectations_are_up_to_date() -> None:
     assert list(Expectations.load([shipped()]).problems()) == []
 

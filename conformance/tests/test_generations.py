@@ -11,6 +11,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.report import stored
 from mla_conformance.judging.verdict import Status
+from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -46,6 +47,7 @@ def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None
     names = ("EAGER", "EAGER[present]", "EAGER[earlier]")
     plain, present, earlier = (judge_one(Subject.of(name, CPU), case, CONTEXT).status for name in names)
     assert present is plain
+    assert isinstance(case, PrefillCase)
     lacking = case.own_merge or case.quant != "none"
     assert earlier is (Status.UNSUPPORTED if lacking else plain)
 

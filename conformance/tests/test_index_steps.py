@@ -25,7 +25,9 @@ def returned_of(text: str) -> tuple[Problem, Any]:
 
     case = Case.parse(text)
     problem = build_problem(case, CPU)
-    kernel = definition_of(case.role).kernel(resolve_backend(parse_reference("EAGER"), None, case.role), case, CPU)
+    kernel = definition_of(case.role).kernel(
+        resolve_backend(parse_reference("EAGER"), None, case.role), case, torch.bfloat16, CPU
+    )
     (call,) = problem.calls
     call.prepare(kernel)
     return problem, call.invoke(kernel, None)

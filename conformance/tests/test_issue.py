@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,13 @@ SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+
 def report(tmp_path: Path) -> Path:
     """A run in which two cases fail of one cause, and another is excused."""
     cases = [CASE.format(keys) for keys in (9, 40, 70)]
-    said = {"message": SEEN, "check": "lse", "clause": "4.2", "used": {"lse": 9.0}, "explanation": "The LSE is doubled"}
+    said: dict[str, Any] = {
+        "message": SEEN,
+        "check": "lse",
+        "clause": "4.2",
+        "used": {"lse": 9.0},
+        "explanation": "The LSE is doubled",
+    }
     records = [
         *(Record("MINE", "mine.py:Mine", "decode_lse", case, Status.FAIL, **said) for case in cases[:2]),
         Record(

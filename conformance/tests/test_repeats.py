@@ -1,5 +1,8 @@
 """Many calls of one case: what is rare is found and counted, what is right is not suspected."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,7 +51,7 @@ def test_figures() -> None:
     assert not Repeated(calls=5, differing=1, deterministic=False).breaks
 
 
-def test_the_command_keeps_the_smallest_case(tmp_path, monkeypatch, capsys) -> None:
+def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     said = ["replay", PREFILL, "--backend", f"{races.__name__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
     assert main(said) == 1

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,7 @@ def tool(folder: Path, written: str | None, runs: bool = True, status: int = 0) 
         (("<x/>", True, 0), "expected XML"),
     ],
 )
-def test_a_tool_that_cannot_watch_is_unavailable(tmp_path: Path, arguments, why: str) -> None:
+def test_a_tool_that_cannot_watch_is_unavailable(tmp_path: Path, arguments: Any, why: str) -> None:
     found = sanitized(tool(tmp_path, *arguments), "memcheck", "EAGER", CASE, "cpu", 120)
     assert why in found.unavailable and not found.errors
 
@@ -114,7 +115,7 @@ def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
     assert "unavailable for 1 case, such as lse:q=[9]: too slow" in said[2] and "nothing reported of 0 cases" in said[3]
 
 
-def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch, capsys) -> None:
+def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PATH", os.devnull)
     assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck"]) == 3
     assert "racecheck unavailable: compute-sanitizer is not installed here" in capsys.readouterr().out

@@ -1,5 +1,8 @@
 """What is told beside verdicts: bits that stay the same, errors as they are spread."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,16 +30,16 @@ CPU = torch.device("cpu")
 class Alternating(EagerPrefillBackend):
     """Every other call adds up the keys in another order."""
 
-    def _tiles(self, keys):
+    def _tiles(self, keys: int) -> Iterator[slice]:
         self._calls = getattr(self, "_calls", 0) + 1
         tiles = [slice(start, min(start + 32, keys)) for start in range(0, keys, 32)]
-        return reversed(tiles) if self._calls % 2 else iter(tiles)
+        return iter(tiles[::-1] if self._calls % 2 else tiles)
 
 
 class SplitsByMaximum(EagerPrefillBackend):
     """The tile follows from the longest request of the batch, as the metadata tell it."""
 
-    def _tiles(self, keys):
+    def _tiles(self, keys: int) -> Iterator[slice]:
         tile = 16 if self._prefill_metadata.max_query_len > 200 else 64
         return (slice(start, min(start + tile, keys)) for start in range(0, keys, tile))
 
@@ -113,7 +116,7 @@ def test_a_question_that_nobody_asked_closes_the_gate() -> None:
     assert "nobody asked" in row.detail and gate.blocks(row)
 
 
-def test_a_report_keeps_what_was_found(tmp_path) -> None:
+def test_a_report_keeps_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     run = run_with(Traits((NO,), (SPREAD,)))
     path.write_text(to_text(report_form(run)), encoding="utf-8")
