@@ -7,7 +7,7 @@ from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 8
-_WORKER_BYTES = 12 * 2**30
+WORKER_BYTES = 12 * 2**30
 """What a worker takes of a GPU: 6 GiB of kept inputs and golden results, a context, and most cases."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -45,4 +45,4 @@ def visible_gpus() -> tuple[str, ...]:
 def workers_on(gpus: int, memory: int) -> int:
     """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
     cores = os.cpu_count() or 1
-    return gpus * max(1, min(MOST_ON_GPU, cores // gpus, memory // _WORKER_BYTES))
+    return gpus * max(1, min(MOST_ON_GPU, cores // gpus, memory // WORKER_BYTES))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mla_conformance as mla
+from mla_conformance.api.function_case import why_no_function
 from mla_conformance.api.selection import AT_DEFAULT
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.roles import Role
@@ -80,7 +81,7 @@ def spread() -> Iterator[Any]:
             continue
         case = Case.parse(killing[id])
         procedure = find_capability(case.capability).procedure
-        if case.role is not Role.LAYER and procedure == CONFORMS and not case.own_merge and work_of(case) < CPU_WORK:
+        if procedure == CONFORMS and not why_no_function(case) and work_of(case) < CPU_WORK:
             yield pytest.param(entry.kernel, case, id=id)
 
 

@@ -21,6 +21,7 @@ from mla_conformance.commands.repeats import PROBABILITY
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
+from mla_conformance.engine.devices import WORKER_BYTES
 from mla_conformance.engine.folder import KEPT_BYTES
 from mla_conformance.engine.run import GIVE_UP_AFTER
 from mla_conformance.export.inputs import MOST_BYTES
@@ -131,6 +132,7 @@ def stated() -> dict[str, list[str]]:
         "docs/bump.md": [f"no error grew by over {DRIFT} of its budget"],
         "docs/certify-a-model.md": [*of_models()],
         "docs/cost.md": [
+            f"one for each {WORKER_BYTES // 2**30} GiB of its memory",
             f"more than {short(FULL_OPERATIONS['cuda'])} useful operations",
             f"({short(FULL_OPERATIONS['cpu'])} on a CPU)",
             f"{DRAWN_ROWS} drawn ones",
