@@ -35,7 +35,7 @@ from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
-from mla_conformance.vocabulary.capabilities import Tier, find_capability
+from mla_conformance.vocabulary.capabilities import SPACES, Tier, find_capability
 
 CONTEXT = Context()
 SUSPECT_CASES = (
@@ -138,12 +138,15 @@ def test_every_suspect_is_wrong_somewhere_and_says_how(suspect: Candidate) -> No
 
 
 def test_most_known_defects_fail_on_the_cases_that_they_are_told_apart_by() -> None:
-    known = [each for role in Role for each in candidates(role) if each.id]
+    roles = {Case.parse(text).role for text in CASES}
+    known = {each.id: each for role in roles for each in candidates(role) if each.id}
+    # What needs two facts together fails on cases made for it, and what touches memory has no wrong numbers.
+    plain = {id for id in known if known_defects()[id].killed_by not in (*SPACES, "memory_bounds")}
     failing = {
-        each.id for each in known for text in CASES
-        if Case.parse(text).role in each.roles and tried(each.reference, text)[1].failed
+        id for id in plain for text in CASES
+        if Case.parse(text).role in known[id].roles and tried(known[id].reference, text)[1].failed
     }  # fmt: skip
-    assert len(failing) > len({each.id for each in known}) / 3
+    assert len(failing) > len(plain) / 3, (len(failing), len(plain))
 
 
 class OddColumnsNegated(EagerPrefillBackend):
