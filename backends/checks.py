@@ -98,6 +98,7 @@ def check_decode_operands(
         max_query_len=max(query_lens),
         uniform=len(set(query_lens) - {0}) <= 1,  # requests without a query pad a graph's batch
         dcp_world_size=metadata.dcp_world_size,
+        lse=metadata.dcp_world_size > 1,
     )
     reasons = backend.validate_configuration(get_device_capability(ql_nope.device), config)
     if reasons:

@@ -9,6 +9,9 @@ from enum import Enum
 
 import torch
 
+NO_LSE = "LSE not declared"
+"""Why a kernel that returns none does not support a call that asks for one."""
+
 
 class LseClass(Enum):
     """How exactly the row sum behind the LSE is known; each class allows what the one before it allows."""
@@ -28,6 +31,8 @@ class Precision(Enum):
     MODEL = "model"
     FLOAT16 = "float16"
     """Finer than bfloat16, but what is below 2^-25 of a row's largest vanishes."""
+    MODEL_OR_FLOAT16 = "model or float16"
+    """A layer's, some rows of which come of a kernel of either."""
     E4M3 = "e4m3"
     """P as it is, at most 1: what is below 2^-10 of a row's largest vanishes."""
     SCALED_E4M3 = "scaled-e4m3"
@@ -57,6 +62,41 @@ class Rounding:
     accumulation: Precision = Precision.FLOAT32
 
 
+class SelectionOrder(Enum):
+    """In which order selected columns are named."""
+
+    ANY = "any"
+    DESCENDING = "descending"
+    """The largest logit first."""
+    ASCENDING = "ascending"
+    """The first column first."""
+
+
+class Ties(Enum):
+    """Which of columns with equal logits are selected where not all of them have a place."""
+
+    FREE = "free"
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionForm:
+    """How a top-k names the columns that it selects (SPEC 8.7).
+
+    Attributes:
+        relative: they count from the row's start, not from the first column of the logits.
+        order: in which they are named.
+        ties: which of equal ones are taken.
+        padding_behind: -1 stands behind all of them, not anywhere.
+    """
+
+    relative: bool = True
+    order: SelectionOrder = SelectionOrder.ANY
+    ties: Ties = Ties.FREE
+    padding_behind: bool = True
+
+
 @dataclass(frozen=True)
 class Deviation:
     """A convention of the library that differs from the contract, and what the adapter does about it."""
@@ -72,6 +112,8 @@ class Declaration:
     Attributes:
         rounding: rounding classes, verified by the judge.
         e4m3_rounding: those that hold instead where q, k and v are e4m3; None if the kernel widens them.
+        selection: how a top-k names what it selects.
+        intermediates: what stands between the steps of preparing index queries and keys.
         deviations: printed in the report.
         distributions: names of the installed distributions whose versions belong into the record.
         emulated: an emulation of a kernel; it is judged but never counts as certified.
@@ -81,6 +123,8 @@ class Declaration:
 
     rounding: Rounding = field(default_factory=Rounding)
     e4m3_rounding: Rounding | None = None
+    selection: SelectionForm = SelectionForm()
+    intermediates: Precision = Precision.FLOAT32
     deviations: tuple[Deviation, ...] = ()
     distributions: tuple[str, ...] = ()
     emulated: bool = False

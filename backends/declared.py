@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.reference.dimensions import MLADimensions
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
-_CALLS = {True: ("logits", "topk"), False: ("decode", "prefill")}
+_CALLS = {MLAIndexerBackend: ("logits", "topk"), MLACacheBackend: CACHE_CALLS, KernelBackend: ("decode", "prefill")}
 _CACHES = ("auto", "fp8", *TILED_FORMATS)
 _MAY_BE_EMPTY = (
     "supported_mla_dimensions",
@@ -34,11 +35,12 @@ def declared_errors(backend: type) -> Iterator[str]:
 
 def _checks(backend: type) -> dict[str, tuple[Callable[[Any], bool], str]]:
     """Of each list, what an element is, and how that is said."""
-    indexes = issubclass(backend, MLAIndexerBackend)
-    caches, calls = INDEX_LAYOUTS if indexes else _CACHES, _CALLS[indexes]
+    caches = INDEX_LAYOUTS if issubclass(backend, MLAIndexerBackend) else _CACHES
+    calls = next(names for kind, names in _CALLS.items() if issubclass(backend, kind))
     numbers = (_is_positive, "positive numbers")
     return {
         "supported_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
+        "supported_slot_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
         "supported_kv_cache_dtypes": _one_of(caches),
         "supported_extra_kv_cache_dtypes": _one_of(caches),
         "supported_tile_scales": _one_of(TILE_SCALES),

@@ -12,6 +12,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
@@ -64,6 +65,7 @@ class MLADecodeSelectorConfig(NamedTuple):
         uniform: whether all requests have that many.
         dcp_world_size: ranks that share a sequence.
         tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
+        lse: whether the LSE is asked for.
     """
 
     dtype: torch.dtype
@@ -75,6 +77,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     uniform: bool = True
     dcp_world_size: int = 1
     tile_scales: str = "float32"
+    lse: bool = True
 
 
 class MLADecodeBackend(KernelBackend):
@@ -89,6 +92,7 @@ class MLADecodeBackend(KernelBackend):
         supported_query_len: most query tokens of a request; None means any number.
         supports_nonuniform_queries: whether requests may have different numbers of query tokens.
         supports_causal_dcp: whether several query tokens are masked right on a rank that holds a part of the keys.
+        returns_lse: whether an LSE can be asked for; without it ranks cannot share the keys either.
         cudagraph_support: what may be captured in a CUDA graph.
     """
 
@@ -98,6 +102,7 @@ class MLADecodeBackend(KernelBackend):
     supported_query_len: ClassVar[int | None] = 1
     supports_nonuniform_queries: ClassVar[bool] = False
     supports_causal_dcp: ClassVar[bool] = False
+    returns_lse: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @staticmethod
@@ -138,6 +143,8 @@ class MLADecodeBackend(KernelBackend):
             reasons.append("requests with different numbers of query tokens not supported")
         if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
             reasons.append("several query tokens a request not supported under decode context parallelism")
+        if config.lse and not cls.returns_lse:
+            reasons.append(NO_LSE)
         return reasons
 
     def __init__(
@@ -167,7 +174,7 @@ class MLADecodeBackend(KernelBackend):
     @abstractmethod
     def run_decode(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 
         Args:
@@ -180,5 +187,10 @@ class MLADecodeBackend(KernelBackend):
 
         Returns:
             (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0
-            and -inf.
+            and -inf. The output alone where the class declares that it returns no LSE.
         """
+
+
+def output_of(result: Any) -> Any:
+    """The output of what ``run_decode`` returned, whether an LSE stands beside it or not."""
+    return result[0] if isinstance(result, (tuple, list)) and len(result) == 2 else result

@@ -68,7 +68,12 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
         # Two rows without keys: both weights must be 0, not exp(-inf - -inf).
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
         weights = [(part - shift).exp().mT.unsqueeze(-1) for part in (prefix_lse, suffix_lse)]
-        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        # A weight of 0 does not clear what need not be a number.
+        parts = [
+            (weight * part.float()).masked_fill(weight == 0, 0.0)
+            for weight, part in zip(weights, (prefix_output, suffix_output), strict=True)
+        ]
+        output.copy_(parts[0] + parts[1])
         if output_lse is not None:
             output_lse.copy_(lse)
 

@@ -41,14 +41,13 @@ def dequantise(rows: torch.Tensor, layout: str, k_scale: torch.Tensor, model_dty
 
 def _dequantise_tiles(rows: torch.Tensor, form: TiledFormat, model_dtype: torch.dtype) -> torch.Tensor:
     """Tiles of codes, each with its scale, then plain values."""
-    sizes = [form.code_bytes, form.scale_bytes, form.plain_bytes]
-    if form.scales_behind_page:
-        codes, plain, scales = (part.contiguous() for part in rows.split([sizes[0], sizes[2], sizes[1]], dim=-1))
-    else:
-        codes, scales, plain = (part.contiguous() for part in rows.split(sizes, dim=-1))
-    tiles = _CODES[form.codes](codes).unflatten(-1, (form.tiles, form.tile))
-    scaled = (tiles * _SCALES[form.scales](scales)[..., : form.tiles].unsqueeze(-1)).flatten(-2)
-    return torch.cat((scaled, plain.view(model_dtype).float()), dim=-1) if form.plain else scaled
+    parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
+    tiles = _CODES[form.codes](parts["codes"]).unflatten(-1, (form.tiles, form.tile))
+    scaled = (tiles * _SCALES[form.scales](parts["scales"])[..., : form.tiles].unsqueeze(-1)).flatten(-2)
+    if not form.plain:
+        return scaled
+    plain = parts["plain"].view(torch.float8_e4m3fn if form.plain_codes else model_dtype)
+    return torch.cat((scaled, plain.float()), dim=-1)
 
 
 def _e4m3(data: torch.Tensor) -> torch.Tensor:

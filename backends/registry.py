@@ -125,6 +125,10 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
         "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
     )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_triton.LmdeployPrefillBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedPrefill",
+    )
     CUSTOM = None
 
 
@@ -146,6 +150,16 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
         "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend",
         "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedDecode",
     )
+    AITER_TRITON_MLA = (
+        "mla_conformance.backends.aiter_triton.AiterTritonDecodeBackend",
+        "prefill=mla_conformance.backends.aiter_triton.AiterTritonPrefill",
+        "interpreted=mla_conformance.backends.aiter_triton.AiterTritonInterpreted",
+        "prefill-interpreted=mla_conformance.backends.aiter_triton.AiterTritonPrefillInterpreted",
+    )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_triton.LmdeployDecodeBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedDecode",
+    )
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
     FLASH_ATTN_MLA = (
         "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend",
@@ -166,6 +180,7 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
         "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
     )
+    FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
     FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
@@ -175,6 +190,10 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "union4=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion4",
         "interpreted=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseInterpreted",
     )
+    AITER_TRITON_SPARSE = (
+        "mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseBackend",
+        "interpreted=mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseInterpreted",
+    )
     CUSTOM = None
 
 
@@ -182,7 +201,52 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     """Every indexer."""
 
     EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
-    DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend"
+    DEEPGEMM_INDEXER = (
+        "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend",
+        "vllm=mla_conformance.backends.deep_gemm_vllm.DeepGemmIndexerVllm",
+    )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedIndexer",
+    )
+    CUSTOM = None
+
+
+class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
+    """Every top-k."""
+
+    EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
+    VLLM_TOPK = (
+        "mla_conformance.backends.vllm_topk.VllmTopKBackend",
+        "prefill",
+        "decode",
+        "persistent",
+        "cooperative",
+    )
+    LMDEPLOY_TRITON = (
+        "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend",
+        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedTopK",
+    )
+    CUSTOM = None
+
+
+class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
+    """Everything that prepares index queries and keys."""
+
+    EAGER = "mla_conformance.backends.eager_prepare.EagerPrepareBackend"
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployPrepareBackend"
+    CUSTOM = None
+
+
+class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
+    """Every class of cache operations."""
+
+    EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
+    VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
+    SGLANG_TRITON_CACHE = (
+        "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend",
+        "interpreted=mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheInterpreted",
+    )
     CUSTOM = None
 
 
@@ -191,6 +255,9 @@ ENUMS: tuple[type[BackendEnum], ...] = (
     MLADecodeBackendEnum,
     MLASparseBackendEnum,
     MLAIndexerBackendEnum,
+    MLATopKBackendEnum,
+    MLAPrepareBackendEnum,
+    MLACacheBackendEnum,
 )
 """The enumerations of all roles."""
 
@@ -227,3 +294,4 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
 
 
 register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
+register_mla_topk_backend = register_mla_prepare_backend = register_mla_prefill_backend

@@ -17,6 +17,12 @@ class Role(StrEnum):
     """A ``MLASparseBackend``: attention to selected keys."""
     INDEXER = "indexer"
     """A ``MLAIndexerBackend``: scores of cached tokens, and the best of them."""
+    TOPK = "topk"
+    """A ``MLATopKBackend``: the columns with the largest of given logits."""
+    PREPARE = "prepare"
+    """A ``MLAPrepareBackend``: index queries and keys in codes."""
+    CACHE = "cache"
+    """A ``MLACacheBackend``: entries written and gathered, slots computed."""
 
 
 _EVERY = (
@@ -33,9 +39,20 @@ REQUIRED = {
     Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
     Role.SPARSE: (*_EVERY, "run_sparse_decode", "run_sparse_prefill"),
     Role.INDEXER: (*_EVERY, "run_index_logits", "run_index_topk"),
+    Role.TOPK: (*_EVERY, "run_top_k_per_row"),
+    Role.PREPARE: (*_EVERY, "run_prepare_index"),
+    Role.CACHE: (
+        *(name for name in _EVERY if name != "prepare_metadata"),
+        "run_write_latent",
+        "run_write_index",
+        "run_gather_latent",
+        "run_gather_index",
+        "run_slot_mapping",
+        "run_global_slots",
+    ),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
-_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER)
+_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER, Role.TOPK, Role.PREPARE, Role.CACHE)
 
 
 def role_of(loaded: type) -> Role:

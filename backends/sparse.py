@@ -16,6 +16,7 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import KernelBackend
@@ -172,7 +173,7 @@ class MLASparseBackend(KernelBackend):
         if config.sink and not cls.supports_sink:
             yield "sinks not supported"
         if config.lse and not cls.returns_lse:
-            yield "LSE not declared"
+            yield NO_LSE
 
     @classmethod
     def _list_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
@@ -191,7 +192,10 @@ class MLASparseBackend(KernelBackend):
         layout = layout_of(config.kv_cache_dtype)
         if layout not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif layout == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
+        elif (
+            "fp8_ds_mla" in (layout, config.extra_kv_cache_dtype)
+            and config.tile_scales not in cls.supported_tile_scales
+        ):
             read = ", ".join(cls.supported_tile_scales)
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):

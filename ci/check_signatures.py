@@ -16,7 +16,7 @@ from signatures import RECORDED, signatures
 _FETCH = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12")
 _SECONDS = 120
 _AT_ONCE = 4
-_LARGE = ("sglang-kernel", "vllm")
+_LARGE = ("lmdeploy", "sglang-kernel", "vllm")
 """Packages whose wheels have hundreds of megabytes; ``ci/signatures.py`` prints the signatures of an unpacked one."""
 
 

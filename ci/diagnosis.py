@@ -39,7 +39,7 @@ from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import ARITHMETIC
+from mla_conformance.judging.verdict import COMPARED
 from mla_conformance.problems.operands import segments
 from mla_conformance.report.json_report import write_json
 from mla_conformance.trials.context import Context
@@ -208,7 +208,7 @@ class _OnCase:
     def diagnoses(self, entries: Sequence[KnownDefect]) -> Iterator[Diagnosis]:
         for entry in entries:
             trial, record = _tried(entry.reference, self._case, self._context)
-            if record.check not in ARITHMETIC:
+            if record.check not in COMPARED:
                 yield Diagnosis(entry.id, "alone", Outcome.SAID)
                 continue
             own = Behaviour.of(trial, record)
@@ -252,13 +252,15 @@ class _OnCase:
         return self._behaviours[reference]
 
     def _mixtures(self, entry: KnownDefect, trial: Trial, own: Behaviour) -> Iterator[_Mixture]:
-        """A few that fail."""
+        """A few that fail; of attention also where one head or request alone is wrong."""
         for other in self._random.sample(list(known_defects().values()), _MIXTURES):
             kernel = _both(entry.kernel, other.kernel)
             if kernel and self._case.role in other.roles:
                 made, record = _tried(_located(kernel), self._case, self._context)
-                if record.check in ARITHMETIC:
+                if record.check in COMPARED:
                     yield (entry, other), "two at once", Behaviour.of(made, record)
+        if self._case.role not in _HONEST:
+            return
         honest, _ = _tried(_located(_HONEST[self._case.role]), self._case, self._context)
         if trial.last and honest.last and honest.last.problem.key == trial.last.problem.key:
             yield from (((), *blend) for blend in _blends(own, numbers_of(honest), trial))

@@ -93,8 +93,8 @@ def sections(root: Path) -> list[tuple[Section, str]]:
     records = newest(SUBMISSIONS)
     return [
         (Section.of(root / "README.md", "h200"), overview(records)),
-        (Section.of(root / "docs" / "kernels.md", "h200"), kernels(records)),
-        (Section.of(root / "docs" / "findings.md", "h200"), failures(records)),
+        (Section.of(root / "docs" / "findings.md", "h200"), kernels(records)),
+        (Section.of(root / "docs" / "findings.md", "failures"), failures(records)),
     ]
 
 

@@ -1,6 +1,6 @@
 """What pages show of the code, and of what commands printed: ``python ci/pages.py``.
 
-Every command's help, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
+What every command's help says, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
 """
 
 import inspect
@@ -20,50 +20,59 @@ from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
+from mla_conformance.roles.cache.case import CacheCase
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.prepare.case import PrepareCase
 from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
-_LONG_SECONDS = 20
-_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase)
+_LONG_SECONDS = 30
+_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
+"""Usage, which repeats the options, and the option that every command has."""
+_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase, TopKCase, PrepareCase, CacheCase)
 
 
 def commands() -> str:
-    """The help of every command, at a width that a page holds."""
+    """Options, examples and exit status of every command, at a width that a page holds."""
     with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
         reported = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
-    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in reported)
+    texts = ((name, _NOISE.sub("", text)) for name, text in reported)
+    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
 
 
 def case_fields() -> str:
-    """Tables of the fields that all cases have, of what those over a cache have beside, and of each role's own."""
+    """Fields with their defaults: those that all cases have, those over a cache, and each role's own."""
     common, cached = _names(Case), _names(CachedCase)
-    tables = [("All cases", Case, common), ("All but the role prefill", CachedCase, cached - common)]
-    tables += [(f"The role {case.role.value}", case, _names(case) - common - cached) for case in _ROLES]
-    return "\n\n".join(_table(title, case, names) for title, case, names in tables if names)
+    over = ", ".join(case.role.value for case in _ROLES if issubclass(case, CachedCase))
+    lists = [("All cases", Case, common), (f"Over a cache: {over}", CachedCase, cached - common)]
+    for case in _ROLES:
+        told = common | cached if issubclass(case, CachedCase) else common
+        lists.append((f"The role {case.role.value}", case, _names(case) - told))
+    return "\n\n".join(_list(title, case, names) for title, case, names in lists if names)
 
 
 def _names(case: type[Case]) -> set[str]:
     return {field.name for field in fields(case)}
 
 
-def _table(title: str, case: type[Case], names: set[str]) -> str:
+def _list(title: str, case: type[Case], names: set[str]) -> str:
     reported = _attributes(case)
-    rows = [
-        f"| `{field.name}` | {_default(field.default)} | {reported[field.name]} |"
+    entries = [
+        f"- `{field.name}{_default(field.default)}`: {reported[field.name]}"
         for field in fields(case)
         if field.name in names
     ]
-    return "\n".join([f"### {title}", "", "| field | default | meaning |", "|---|---|---|", *rows])
+    return "\n".join([f"### {title}", "", *entries])
 
 
 def _default(value: object) -> str:
     """As an id would have it; nothing where an id always says it."""
     plain = int(value) if isinstance(value, bool) else value
-    return f"`{plain}`" if isinstance(plain, int | str) and plain != "" else ""
+    return f"={plain}" if isinstance(plain, int | str) and plain != "" else ""
 
 
 def _attributes(case: type[Case]) -> dict[str, str]:
@@ -72,7 +81,7 @@ def _attributes(case: type[Case]) -> dict[str, str]:
     for base in reversed(case.__mro__):
         text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
-            found[name] = re.sub(r"\s+", " ", meaning).replace("|", "\\|").replace("``", "`").rstrip(".")
+            found[name] = re.sub(r"\s+", " ", meaning).replace("``", "`").rstrip(".")
     return found
 
 
@@ -103,11 +112,8 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     docs, seen = root / "docs", stored()
     yield Section.of(docs / "commands.md", "commands"), commands()
     yield Section.of(docs / "case-ids.md", "fields"), case_fields()
-    of_models = [run for run in seen.values() if " --model " in run["command"]]
-    others = [run for run in seen.values() if run["command"].startswith("mla-conformance") and run not in of_models]
-    long = [run for run in others if run["seconds"] >= _LONG_SECONDS]
-    yield Section.of(docs / "cost.md", "times"), times(long)
-    yield Section.of(docs / "certify-a-model.md", "times-model"), times(of_models)
+    ours = [run for run in seen.values() if run["command"].startswith("mla-conformance")]
+    yield Section.of(docs / "cost.md", "times"), times([run for run in ours if run["seconds"] >= _LONG_SECONDS])
     for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
         for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
             yield Section.of(page, f"seen:{name}"), printed(seen[name])

@@ -32,15 +32,15 @@ def signatures(folder: Path | ZipPath, functions: Iterable[str]) -> dict[str, li
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.arguments]]:
-    """Functions and methods by qualified name; of overloads the last, which is the implementation."""
+    """Functions by qualified name, in classes and functions too; of overloads the last, which is the implementation."""
     guarded = [node for block in tree.body if isinstance(block, ast.Try) for node in block.body]
     for node in [*tree.body, *guarded]:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node.args
-        if isinstance(node, ast.ClassDef):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef):
-                    yield f"{node.name}.{method.name}", method.args
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield f"{node.name}.{inner.name}", inner.args
 
 
 def _parameters(arguments: ast.arguments) -> list[list[object]]:

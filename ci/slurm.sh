@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Judges a backend on a Slurm cluster, a shard of the list on each GPU, and decides by all of them: ci/slurm.sh BACKEND,
 # in a folder that every node sees, and in an environment with mla-conformance and the backend's library. Waits for the
-# gate and ends with its status. Edit the lines marked EDIT. docs/runners.md explains it.
+# gate and ends with its status. Edit the lines marked EDIT. docs/gate-your-repository.md explains it.
 set -euo pipefail
 
 shards=8                                   # EDIT: how many GPUs judge at once

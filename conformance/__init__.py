@@ -1,9 +1,60 @@
 """mla-conformance: decides whether a Multi-head Latent Attention kernel is right.
 
-The way through it: case → problem → reference and backend → judge → verdict → record → report.
+The way through it: case → problem → reference and backend → judge → verdict → record → report. Public here are the
+names of ``__all__`` (docs/python-api.md); torch is imported when tensors are wanted.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from mla_conformance import roles
 from mla_conformance.version import __version__
 
-__all__ = ["__version__", "roles"]  # a case is known by the class that its role's room holds
+if TYPE_CHECKING:
+    from mla_conformance.api import golden
+    from mla_conformance.api.function_case import FunctionCase
+    from mla_conformance.api.function_case import find_case as case
+    from mla_conformance.api.selection import CaseSelection
+    from mla_conformance.api.verdicts import FunctionVerdict, assert_conforms, judge
+
+__all__ = [
+    "FunctionCase", "FunctionVerdict", "__version__", "assert_conforms", "case", "cases", "golden", "judge", "roles",
+]  # fmt: skip
+
+_LAZY = {
+    "FunctionCase": "function_case",
+    "FunctionVerdict": "verdicts",
+    "assert_conforms": "verdicts",
+    "case": "function_case",
+    "golden": "golden",
+    "judge": "verdicts",
+}
+"""Modules of the API's room, by the name that they give."""
+
+
+# Behind the import of ``roles``, which leaves the room of that name here as an attribute.
+def cases(role: str, *, tier: str = "smoke", **wanted: object) -> "CaseSelection":
+    """The cases of a role, to be iterated over, or as a decorator that parametrises ``case`` of a pytest test.
+
+    Args:
+        role: ``prefill``, ``decode``, ``sparse`` or ``indexer``.
+        tier: ``smoke``, ``full`` or ``nightly``.
+        wanted: fields as case ids name them, each with a value or a list of values: ``heads=[16, 128]``,
+            ``cache="fp8"``; of ``q`` and ``kv`` the lengths that every request must have. Classes of the role's space
+            as well: ``longest="257 to 1,024"``, ``queries="mixed"``. What is not asked for needs no declaration of a
+            kernel (docs/python-api.md).
+
+    Raises:
+        InputError: an unknown role, tier, field or value, or values that no case has together; says what was expected.
+    """
+    from mla_conformance.api.selection import select
+
+    return select(role, tier, wanted)
+
+
+def __getattr__(name: str) -> Any:
+    """The public names that wait for their first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.api.{_LAZY[name]}")
+    return module if name == "golden" else getattr(module, "find_case" if name == "case" else name)

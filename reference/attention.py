@@ -24,7 +24,9 @@ WORKSPACE_ELEMENTS = 2**22
 class AttentionState:
     """Attention over a set of keys: output [T, N, V], natural-log LSE [N, T], both float64, and the error terms.
 
-    ``projected`` holds further ones, where keys and values are projected from latents and that rounds.
+    ``projected`` holds further ones, where keys and values are projected from latents and that rounds, and ``shared``
+    [T, N, 3] what `shared_roundings` of P add. ``value_weights`` [N, V], where values are projected, is the larger of 1
+    and Σ |W_UV| over the latents: the error of the floor of a stored value, or of a stored latent that was attended.
 
     A row that sees no key has output 0 and LSE -inf.
     """
@@ -33,6 +35,8 @@ class AttentionState:
     lse: Tensor
     terms: ErrorTerms | None = None
     projected: ProjectedTerms | None = None
+    shared: Tensor | None = None
+    value_weights: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""

@@ -25,8 +25,6 @@ from mla_conformance.reference.quantization import (
 
 CACHE_LAYOUTS = ("auto", "fp8", *TILED_FORMATS)
 """Layouts by the name that a configuration gives them."""
-_LEAST_SCALE = 1e-4
-"""Of a power of two before it is rounded up, for tiles of zeros and small ones: 2^-13."""
 _LEAST_E4M3 = 2.0**-9
 _EXPONENT_BIAS, _NOT_A_NUMBER = 127, 255
 _LARGEST = {"e4m3": E4M3_MAX, "e2m1": E2M1_MAX}
@@ -160,12 +158,27 @@ def encode_tiles(keys: Tensor, form: TiledFormat, tile_scales: str = "float32") 
     require_float8()
     _check_form(form, keys.shape[-1], keys.dtype)
     tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
-    scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form.scales, tile_scales)
-    codes = _packed(tiles / scales.unsqueeze(-1), form.codes)
-    padded = torch.nn.functional.pad(stored, (0, form.padding))
+    scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form, tile_scales)
     plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[-1]))
-    parts = (codes, plain, padded) if form.scales_behind_page else (codes, padded, plain)
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+    parts = {
+        "codes": _packed(tiles / scales.unsqueeze(-1), form.codes),
+        "scales": torch.nn.functional.pad(stored, (0, form.padding)),
+        "plain": quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
+    }
+    return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
+
+
+def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> Tensor:
+    """[T, tiles] bool: tiles whose scale is the same for values that are larger or smaller by a ratio of ``slack``.
+
+    keys, tile_scales: as of :func:`encode_tiles`. Scales of float32 numbers are steady, whatever they are.
+    """
+    tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
+    least = tiles.abs().amax(dim=-1) / _LARGEST[form.codes]
+    if form.scales == "float32" and tile_scales == "float32":
+        return torch.ones_like(least, dtype=torch.bool)
+    low, high = (_scales(least * (1 + side * slack), form, tile_scales)[0] for side in (-1, 1))
+    return low == high
 
 
 def decode_tiles(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
@@ -174,14 +187,13 @@ def decode_tiles(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> T
     plain_dtype: the model's. Raises ValueError for one other than 16 bits where plain values are stored.
     """
     _check_form(form, form.coded + form.plain, plain_dtype)
-    behind = (form.plain_bytes, form.scale_bytes)
-    codes, *rest = rows.split([form.code_bytes, *(behind if form.scales_behind_page else behind[::-1])], dim=-1)
-    plain, stored = rest if form.scales_behind_page else rest[::-1]
-    scales = _STORED[form.scales](stored[:, : form.scale_bytes - form.padding].contiguous())
-    values = _unpacked(codes.contiguous(), form.codes).unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)
+    parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
+    scales = _STORED[form.scales](parts["scales"][:, : form.scale_bytes - form.padding].contiguous())
+    values = _unpacked(parts["codes"], form.codes).unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)
     if not form.plain:
         return values.flatten(1)
-    return torch.cat((values.flatten(1), plain.contiguous().view(plain_dtype).to(torch.float64)), dim=-1)
+    plain = parts["plain"].view(torch.float8_e4m3fn if form.plain_codes else plain_dtype)
+    return torch.cat((values.flatten(1), plain.to(torch.float64)), dim=-1)
 
 
 def _check_form(form: TiledFormat, width: int, dtype: torch.dtype) -> None:
@@ -192,15 +204,15 @@ def _check_form(form: TiledFormat, width: int, dtype: torch.dtype) -> None:
         raise ValueError(f"{form.name} holds plain values of bfloat16 or float16, got {dtype}")
 
 
-def _scales(least: Tensor, kind: str, tile_scales: str) -> tuple[Tensor, Tensor]:
+def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor, Tensor]:
     """Scales of tiles that need at least ``least`` [T, tiles], in float64 and as they are stored."""
     if tile_scales not in TILE_SCALES:
         raise ValueError(f"unknown tile scales {tile_scales!r}; expected one of {', '.join(TILE_SCALES)}")
-    if kind == "e4m3":
+    if form.scales == "e4m3":
         code = quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
         return code.to(torch.float64), code
-    exponent = least.clamp(min=_LEAST_SCALE).log2().ceil()
-    if kind == "ue8m0":
+    exponent = least.clamp(min=form.least_scale).log2().ceil()
+    if form.scales == "ue8m0":
         return torch.exp2(exponent), (exponent + _EXPONENT_BIAS).to(torch.uint8)
     number = torch.exp2(exponent).to(torch.float32) if tile_scales == "pow2" else least.to(torch.float32)
     # A tile of zeros, or one so small that its scale is not representable, must not be divided by 0.

@@ -2,8 +2,9 @@
 
 An entry is the key of one token, whose first L columns are its value; an indexer's key has no value. Its first
 ``coded`` columns are stored as codes, the others, if any, as plain values of 16 bits. Sources: vLLM's
-``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; SGLang's
-``fused_store_index_cache`` for an indexer's.
+``concat_and_cache_ds_mla``; FlashMLA's README and the quantisation of its tests, for V3.2, V4 and V4.1; for NVFP4
+vllm-project/FlashMLA#18 and flashinfer-ai/flashinfer#4955; SGLang's ``fused_store_index_cache`` for an indexer's, and
+for shuffled ones vLLM's ``indexer_k_quant_and_cache_triton``, as AITER reads them.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,10 @@ TILE_SCALES = ("float32", "pow2")
 two, as vLLM and FlashMLA do since 2026."""
 CODE_BITS = {"e4m3": 8, "e2m1": 4}
 _SIXTEEN_BITS = 2
+_LEAST_KEY = 1e-4
+"""Magnitude below which an indexer's key takes the scale of this one."""
+SHUFFLE = 16
+"""Tokens, and columns, of a tile of shuffled codes."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,13 @@ class TiledFormat:
         tile: columns that share a scale.
         scales: what a scale is, a name in :data:`SCALES`.
         plain: columns stored as they are, behind the coded ones.
+        plain_codes: whether these are e4m3 codes without a scale, not values of the model's dtype.
         padding: unused bytes behind the scales.
         scales_behind_page: whether the scales of a page stand behind the rest of all its entries; otherwise those of
             an entry stand in it, between codes and plain values.
         page_multiple: bytes of a page are rounded up to a multiple of this.
-        cache: what holds it: ``latent`` caches, second ones beside them alone (``extra``), or an indexer's (``index``).
+        cache: what holds it: ``latent`` caches, second ones beside them alone (``extra``), an indexer's (``index``),
+            or caches that are written and gathered, and attended to nowhere here (``stored``).
     """
 
     name: str
@@ -46,7 +53,11 @@ class TiledFormat:
     scales: str
     plain: int = 0
     padding: int = 0
+    plain_codes: bool = False
     scales_behind_page: bool = False
+    scales_last: bool = False
+    shuffled: bool = False
+    least_scale: float = 1e-4
     page_multiple: int = 1
     cache: str = "latent"
 
@@ -68,7 +79,19 @@ class TiledFormat:
     @property
     def plain_bytes(self) -> int:
         """Bytes of an entry's plain values."""
-        return self.plain * _SIXTEEN_BITS
+        return self.plain * (1 if self.plain_codes else _SIXTEEN_BITS)
+
+    @property
+    def order(self) -> tuple[str, str, str]:
+        """What stands behind what in an entry: codes, plain values and scales."""
+        last = self.scales_last or self.scales_behind_page
+        return ("codes", "plain", "scales") if last else ("codes", "scales", "plain")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each, in that order."""
+        named = {"codes": self.code_bytes, "plain": self.plain_bytes, "scales": self.scale_bytes}
+        return tuple(named[name] for name in self.order)
 
     @property
     def width(self) -> int:
@@ -83,6 +106,14 @@ class TiledFormat:
     def page_bytes(self, page: int) -> int:
         """Bytes of a page of so many tokens."""
         return -(-page * self.width // self.page_multiple) * self.page_multiple
+
+
+def _index(name: str, **pages: bool) -> TiledFormat:
+    """An indexer's key, a token a tile."""
+    least = _LEAST_KEY / 448
+    return TiledFormat(
+        name, ((128, 0),), "e4m3", coded=128, tile=128, scales="float32", least_scale=least, cache="index", **pages
+    )
 
 
 _FORMATS = (
@@ -102,8 +133,32 @@ _FORMATS = (
     TiledFormat("fp8_v41", ((512, 0),), "e4m3", coded=512, tile=32, scales="ue8m0"),
     TiledFormat("fp4_v41", ((512, 0),), "e2m1", coded=512, tile=16, scales="e4m3", cache="extra"),
     TiledFormat(
-        "fp8_index", ((128, 0),), "e4m3", coded=128, tile=128, scales="float32", scales_behind_page=True, cache="index"
+        "nvfp4_ds_mla",
+        ((512, 64), (512, 0)),
+        "e2m1",
+        coded=512,
+        tile=16,
+        scales="e4m3",
+        plain=64,
+        plain_codes=True,
+        scales_last=True,
+        cache="stored",
     ),
+    TiledFormat(
+        "nvfp4_v4",
+        ((512, 0),),
+        "e2m1",
+        coded=448,
+        tile=16,
+        scales="e4m3",
+        plain=64,
+        padding=4,
+        scales_behind_page=True,
+        cache="stored",
+    ),
+    _index("fp8_index", scales_behind_page=True),
+    _index("fp8_index_flat"),
+    _index("fp8_index_shuffled", scales_behind_page=True, shuffled=True),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
-"""The forms by name: DeepSeek V3.2's 656 bytes, V4's 584, V4.1's 528, the 288 of its second cache; an indexer's 132."""
+"""The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132."""

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
+from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
 
 FLOAT32_ROUNDOFF = 2.0**-24
+_LARGEST_SHIFT = 40.0
+"""Scores that are off by more leave nothing of a weight that could be judged; its budget stays finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Roundoffs:
         scores: sums of q·k, beyond that, relative to the sum of magnitudes.
         values: sums of P·v, beyond that, relative to the sum of magnitudes.
         projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
+        values_floor: half the smallest subnormal of projected values, or of an attended latent.
         latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
     """
 
@@ -45,6 +49,7 @@ class Roundoffs:
     scores: float = 0.0
     values: float = 0.0
     projections: float = 0.0
+    values_floor: float = 0.0
     latent_partials: float = 0.0
 
 
@@ -66,18 +71,35 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     terms = _terms(state)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
-    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
-    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
-    moved = _moved(state)
+    float32 = _accumulated(state, roundoffs)
+    floors = _floors(state, roundoffs)
+    growth = _growth(state, roundoffs)
+    moved = growth * _moved(state)
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
     rest = roundoffs.output * state.output.abs() + floors + float32 + dots
     if state.projected is None:
         return weights + rest + keys
     projected = state.projected
-    keys = roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding
+    keys = growth * (roundoffs.keys * projected.latent_rounding + roundoffs.projections * projected.rounding)
     float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
+
+
+def _floors(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] the absolute errors of what is too small for its dtype."""
+    floors = roundoffs.p_floor * _terms(state).peak + roundoffs.output_floor
+    return floors if state.value_weights is None else floors + roundoffs.values_floor * state.value_weights
+
+
+def _accumulated(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, V] what accumulating in float32 does: to the values, and to the scores.
+
+    Their errors move the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
+    """
+    terms = _terms(state)
+    scores = torch.maximum(terms.score, terms.lse_score.mT.unsqueeze(-1) * state.output.abs())
+    return roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
 
 
 def _moved(state: AttentionState) -> torch.Tensor:
@@ -89,6 +111,16 @@ def _moved(state: AttentionState) -> torch.Tensor:
     return terms.score + terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
 
 
+def _growth(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+    """[T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large.
+
+    A weight that is off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
+    """
+    off = roundoffs.keys + roundoffs.scores + roundoffs.projections
+    d = (off * _terms(state).lse_score.mT.unsqueeze(-1)).clamp(max=_LARGEST_SHIFT)
+    return torch.where(d > 0, d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny), torch.ones_like(d))
+
+
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
     terms, projected = _terms(state), state.projected
@@ -96,21 +128,27 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
-    systematic = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + terms.score)
-    systematic = systematic + roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    systematic = _accumulated(state, roundoffs)
+    systematic = systematic + _floors(state, roundoffs)
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
-    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * _moved(state)
+    growth = _growth(state, roundoffs)
+    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * growth * _moved(state)
     if roundoffs.keys:
         # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
         spread, shared, shift = _key_terms(state)
         keys = terms.squares + spread + shared.unsqueeze(-1)
-        rounding = rounding + roundoffs.keys**2 * (keys if projected is None else projected.latent_variance)
-        systematic = systematic + roundoffs.keys * shift
+        keys = keys if projected is None else projected.latent_variance
+        rounding = rounding + (roundoffs.keys * growth).square() * keys
+        systematic = systematic + roundoffs.keys * growth * shift
     if projected is not None:
-        rounding = rounding + roundoffs.projections**2 * projected.variance
+        rounding = rounding + (roundoffs.projections * growth).square() * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
         systematic = systematic + roundoffs.accumulation * FLOAT32_ROUNDOFF * projected.accumulation
-    return (rounding / 3 + systematic.square()).mean(dim=-1).sqrt()
+    squares = (rounding / 3 + systematic.square()).mean(dim=-1)
+    # In float32 the accumulation outweighs P. Weights that are equal in one row may be equal in all: no third of it.
+    if state.shared is not None and roundoffs.p in P_ROUNDOFFS:
+        squares = squares + roundoffs.p**2 * state.shared[..., P_ROUNDOFFS.index(roundoffs.p)]
+    return squares.sqrt()
 
 
 def rms_limit(samples: int, deviations: float) -> float:

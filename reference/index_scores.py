@@ -37,6 +37,10 @@ class IndexScores:
         """[n, W] bool, what is below a row's bound."""
         return torch.arange(self.scores.shape[1], device=self.bounds.device) < self.bounds.unsqueeze(1)
 
+    def fewest(self, columns: int) -> Tensor:
+        """[n] int64, tokens that a selection of so many columns names at least."""
+        return self.bounds.clamp(max=columns)
+
     def budget(self, roundoffs: Roundoffs) -> Tensor:
         """[n, W] largest error of a faithful kernel, first order.
 

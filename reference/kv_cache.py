@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.entry_formats import SHUFFLE, TILED_FORMATS, TiledFormat
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,36 @@ def write_entries(cache: Tensor, rows: Tensor, slots: Tensor, layout: str) -> No
     cache: [blocks, page, width], each block packed. rows: [T, width] of its dtype. slots: [T] integers, block · page +
     offset; -1 writes nothing. Raises ValueError as `write_rows` does.
     """
-    start = 0
+    form, start = TILED_FORMATS.get(layout), 0
+    if form is not None and form.shuffled:
+        stored = slots >= 0
+        at, offsets = _shuffled(cache, slots[stored].long(), form)
+        cache.flatten(1)[at.unsqueeze(1), offsets] = rows[stored]
+        return
     for part in page_parts(cache, layout):
         write_rows(part, rows[:, start : start + part.shape[2]], slots)
         start += part.shape[2]
+
+
+def read_entries(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
+    """The entries [T, width] of slots [T] that a cache as of :func:`write_entries` has, in bytes where a layout is."""
+    form, page, data = TILED_FORMATS.get(layout), cache.shape[1], cache.view(torch.uint8)
+    if form is not None and form.shuffled:
+        at, offsets = _shuffled(cache, slots, form)
+        return data.flatten(1)[at.unsqueeze(1), offsets]
+    parts = [part[slots // page, slots % page] for part in page_parts(data, layout)]
+    return torch.cat(parts, dim=-1).view(cache.dtype)
+
+
+def _shuffled(cache: Tensor, slots: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:
+    """Blocks [T], and where in its block each byte of an entry stands [T, width], of codes that a page shuffles."""
+    page = cache.shape[1]
+    token = (slots % page).unsqueeze(1)
+    column = torch.arange(form.code_bytes, device=slots.device)
+    tile = token // SHUFFLE * (SHUFFLE * form.code_bytes) + column // SHUFFLE * SHUFFLE**2
+    codes = tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
+    behind = torch.arange(form.scale_bytes, device=slots.device)
+    return slots // page, torch.cat((codes, page * form.code_bytes + token * form.scale_bytes + behind), dim=1)
 
 
 def page_parts(cache: Tensor, layout: str) -> Iterator[Tensor]:

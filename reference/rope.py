@@ -71,11 +71,11 @@ def rope(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     angle = positions.to(torch.float64)[:, None] * frequencies
     angle = angle.reshape(x.shape[0], *[1] * (x.dim() - 2), rotation.dim // 2)
     cos, sin = rotation.magnitude * angle.cos(), rotation.magnitude * angle.sin()
-    first, second = _split_pairs(x.to(torch.float64), rotation.interleaved)
-    return _join_pairs(first * cos - second * sin, second * cos + first * sin, rotation.interleaved)
+    first, second = split_pairs(x.to(torch.float64), rotation.interleaved)
+    return join_pairs(first * cos - second * sin, second * cos + first * sin, rotation.interleaved)
 
 
-def _split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second element of every pair, each [..., R/2]."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
@@ -83,8 +83,8 @@ def _split_pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _join_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    """The inverse of `_split_pairs`."""
+def join_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `split_pairs`."""
     if interleaved:
         return torch.stack((first, second), dim=-1).flatten(-2)
     return torch.cat((first, second), dim=-1)

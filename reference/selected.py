@@ -58,9 +58,10 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
     """A state whose output shares its weights with a sink [N]: output · e^lse / (e^lse + e^sink), the LSE as it was.
 
     A sink of -inf has no effect, one of +inf leaves 0. What an error of the LSE or of the sink does to the share joins
-    the term of the scores' accumulation, and so does a share that is too small for float32.
+    the term of the scores' accumulation, and so does a share that is too small for float32. What rounded keys do to it,
+    by the LSE, joins the spread of their roundings.
     """
-    share = torch.sigmoid(state.lse - sink.to(state.lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
+    share = sink_share(state.lse, sink)
     terms = state.terms
     if terms is not None:
         shift = share * (1 - share) * state.output.abs()
@@ -68,8 +69,16 @@ def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
         size = sum(x.masked_fill(x.isinf(), 0.0).abs() for x in sizes)
         shaken = shift * (terms.lse_score + size + 1).mT.unsqueeze(-1) + _LEAST_SHARE * state.output.abs()
         scaled = {name: term * _powers(name, share) for name, term in terms.by_name().items()}
+        if terms.key_spread is not None:
+            moved = shift * terms.lse_score.mT.unsqueeze(-1)
+            scaled["key_spread"] = (scaled["key_spread"].sqrt() + moved).square()
         terms = ErrorTerms(**{**scaled, "score": scaled["score"] + shaken})
     return AttentionState(state.output * share, state.lse, terms)
+
+
+def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
+    """[T, N, 1], what beside a sink [N] remains of the weights of keys with an LSE [N, T]; 0 of no key."""
+    return torch.sigmoid(lse - sink.to(lse).unsqueeze(1)).nan_to_num(0.0).mT.unsqueeze(-1)
 
 
 def _powers(name: str, share: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Each step is a method that a subclass may replace.
 
 import torch
 
+from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import AttentionLayer
 from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, gather_cache
@@ -190,7 +191,7 @@ class MLACommonImpl(MLAKernels):
         q_nope, q_pe = q.tensor_split([self.qk_nope_head_dim], dim=-1)
         query = (self._absorb(q_nope), q_pe)
         if self.dcp_world_size == 1:
-            return self._v_up_proj(self._forward_decode(*query, kv_cache, attn_metadata, k_scale)[0])
+            return self._v_up_proj(output_of(self._forward_decode(*query, kv_cache, attn_metadata, k_scale)))
         ql_nope, q_pe = gather_heads(self.dcp_group, torch.cat(query, dim=-1)).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
         )

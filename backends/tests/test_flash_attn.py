@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
 from mla_conformance.backends.platform import DeviceCapability
 
@@ -91,8 +92,9 @@ def test_choice_by_device_and_what_is_installed(capability: Any, missing: Any, c
     assert FlashAttnPrefillBackend.resolve(DeviceCapability(*capability)) is _VARIANTS[chosen]
 
 
-def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any) -> None:
+def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any, monkeypatch: Any) -> None:
     module = installed("flash_attn_interface")
+    monkeypatch.setattr(_VARIANTS["fa3"], "libraries", (Library("no_such_module", "fa3-fwd", ""),))
     assert _VARIANTS["fa3"].package().load() is module
 
 

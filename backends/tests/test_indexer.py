@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend
+from mla_conformance.backends.deep_gemm_vllm import DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig
@@ -16,7 +17,14 @@ from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.kv_cache import write_entries
 
 HEADS, DIM, PAGE = 32, 128, 64
-LABEL, FILE = "sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py"
+PACKAGES: Any = {
+    DeepGemmIndexerBackend: ("sgl-deep-gemm 0.2.5", "deep_gemm/__init__.py:", "deep_gemm"),
+    DeepGemmIndexerVllm: (
+        "vllm 0.33.0",
+        "vllm/third_party/deep_gemm/_C.py:_register_deep_gemm_kernels.",
+        "vllm.third_party.deep_gemm",
+    ),
+}
 QUERIES, LENGTHS = (1, 3), (70, 130)
 
 
@@ -63,55 +71,76 @@ def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: b
     return backend
 
 
-@pytest.fixture
-def library(recorded: Any, installed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row."""
-    monkeypatch.setattr(DeepGemmIndexerBackend, "supports_compute_capability", lambda *_: True)
+def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
+    found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
+    return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
 
-    def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
-        found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
-        return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
+
+@pytest.fixture(params=PACKAGES)
+def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gathered: row t holds at column 0 its first key. Paged: pages of codes before scales, one length a row.
+
+    In the package that vLLM carries queries have a place for scales, and four query tokens share pairs of processors.
+    """
+    kernel = request.param
+    label, file, module = PACKAGES[kernel]
+    in_vllm = kernel is DeepGemmIndexerVllm
+    monkeypatch.setattr(kernel, "supports_compute_capability", lambda *_: True)
+
+    def queries(a: Any) -> torch.Tensor:
+        assert not in_vllm or a["q"][1] is None
+        found: torch.Tensor = a["q"][0] if in_vllm else a["q"]
+        return found
 
     def gathered(a: Any) -> torch.Tensor:
         codes, scales = a["kv"]
         assert all(a[name].dtype == torch.int32 for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"))
         ends = zip(a["cu_seq_len_k_start"].tolist(), a["cu_seq_len_k_end"].tolist(), strict=True)
         keys = [codes[first:end].float() * scales[first:end, None] for first, end in ends]
-        rows = zip(a["q"], a["weights"], keys, strict=True)
+        rows = zip(queries(a), a["weights"], keys, strict=True)
         return torch.stack([scores(*row, a["max_seqlen_k"]) for row in rows])
 
     def paged(a: Any) -> torch.Tensor:
-        cache, lengths = a["kv_cache"], a["context_lens"]
-        assert cache.shape[1:] == (PAGE, 1, DIM + 4) and a["schedule_meta"] == (list(lengths.shape), PAGE, 132)
+        cache, lengths, q = a["kv_cache"], a["context_lens"], queries(a)
+        shares = 66 if lengths.shape[1] == 4 else 132
+        assert cache.shape[1:] == (PAGE, 1, DIM + 4) and a["schedule_meta"] == (list(lengths.shape), PAGE, shares)
         assert lengths.dtype == a["block_table"].dtype == torch.int32
-        assert a["q"].shape[:2] == lengths.shape and len(a["block_table"]) == len(lengths) and lengths.shape[1] <= 2
+        assert q.shape[:2] == lengths.shape and len(a["block_table"]) == len(lengths)
+        assert lengths.shape[1] in ((1, 2, 4) if in_vllm else (1, 2))
         found, weights = [], a["weights"].unflatten(0, lengths.shape)
         for request, table in enumerate(a["block_table"].tolist()):
             for row, length in enumerate(lengths[request].tolist()):
                 pages = [cache[block].flatten() for block in table[: -(-length // PAGE)]]
                 codes = torch.cat([x[: PAGE * DIM].view(torch.float8_e4m3fn).view(PAGE, DIM) for x in pages])
                 keys = codes.float() * torch.cat([x[PAGE * DIM :].view(torch.float32) for x in pages])[:, None]
-                found.append(scores(a["q"][request, row], weights[request, row], keys[:length], a["max_context_len"]))
+                found.append(scores(q[request, row], weights[request, row], keys[:length], a["max_context_len"]))
         return torch.stack(found)
 
-    def schedule(a: Any) -> Any:
-        return list(a["context_lens"].shape), a["block_kv"], a["num_sms"]
+    def schedule(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> Any:
+        return list(context_lens.shape), block_kv, num_sms
 
-    return installed(
-        "deep_gemm",
+    def recorded_schedule(a: Any) -> Any:
+        return schedule(a["context_lens"], a["block_kv"], a["num_sms"])
+
+    metadata = f"{file}get_paged_mqa_logits_metadata"
+    installed(
+        module,
         get_num_sms=lambda: 132,
-        fp8_fp4_mqa_logits=recorded(LABEL, f"{FILE}:fp8_fp4_mqa_logits", gathered),
-        fp8_fp4_paged_mqa_logits=recorded(LABEL, f"{FILE}:fp8_fp4_paged_mqa_logits", paged),
-        get_paged_mqa_logits_metadata=recorded(LABEL, f"{FILE}:get_paged_mqa_logits_metadata", schedule),
+        fp8_fp4_mqa_logits=recorded(label, f"{file}fp8_fp4_mqa_logits", gathered),
+        fp8_fp4_paged_mqa_logits=recorded(label, f"{file}fp8_fp4_paged_mqa_logits", paged),
+        # In vLLM it is an operator without a function around it.
+        get_paged_mqa_logits_metadata=schedule if in_vllm else recorded(label, metadata, recorded_schedule),
     )
+    return kernel
 
 
-@pytest.mark.parametrize(("queries", "paged"), [((1, 3), True), ((1, 1), True), ((2, 2), True), ((20, 3), False)])
+@pytest.mark.parametrize(
+    ("queries", "paged"), [((1, 3), True), ((1, 1), True), ((2, 2), True), ((4, 4), True), ((20, 3), False)]
+)
 def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bool, library: Any) -> None:
     given = operands(queries, paged)
     found, expected = (
-        prepared(kernel, queries, paged).run_index_logits(**given)
-        for kernel in (DeepGemmIndexerBackend, EagerIndexerBackend)
+        prepared(kernel, queries, paged).run_index_logits(**given) for kernel in (library, EagerIndexerBackend)
     )
     seen = expected != -torch.inf
     assert found.shape == expected.shape == (sum(queries), 150) and bool(seen[0].any())
@@ -157,4 +186,4 @@ def test_nothing_and_what_is_not_declared_cannot_be_selected(library: Any) -> No
     with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
         prepared(EagerIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=0)
     with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
-        prepared(DeepGemmIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=8)
+        prepared(library, QUERIES, True).run_index_topk(**given, topk_tokens=8)

@@ -18,11 +18,14 @@ def library(tmp_path: Any, monkeypatch: Any) -> Any:
     (tmp_path / "triton" / "experimental" / "gluon.py").touch()
     (tmp_path / "triton_engine.py").write_text("import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("triton", "triton.experimental", "triton.experimental.gluon", "triton_engine"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    # A real Triton goes as a whole and comes back as a whole: its extension is not imported twice.
+    real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"}
+    for name in real:
+        del sys.modules[name]
     yield interpreted_libraries((Library("triton_engine", "triton-engine", "pip install triton-engine"),))[0]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("triton", "triton_engine")]:
-        del sys.modules[name]  # for good: what monkeypatch deletes it puts back
+        del sys.modules[name]
+    sys.modules.update(real)
 
 
 def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(library: Any, monkeypatch: Any) -> None:

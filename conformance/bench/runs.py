@@ -1,7 +1,7 @@
-"""Runs as ``certify`` makes them: several backends beside each alone, and all GPUs beside one; on a CPU, workers.
+"""Runs as ``certify`` makes them: several backends beside each alone, and all workers beside one.
 
-A run on a GPU is made twice, since kernels are compiled in the first one. On a CPU the workers share its threads, so
-that one worker has all of them.
+A run on a GPU is made twice, since kernels are compiled in the first one. Workers share the threads, so that one has
+all of them.
 """
 
 import os
@@ -14,12 +14,14 @@ from statistics import harmonic_mean
 
 import torch
 
-from mla_conformance.engine.devices import visible_gpus
+from mla_conformance.engine.devices import visible_gpus, workers_on
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record, RecordKey
 from mla_conformance.judging.verdict import Status
+from mla_conformance.problems.memory import whole_memory
+from mla_conformance.report.terminal import counted
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,13 @@ class Measurement:
 
 
 def compare_runs(request: RunRequest, device: torch.device) -> Iterator[str]:
-    """Lines on runs of each backend, of all, of all on one GPU or worker, and judged apart if asked for; their ratios.
+    """Lines on runs of each backend, of all, of all by one worker, and judged apart if asked for; their ratios.
 
     Raises:
         RunError: a run broke down.
     """
     selection = replace(request, device=device.type, apart=False)
-    workers, alone = len(visible_gpus()) if device.type == "cuda" else max(1, min(4, os.cpu_count() or 1)), []
+    workers, alone = _workers(device), []
     yield "a run lasts from the start of its processes to their end; the report, written after it, is left out"
     for backend in selection.backends:
         alone.append((yield from _measured(replace(selection, backends=(backend,)), workers)))
@@ -66,14 +68,21 @@ def compare_runs(request: RunRequest, device: torch.device) -> Iterator[str]:
     if len(alone) > 1:
         yield f"all {len(alone)} took {_beside([every.seconds / one.seconds for one in alone])} as long as one alone"
     if single is every:
-        yield f"{_places(selection, 1)} only: there are no more to compare it with"
+        yield "1 worker only: there are no more to compare it with"
     else:
-        yield f"{_places(selection, 1)} took, beside {_places(selection, workers)}, {single.ratio(every)}"
+        yield f"1 worker took, beside {counted(workers, 'worker')}, {single.ratio(every)}"
         yield from _agreement("one", single.verdicts, every.verdicts)
     if request.apart:
         apart = yield from _measured(replace(selection, apart=True), workers)
         yield f"judged apart, it took {apart.ratio(every)}"
         yield from _agreement("all, judged apart,", apart.verdicts, every.verdicts)
+
+
+def _workers(device: torch.device) -> int:
+    """As many as by default."""
+    if device.type == "cuda":
+        return workers_on(len(visible_gpus()), whole_memory(device))
+    return max(1, min(4, os.cpu_count() or 1))
 
 
 def _beside(ratios: Sequence[float]) -> str:
@@ -83,7 +92,7 @@ def _beside(ratios: Sequence[float]) -> str:
 
 def _measured(selection: RunRequest, workers: int) -> Generator[str, None, Measurement]:
     """Make a run, after one like it on a GPU, and say what it took."""
-    what = f"{_names(selection)} on {_places(selection, workers)}{', judged apart' * selection.apart}"
+    what = f"{_names(selection)} on {counted(workers, 'worker')}{', judged apart' * selection.apart}"
     if selection.device == "cuda":
         yield f"{what}: {_run(selection, workers)}: a warm-up, not counted"
     measured = _run(selection, workers)
@@ -122,8 +131,3 @@ def _agreement(name: str, other: dict[RecordKey, Status], every: dict[RecordKey,
 
 def _names(selection: RunRequest) -> str:
     return ", ".join(backend.name for backend in selection.backends)
-
-
-def _places(selection: RunRequest, workers: int) -> str:
-    noun = "GPU" if selection.device == "cuda" else "worker"
-    return f"{workers} {noun}" + "s" * (workers > 1)

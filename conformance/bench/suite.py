@@ -17,8 +17,8 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import operations_of
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.needs import operations_of
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one

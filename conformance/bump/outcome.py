@@ -15,7 +15,7 @@ from mla_conformance.report.compare import DRIFT, Change, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted
 
-_NOT_INNOCENT, _NOTHING_JUDGED = 1, 3
+_REGRESSED, _NOTHING_JUDGED = 1, 3
 _SHOWN = 20
 """Changes of a kind that are shown; the others stand in the two reports."""
 
@@ -94,8 +94,8 @@ class Bump:
 
     @property
     def exit_status(self) -> int:
-        """0: innocent; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
-        return _NOT_INNOCENT if self.regressions else _NOTHING_JUDGED if self.unjudged else 0
+        """0: no regression; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
+        return _REGRESSED if self.regressions else _NOTHING_JUDGED if self.unjudged else 0
 
     @cached_property
     def alike(self) -> tuple[int, int]:
@@ -142,9 +142,9 @@ def sentence(bump: Bump) -> str:
     passing, failing = bump.alike
     alike = f"pass with both: {counted(passing, 'case')}" + (f", fail with both: {failing}" if failing else "")
     if not bump.exit_status:
-        return f"innocent · {alike} · none newly fails, is missing or uses over {DRIFT} more of its error budget"
+        return f"no regression · {alike} · none newly fails, is missing or uses over {DRIFT} more of its error budget"
     kinds = [f"{len(changes) + hidden} {changes[0].kind}" for changes, hidden in _by_kind(bump)]
-    verdict = "NOT INNOCENT" if bump.exit_status == _NOT_INNOCENT else "NOT JUDGED"
+    verdict = "REGRESSED" if bump.exit_status == _REGRESSED else "NOT JUDGED"
     return " · ".join([verdict, *kinds, alike, *(f"{name} could not be compared" for name in bump.unjudged)])
 
 

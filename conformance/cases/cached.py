@@ -1,7 +1,7 @@
 """What cases over a paged cache of latents have in common: its layout, its scale, its blocks."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from mla_conformance.cases.case import Case, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
@@ -20,7 +20,7 @@ class CachedCase(Case):
     Attributes:
         cache: layout of the latent cache.
         kscale: scale of an fp8 cache in millionths; handed over with every layout.
-        scales: what the scales of an fp8_ds_mla cache's tiles are, any float32 numbers or powers of two.
+        scales: what the float32 scales of a cache's tiles are, any numbers or powers of two.
         tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
         layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
         spare: blocks of the cache that no request holds; ids are drawn from all.
@@ -36,6 +36,9 @@ class CachedCase(Case):
     spare: int = at_least(0, 3)
     ranks: int = at_least(1, 1)
     interleave: int = at_least(1, 1)
+
+    least_new: ClassVar[int] = 1
+    """New tokens that each request has at least."""
 
     @property
     def holds_codes(self) -> bool:
@@ -54,8 +57,8 @@ class CachedCase(Case):
 
     @property
     def decode_queries(self) -> tuple[int, ...]:
-        """New tokens of each request that decodes."""
-        return self.q
+        """New tokens of each request that decodes, rows of padding among them."""
+        return self.q + (1,) * self.pad
 
     @property
     def is_merged(self) -> bool:
@@ -88,10 +91,11 @@ class CachedCase(Case):
             CaseError: a value that it may not have, or that another field contradicts.
         """
         super().validate()
-        if min(self.q) < 1:
+        if min(self.q) < self.least_new:
             raise CaseError(f"{self.call} expects at least one query token a request, got q={list(self.q)}")
-        if self.cache != "fp8_ds_mla" and self.scales != "float32":
-            raise CaseError(f"field scales: only the tiles of fp8_ds_mla have scales, got cache {self.cache}")
+        form = TILED_FORMATS.get(self.cache)
+        if self.scales != "float32" and (form is None or form.scales != "float32"):
+            raise CaseError(f"field scales: the entries of cache {self.cache} have no float32 scales")
         self.require_room(self.cache)
 
     def require_room(self, layout: str) -> None:

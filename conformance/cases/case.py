@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Self
 
 from mla_conformance.backends.roles import Role
@@ -42,6 +42,14 @@ class Call(StrEnum):
     SPARSE_PREFILL = "sparse_prefill"
     INDEX_LOGITS = "index_logits"
     INDEX_TOPK = "index_topk"
+    SELECT = "select"
+    PREPARE_INDEX = "prepare_index"
+    WRITE_LATENT = "write_latent"
+    WRITE_INDEX = "write_index"
+    GATHER_LATENT = "gather_latent"
+    GATHER_INDEX = "gather_index"
+    SLOT_MAPPING = "slot_mapping"
+    GLOBAL_SLOTS = "global_slots"
 
 
 class Layout(StrEnum):
@@ -98,7 +106,7 @@ class Case(ABC):
             DeepSeek-R1's.
         data: name of the data regime.
         layout: memory layout of the operands.
-        lse: whether new_tokens is asked for the LSE, and whether that of a decode is judged.
+        lse: whether new_tokens or a decode is asked for the LSE; of a context chunk or of several ranks it always is.
         pad: poisoned rows after the last counted token; of a decode, requests that pad a graph's batch.
         poison: what excluded bytes hold.
         inflate: factor of the maxima in the metadata over the true ones.
@@ -185,7 +193,8 @@ class Case(ABC):
         return {"format": CASE_FORMAT, **values, "q": list(self.q), "kv": list(self.kv)}
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    @cache
+    def defaults(cls) -> Mapping[str, Any]:
         """The role's fields in the order in which they stand in ids, with their defaults."""
         found = {field.name: field.default for field in fields(cls)}
         names = [name for name in found if name not in cls.follows]
@@ -199,9 +208,11 @@ class Case(ABC):
         _known(values)
         own = cls.defaults()
         for name, value in values.items():
+            if name in own:
+                continue
             others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
-            if name not in own and all(value != other.defaults()[name] for other in others):
-                *first, last = [other.role for other in others]
+            if all(value != other.defaults()[name] for other in others):
+                *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
                 raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
         return {name: value for name, value in values.items() if name in own}
@@ -313,7 +324,7 @@ class Case(ABC):
         """
         if self.call not in self.calls:
             raise CaseError(f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}")
-        for part in fields(self):
+        for part in _fields(type(self)):
             _require_value(part.name, getattr(self, part.name), part.metadata)
         dimensions_of(self.dims)
         if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
@@ -326,6 +337,9 @@ class Case(ABC):
     @property
     def _lengths(self) -> str:
         return f"q={list(self.q)} kv={list(self.kv)}"
+
+
+_fields = cache(fields)
 
 
 def parse_fields(text: str) -> dict[str, Any]:
@@ -354,7 +368,7 @@ def _known(names: Iterable[str]) -> dict[str, Any]:
     Raises:
         CaseError: one of ``names`` is no field.
     """
-    types = {field.name: field.type for cls in _CLASSES.values() for field in fields(cls)}
+    types = {field.name: field.type for cls in dict.fromkeys(_CLASSES.values()) for field in _fields(cls)}
     unknown = sorted(set(names) - set(types))
     if unknown:
         raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")

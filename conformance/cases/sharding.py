@@ -25,6 +25,10 @@ class Shard:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
+    def share(self, cases: Sequence[str]) -> tuple[str, ...]:
+        """The part of other cases that goes with this one, in turn."""
+        return tuple(cases[self.index - 1 :: self.count])
+
     @staticmethod
     def of(text: str, cases: Sequence[str], seconds: Mapping[str, float] | None = None) -> "Shard":
         """The part ``i/n`` of a list.

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import DeviationForm
 from mla_conformance.report.summary import Counts
@@ -71,6 +72,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     unjudged: tuple[Unjudged, ...]
     lacking: dict[str, str]
     cases: dict[str, Status]
+    traits: Traits | UnsetType = UNSET
     seal: str = ""
 
     @property
@@ -156,6 +158,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     cases: dict[str, Status]
     versions: dict[str, str] = {}
     pins: _Pins = _Pins()
+    traits: Traits = NO_TRAITS
 
     @property
     def distributions(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,10 +14,14 @@ from mla_conformance.driving.sources import judging_sources
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
+
+FITTED = "fitted"
+"""Of the spaces and of the cases that were fitted to a backend, a digest of its own."""
 
 
 def installed_digests() -> dict[str, str]:
@@ -28,6 +32,11 @@ def installed_digests() -> dict[str, str]:
         "reference": reference_digest(),
         "must_pass": must_pass_digest(),
     }
+
+
+def record_digests(fitted: Iterable[str]) -> dict[str, str]:
+    """Those that a record holds: of what is installed, and of the spaces with the ids of cases fitted to its kernel."""
+    return {**installed_digests(), FITTED: digest_of(fitted)}
 
 
 def version_digests() -> dict[str, str | list[str]]:
@@ -51,7 +60,7 @@ def judge_alike(stated: dict[str, str]) -> bool:
 def unlike(stated: dict[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one."""
     here = installed_digests()
-    for name in sorted(here.keys() | stated.keys()):
+    for name in sorted(here.keys() | stated.keys() - {FITTED}):
         alike = {here.get(name), stated.get(name)}
         if len(alike) > 1 and not alike <= set(locked_digests().get(name, ())):
             yield name, here.get(name), stated.get(name)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
-from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Record, Traced
@@ -22,13 +22,13 @@ class Refused(Exception):
     """No certificate, and why."""
 
 
-def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int = 0) -> None:
+def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
     """Check a run before anything of it is launched.
 
     Args:
         backends: what it is to judge, those that cannot run here included.
         cases: ids of the listed cases that it is to judge, those of its shard only.
-        drawn: how many cases it is to draw beside them.
+        drawn: whether it is to draw others beside them.
 
     Raises:
         Refused: it could not be certified whatever it found.
@@ -48,7 +48,7 @@ def require_committed(pins: Pins) -> None:
             raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
 
 
-def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: int) -> Iterator[str]:
+def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool) -> Iterator[str]:
     if len(backends) != 1:
         yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
     listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
@@ -70,9 +70,15 @@ def issue(
     """The certificate of a run; see :func:`record`.
 
     Raises:
-        Refused: there is no record of it, or a must-pass case did not pass.
+        Refused: there is no record of it, a must-pass case did not pass, or a claimed pair was not judged.
     """
     found = record(run, today, pins, libraries)
+    (backend,) = run.backends
+    for role, pairs in backend.pairs.items():
+        if pairs.not_judged:
+            raise Refused(
+                f"{len(pairs.not_judged)} pairs that it claims of {role} were not judged: {pairs.not_judged[0]}"
+            )
     for case, why in found.lacking.items():
         raise Refused(f"must-pass case {case} did not pass: {why}")
     return found
@@ -110,7 +116,7 @@ def record(
         ),
         evidence=tuple(backend.evidence),
         traced=backend.traced.joined(Traced(libraries=dict(libraries))),
-        digests=installed_digests(),
+        digests=record_digests(backend.facts.fitted),
         counts=backend.counts,
         worst=_worst(backend.records),
         seconds=round(sum(record.seconds for record in backend.records), 1),
@@ -118,6 +124,7 @@ def record(
         unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
         lacking=_lacking(backend.records),
         cases={record.case: record.status for record in backend.records},
+        traits=backend.traits or msgspec.UNSET,
     )
     return msgspec.structs.replace(found, seal=seal(found))
 

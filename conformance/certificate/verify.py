@@ -7,12 +7,13 @@ from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
-from mla_conformance.certificate.digests import LOCKED, locked_digests, seal, unlike
+from mla_conformance.certificate.digests import FITTED, LOCKED, locked_digests, seal, unlike
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 
@@ -58,16 +59,26 @@ def _unlocked(certificate: Certificate, name: str, here: str | None) -> str:
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
-    listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
-    stated = certificate.cases
-    for what, odd in (("missing", listed - stated.keys()), ("not in the suite's list", stated.keys() - listed)):
+    fitted = _fitted(certificate)
+    foreign = {case for case in fitted if not could_be_fitted(case)}
+    for what, odd in (("missing", _listed() - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
+    if not foreign and certificate.digests.get(FITTED) != digest_of(fitted):
+        yield f"the {len(fitted)} fitted cases are not those that were issued: their digest is another"
+
+
+def _listed() -> set[str]:
+    return {case.id for entry in CAPABILITIES.values() for case in entry.cases}
+
+
+def _fitted(certificate: Certificate) -> list[str]:
+    """Its cases beside the list."""
+    return sorted(certificate.cases.keys() - _listed())
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:
-    listed = sum(len(entry.cases) for entry in CAPABILITIES.values())
-    counted = Counts.of(_records(certificate), listed)
+    counted = Counts.of(_records(certificate), len(_listed() | certificate.cases.keys()))
     for name in Counts.__struct_fields__:
         expected, stated = getattr(counted, name), getattr(certificate.counts, name)
         if expected != stated:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
@@ -16,9 +17,10 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
+from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
-from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
@@ -47,6 +49,8 @@ def certify(options: argparse.Namespace) -> int:
     began, issuing = time.monotonic(), Issuing.asked(options)
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
+    if options.sanitize:
+        return sanitize(request, options.sanitize, bool(options.capability), options.timeout)
     expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
@@ -69,25 +73,25 @@ def _new(options: argparse.Namespace) -> RunRequest:
         options.tier or "full",
         options.device,
         cases,
-        options.explore or 0,
+        options.explore or NOTHING_DRAWN,
         options.salt or "",
         _is_apart(options),
     )
-    return replace(request, shard=_shard(options, request))
+    return replace(request, shard=_shard(options, request), bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _deployed(options: argparse.Namespace) -> RunRequest:
     """The cases of a deployed model."""
     for name in _OF_THE_LIST:
         if getattr(options, name):
-            raise InputError(f"{_flag(name)}: leave it away with --model and --config, which say what is judged")
+            raise InputError(f"{_flag(name)}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
     request = RunRequest.of(
         options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
     )
-    return replace(request, deployment=deployment)
+    return replace(request, deployment=deployment, bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _flag(name: str) -> str:
@@ -142,11 +146,12 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         options.tier or plan.tier,
         options.device or plan.device,
         plan.cases,
-        plan.explore if options.explore is None else options.explore,
+        Extent.of(plan.explore) if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
         plan.apart or _is_apart(options),
     )
-    request = replace(request, shard=plan.shard, deployment=plan.deployment)
+    asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
+    request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
     return request
@@ -193,7 +198,7 @@ class Issuing:
     def obstacle(self, run: Run) -> str:
         """Why a run that is prepared cannot be certified; empty if it can."""
         try:
-            require_certifiable(run.facts, run.request.judged_ids, run.request.explore)
+            require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
             self.pins = _pins(run.facts[0])
             require_committed(self.pins)
         except Refused as reason:

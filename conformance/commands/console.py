@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import Plan
-from mla_conformance.engine.request import RequestError
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
@@ -23,6 +25,7 @@ from mla_conformance.report.json_report import report_form, report_json, to_text
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
+from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
 _SIGNALLED = 128
@@ -53,14 +56,15 @@ def run_and_report(
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
         if not as_json:
-            _say_wrapped(_header(run))
+            _say_wrapped(_header(run), *_outside(run.request))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         try:
             run.finish()
         except RunError as error:
             say(f"mla-conformance: {error}", error=True)
             return status or BROKEN
-        summary, report = run.summary(), run.folder.path / REPORT_NAME
+        report = run.folder.path / REPORT_NAME
+        summary = replace(run.summary(), source=str(near(report)) if keep_report else "")
         digest, unwritten = _write(run, report, summary, views=keep_report)  # while the folder is this run's alone
     if keep_report:
         _write_step_summary(summary)
@@ -78,13 +82,27 @@ def run_and_report(
 def _header(run: Run) -> str:
     """One line on where the run takes place, and of how many cases of what: of a tier or a model."""
     asked, environment = run.request, run.environment
-    drawn = f" and {asked.explore} drawn ones" if asked.explore else ""
-    what = [asked.of_what, counted(len(asked.judged_ids), "case") + drawn]
+    fitted = sum(len(facts.fitted) for facts in run.available)
+    cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn_words(asked.explore)]
+    what = [asked.of_what, " and ".join(filter(None, cases))]
     salted = [f"salt {environment['salt']}"] if "salt" in environment else []
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
     said = [*where, *what, *salted, "golden float64", environment.get("judge", ""), shard]
     return " · ".join(filter(None, said))
+
+
+def _outside(asked: RunRequest) -> Iterator[str]:
+    """Of cases that were named one by one: in what they are like none that the suite would make itself."""
+    for case in () if asked.deployment else asked.cases:
+        space = next(space for space in SPACES.values() if space.role is case.role)
+        if names := space.outside(case):
+            yield f"outside of the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
+
+
+def drawn_words(extent: Extent) -> str:
+    """What is drawn beside the list, in words."""
+    return f"what {extent} draw" if extent.seconds else f"{extent} drawn ones of each role" if extent else ""
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
@@ -114,7 +132,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.verdicts.values()
-    total = sum(run.request.expected.values()) * len(run.available)
+    total = sum(sum(run.request.expected(facts).values()) for facts in run.available)
     progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:
         if silent:  # a machine reads the report
@@ -171,9 +189,10 @@ def _show_outcome(summary: RunSummary, brief: bool) -> None:
     _say_wrapped(closing_line(summary))
 
 
-def _say_wrapped(text: str) -> None:
-    for line in side_by_side(text.split(" · "), " · ", columns()):
-        say(line)
+def _say_wrapped(*texts: str) -> None:
+    for text in texts:
+        for line in side_by_side(text.split(" · "), " · ", columns()):
+            say(line)
 
 
 _PER_SECOND = 4
@@ -191,7 +210,8 @@ class Progress:
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
-        self._before, self._began, self._now = done, time.monotonic(), ""
+        self._before, self._began = done, time.monotonic()
+        self._phase = self._now = ""
 
     def __call__(self, record: Record) -> None:
         """Take one record."""
@@ -204,8 +224,8 @@ class Progress:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
-        """Tell what goes on once everything is judged."""
-        self._now = what
+        """Tell what goes on from here."""
+        self._phase, self._now = what, ""
         if self.parts and not is_live():
             say(f"… {self.line}")
 
@@ -220,9 +240,8 @@ class Progress:
     @property
     def line(self) -> str:
         """Judged of all, failed, time since it began, what is left of it at this rate, and what goes on."""
-        return " · ".join(
-            filter(None, (f"{self.done}/{self.total} judged", f"{self.failed} failed", *self._times(), self._now))
-        )
+        counts = f"{self.done}/{self.total} judged", f"{self.failed} failed"
+        return " · ".join(filter(None, (*counts, *self._times(), self._phase, self._now)))
 
     def _times(self) -> Iterator[str]:
         elapsed, judged = self.elapsed, self.done - self._before

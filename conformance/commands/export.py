@@ -12,6 +12,7 @@ import torch
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
+from mla_conformance.commands.issue import write_issue
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.engine.describe import find_device
@@ -31,7 +32,11 @@ from mla_conformance.trials.subject import Subject
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a script, and run it; the exit status."""
+    """Write a script, and run it, or the text of an issue; the exit status."""
+    if options.issue:
+        return write_issue(options)
+    if not (options.case and options.backend and options.out):
+        raise InputError("export: expected a case, --backend NAME and --out FILE.py, or --issue REPORT")
     case, path = Case.parse(case_id(options.case)), options.out
     require_writable(path)
     _require_ours(path)

@@ -7,6 +7,7 @@ from mla_conformance.files.inputs import InputError, has_letters
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass
 from mla_conformance.gating.required import Required
+from mla_conformance.judging.traits import Question
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CapabilityError, Tier, find_tier
@@ -25,6 +26,7 @@ def gate(options: argparse.Namespace) -> int:
         must_pass=None if options.must_pass is None else MustPass.asked(options.must_pass or [SHIPPED]),
         max_drift=options.max_drift,
         suites=options.allow_suite,
+        bitwise=[_question(name) for name in options.require_bitwise],
     )
     rows = found.rows()
     blocked = any(map(found.blocks, rows))
@@ -38,6 +40,12 @@ def _tier(name: str) -> Tier | None:
         return None if name == "none" else find_tier(name)
     except CapabilityError as error:
         raise InputError(f"--require-tier: {error}, or none") from error
+
+
+def _question(name: str) -> Question:
+    if name not in list(Question):
+        raise InputError(f"--require-bitwise: expected one of {', '.join(Question)}, got {name!r}")
+    return Question(name)
 
 
 def update_expectations(options: argparse.Namespace) -> int:

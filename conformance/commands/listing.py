@@ -21,7 +21,7 @@ from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.terminal import put, say
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
-from mla_conformance.vocabulary.tiers import tier_lines
+from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
 
@@ -52,6 +52,10 @@ def list_capabilities(options: argparse.Namespace) -> int:
         from mla_conformance.commands.unreached import list_unreached
 
         return list_unreached(options.backend, options.device)
+    if options.excluded:
+        for line in excluded_lines():
+            say(line)
+        return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
@@ -97,7 +101,8 @@ def _table() -> Iterator[str]:
     for name in model_names():
         stored = stored_model(name)
         for reading in stored.readings:
-            figures = ", ".join(f"`{figure}`" for figure in reading.config)
+            whole = len(stored.readings) == 1
+            figures = "all" if whole else ", ".join(f"`{figure}`" for figure in reading.config)
             unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
             yield f"| `{name}` | {figures} | {reading.source}{unconfirmed} |"
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mla_conformance.cases.extent import Extent
 from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -92,6 +93,18 @@ def number(least: int, most: int = 10**9) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def extent(text: str) -> Extent:
+    """How much is explored.
+
+    Raises:
+        argparse.ArgumentTypeError: what :meth:`Extent.of` raises.
+    """
+    try:
+        return Extent.of(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 count = number(1)

@@ -2,62 +2,77 @@
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.commands.console import run_and_report, status_of
+from mla_conformance.commands.repeats import repeat
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
-from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import Stopped, Tasks
-from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
-from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import Record
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import from_here
 from mla_conformance.report.terminal import say
-from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without.
+
+    Attributes:
+        confirmed: what the report says of confirming the failure; empty where it failed again alone.
+    """
 
     case: str
     reference: str
     after: Sequence[str]
     salt: str
+    confirmed: str = ""
 
 
 def replay(options: argparse.Namespace) -> int:
     """Run one case again; the exit status."""
     asked = _replayed(options)
-    if options.dump is not None:
-        require_empty(options.dump)
+    if options.repeats:
+        with _one_case(asked.case, asked.reference, options, asked.salt) as run:
+            return repeat(run, options.repeats)
+    dump = _dumping(asked, options) if options.dump is not None else None
+    if asked.confirmed:
+        say(f"the report says of this failure: it {asked.confirmed}")
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after
         status = run_and_report(run, keep_report=False)
-    if options.dump is not None:
-        _dump(asked, options)
+    if dump:
+        dump()
     return status
 
 
-def _dump(asked: _Replayed, options: argparse.Namespace) -> None:
-    """Write what the case is judged by in this process, where nothing else ran before it."""
-    device = find_device(options.device or "")
-    assert device is not None, "the run was on it"
-    search_current_folder()
-    dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
-    say(f"operands, results, golden results and errors: {options.dump}")
+def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None]:
+    """What writes the tensors of a case that was run; it takes torch, which is imported before a backend is."""
+    from mla_conformance.engine.describe import find_device
+    from mla_conformance.export.dump import dump, require_empty
+    from mla_conformance.files.places import search_current_folder
+    from mla_conformance.trials.subject import Subject
+
+    def write() -> None:
+        device = find_device(options.device or "")
+        assert device is not None, "the run was on it"
+        search_current_folder()  # in this process nothing else ran before it
+        dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
+        say(f"operands, results, golden results and errors: {options.dump}")
+
+    require_empty(options.dump)
+    return write
 
 
 @contextmanager
@@ -74,7 +89,8 @@ def _replayed(options: argparse.Namespace) -> _Replayed:
     if options.report is not None:
         failure = _failure(options.report, options.failure)
         salt = failure.salt if options.salt is None else options.salt
-        return _Replayed(failure.case, options.backend or failure.reference, options.after or failure.after, salt)
+        reference, after = options.backend or failure.reference, options.after or failure.after
+        return _Replayed(failure.case, reference, after, salt, failure.confirmed)
     if not options.backend:
         raise InputError("replay: expected --backend NAME beside a case")
     after = [case_id(case) for case in options.after]

@@ -6,6 +6,7 @@ from mla_conformance.commands.options import (
     Command,
     count,
     drift,
+    extent,
     flag,
     number,
     option,
@@ -16,12 +17,13 @@ from mla_conformance.commands.options import (
 )
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
+from mla_conformance.traits.sanitizer import TOOLS
 
 _REFERENCE = "NAME|module:Class|file.py:Class"
 _TIERS = "smoke|full|nightly"
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
-_TOLD = "0 told · 2 usage"
+_TOLD = "0 listed · 2 usage"
 
 _CASE = option("case", "CASE_ID|FILE.json")
 _DEVICE = option("--device", "cpu|cuda")
@@ -48,7 +50,12 @@ COMMANDS = (
         "mla_conformance.commands.certify:certify",
         (
             *_SELECTION,
-            option("--explore", "N", "judge N drawn cases as well; one that fails is made small", type=number(0)),
+            option(
+                "--explore",
+                "N|TIME",
+                "judge N drawn cases of each role as well, or as many as 10m allow; what fails is made small",
+                type=extent,
+            ),
             option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
             option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),
             path("--durations", "REPORT", "balance the shards by an earlier run"),
@@ -67,13 +74,21 @@ COMMANDS = (
             option("--tp", "N", "ranks that share the model's heads, 1", type=count),
             option("--kv-cache", "NAME", "what the model's cache is called, auto"),
             option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
+            flag("--bitwise", "tell when a row's bits are the same, too"),
+            flag("--accuracy", "tell how errors are spread, too"),
+            option(
+                "--sanitize",
+                "TOOL",
+                "instead, call small cases under a tool of compute-sanitizer, on a GPU",
+                choices=TOOLS,
+            ),
             flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
                 path("--submission", "DIR", "its record as a folder to hand in, below DIR"),
-                path("--record", "FILE", "the same for a kernel that lacks must-pass cases, which it tells"),
+                path("--record", "FILE", "the same for a kernel that lacks must-pass cases, and lists them"),
             ),
             path("--sign", "KEY", "sign what is issued with an SSH key"),
         ),
@@ -110,6 +125,7 @@ COMMANDS = (
             _BACKEND,
             _DEVICE,
             option("--timeout", "TIME", type=seconds),
+            option("--repeats", "N", "instead, make so many calls and compare their bits, to find a race", type=count),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
@@ -133,10 +149,20 @@ COMMANDS = (
     ),
     Command(
         "export",
-        "write one call as a script that needs torch and the library alone",
+        "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
-        (_CASE, _NEEDED_BACKEND, _DEVICE, path("--out", "FILE.py", "receives the script", required=True)),
-        ("'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",),
+        (
+            option("case", "CASE_ID|FILE.json", nargs="?"),
+            path("--issue", "REPORT", "instead, a failure of this report or record as the text of an issue"),
+            option("--failure", "K", "which one, counted from 1 as certify lists causes", type=count, default=1),
+            _BACKEND,
+            _DEVICE,
+            path("--out", "FILE", "receives the script; an issue is printed without"),
+        ),
+        (
+            "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
+            "--issue build/mla-conformance/latest --failure 2",
+        ),
         "0 written · 2 usage, or one call alone does not show it",
     ),
     Command(
@@ -152,10 +178,13 @@ COMMANDS = (
         "list the capabilities with their definitions",
         "mla_conformance.commands.listing:list_capabilities",
         (
-            option("--backend", _REFERENCE, "instead, the pairs of values that its declared support leaves unreached"),
+            (
+                option("--backend", _REFERENCE, "instead, what it declares of each role, and the cases fitted to it"),
+                flag("--excluded", "instead, the pairs that no case can hold, with the reason"),
+            ),
             option("--device", "cpu|cuda", "of --backend"),
         ),
-        ("", "--backend TORCH_SDPA"),
+        ("", "--backend TORCH_SDPA", "--excluded"),
         _TOLD,
     ),
     Command(
@@ -203,7 +232,7 @@ COMMANDS = (
             flag("--sparse", "the golden sparse pass beside a dense one with a mask"),
             flag("--kernels", "throughput of the backends that can run here"),
             option("--suite", "NAME", "where the time of a run on this backend goes"),
-            option("--runs", _REFERENCE, "runs of each backend, of all, and of all on one GPU or worker", nargs="+"),
+            option("--runs", _REFERENCE, "runs of each backend, of all, and of all by one worker", nargs="+"),
             flag("--apart", "of --runs: all of them once more, judged apart"),
             option("--tier", _TIERS, "of --suite and --runs", default="smoke"),
             several("--capability", "NAME", "of --runs; by default all"),
@@ -229,6 +258,13 @@ COMMANDS = (
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            option(
+                "--require-bitwise",
+                "QUESTION",
+                "a row's bits have to be the same, of certify --bitwise: repeats, alone, pages …",
+                nargs="+",
+                default=[],
+            ),
             several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
         ),
         (
@@ -271,7 +307,7 @@ COMMANDS = (
     ),
     Command(
         "bump",
-        "judge two versions of a library, and tell what the new one changes",
+        "judge two versions of a library, and list what the new one changes",
         "mla_conformance.commands.bump:bump",
         (
             option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
@@ -282,7 +318,7 @@ COMMANDS = (
             path("--out", "DIR", "new or empty; by default one of build/mla-conformance"),
         ),
         ("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
-        "0 innocent · 1 something got worse · 2 usage · 3 not everything could be judged",
+        "0 no regression · 1 something got worse · 2 usage · 3 not everything could be judged",
     ),
     Command(
         "report render",
@@ -329,7 +365,7 @@ COMMANDS = (
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
         (
-            path("records", "FILE|DIR", "records, or submissions", nargs="+"),
+            path("records", "FILE|DIR", "records, submissions, or reports of certify --model", nargs="+"),
             path("--out", "DIR", "receives the site", required=True),
         ),
         ("submissions --out site", "before.json after.json --out site"),

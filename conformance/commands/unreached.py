@@ -1,22 +1,22 @@
-"""``capabilities --backend``: the pairs of values that no case of the full tier has which the backend supports."""
+"""``capabilities --backend``: the part of each role's space that a backend declares, and the cases fitted to it."""
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from mla_conformance.cases.combinations import PAIRS, Combination, Space
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.space import Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.places import search_current_folder
 from mla_conformance.report.terminal import say
+from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES
-
-_WIDTH = 80
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.tiers import wrapped
 
 
 def list_unreached(reference: str, device: str | None) -> int:
-    """What the backend's declared support leaves unreached, role by role.
+    """What the backend declares, role by role.
 
     Raises:
         InputError: it names no backend, or one that cannot run here.
@@ -37,38 +37,20 @@ def _lines(subject: Subject) -> Iterator[str]:
         raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
     for space in SPACES.values():
         if space.role in subject.roles:
-            yield from _unreached(subject, space)
+            yield from _declared(subject, space)
 
 
-def _unreached(subject: Subject, space: Space) -> Iterator[str]:
-    """A headline, the values that no supported case has, and for each other value those it never meets."""
-    cases = [case for capability in CAPABILITIES.values() for case in capability.cases if space.counts(case)]
-    supported = [case for case in cases if not subject.missing_role(case) and not subject.unsupported(case)]
-    without = [value for combination in space.lacking(supported, 1) for value in combination]
-    pairs = [pair for pair in space.lacking(supported, PAIRS) if not pair.intersection(without)]
-    yield (
-        f"{subject.name} {space.role}: {len(supported)} of {len(cases)} cases supported, "
-        f"{len(without)} values and {len(pairs)} pairs of the others unreached"
+def _declared(subject: Subject, space: Space) -> Iterator[str]:
+    """How much of the space is claimed, and the classes that are refused."""
+    region = region_of(subject, space)
+    classes = region.classes
+    claimed = sum(map(len, classes.values()))
+    refused = [(name, label) for name, label in space.values if label not in classes[name]]
+    pairs = len(Pairs(space, region.rows))
+    yield from wrapped(
+        f"{subject.name} {space.role}: {claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, "
+        f"{len(region.fitted)} cases fitted",
+        0,
     )
-    if without:
-        yield from _wrapped("no case:", without)
-    yield from _partners(pairs, space)
-
-
-def _partners(pairs: Sequence[Combination], space: Space) -> Iterator[str]:
-    order = list(space.dimensions)
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for pair in pairs:
-        first, second = sorted(pair, key=lambda value: order.index(value[0]))
-        found.setdefault(first, []).append(second)
-    for first, others in found.items():
-        yield from _wrapped(f"{_named(first)} never with", others)
-
-
-def _wrapped(head: str, values: Sequence[tuple[str, str]]) -> list[str]:
-    text = f"{head} {', '.join(map(_named, values))}"
-    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _named(value: tuple[str, str]) -> str:
-    return "=".join(value)
+    if refused:
+        yield from wrapped(f"refused on {subject.device.type}: {', '.join(map('='.join, refused))}", 2)

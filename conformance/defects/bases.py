@@ -1,6 +1,6 @@
 """What wrong and honest kernels are made from: EAGER in a layer, a graph, splits or e4m3, and scales in e8m0."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from typing import ClassVar
 
@@ -90,14 +90,18 @@ class SplitDecode(LayeredDecode):
     split = 256
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        share = self._share(seq_len)
-        spans = [slice(start, min(start + share, seq_len)) for start in range(0, seq_len, share)]
+        ends = [*self._starts(seq_len), seq_len]
+        spans = list(map(slice, ends, ends[1:]))
         parts = [self._over(self._within(span), q, request, seq_len, kv_cache, k_scale) for span in spans]
         return self._combine(list(map(self._part, parts))) if parts else self._initial(q, q[..., : self.kv_lora_rank])
 
     def _within(self, span: slice) -> Iterator[slice]:
         for start in range(span.start, span.stop, self.key_tile):
             yield slice(start, min(start + self.key_tile, span.stop))
+
+    def _starts(self, seq_len: int) -> Iterable[int]:
+        """First keys of the splits."""
+        return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
         """Keys of a split."""
@@ -114,6 +118,8 @@ class SplitDecode(LayeredDecode):
 _PRODUCTS = 32
 """Products of 8-bit operands that Hopper's tensor cores add at a time."""
 _BITS = 13
+_LEAST = -126
+"""Of float32's powers of two, the least that is no subnormal: a unit below it would be 0."""
 
 
 class E4M3Operands(EagerPrefillBackend):
@@ -163,7 +169,7 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
         step = slice(first, first + _PRODUCTS)
         terms = torch.cat([total[:, :, None], a[:, :, step, None] * b[:, None, step]], dim=2)
         _, exponent = terms.abs().amax(dim=2, keepdim=True).frexp()
-        unit = torch.exp2((exponent - 1 - _BITS).float())
+        unit = torch.exp2((exponent - 1 - _BITS).clamp(min=_LEAST).float())
         total = ((terms / unit).trunc() * unit).sum(dim=2)
     return total
 

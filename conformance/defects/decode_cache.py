@@ -7,7 +7,7 @@ from mla_conformance.defects.bases import packed, through_e8m0
 from mla_conformance.defects.known import known_defect
 
 
-@known_defect("triton-mla-spec-decode-block-table-oob", killed_by="decode_multi_token")
+@known_defect("triton-mla-spec-decode-block-table-oob", killed_by="decode_multi_token", related=("decode_lse",))
 class TableRowOfTheToken(EagerDecodeBackend):
     """The table has a row for each request and is read at the number of the query token."""
 
@@ -17,7 +17,7 @@ class TableRowOfTheToken(EagerDecodeBackend):
         return super()._blocks(row, pages)
 
 
-@known_defect("flashmla-draft-extend-metadata-layout-clash", killed_by="decode_multi_token")
+@known_defect("flashmla-draft-extend-metadata-layout-clash", killed_by="decode_multi_token", related=("decode_lse",))
 class FlatTable(EagerDecodeBackend):
     """For several query tokens the table is taken for a flat list of the requests' pages, one after the other."""
 
@@ -112,7 +112,7 @@ class TailInSlotZero(EagerDecodeBackend):
         return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
 
 
-@known_defect("dense-mla-invalid-page-ids-cross-request", killed_by="paged_cache")
+@known_defect("dense-mla-invalid-page-ids-cross-request", killed_by="paged_cache", related=("decode_multi_token",))
 class DeadRequestsRead(EagerDecodeBackend):
     """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
 

@@ -99,7 +99,7 @@ class QuarterCleared(_Counters):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-@known_defect("spec-metadata-pinned-temp-freed", killed_by="determinism")
+@known_defect("spec-metadata-pinned-temp-freed", killed_by="determinism", related=("dcp",))
 class FreedLengths(EagerDecodeBackend):
     """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
 
@@ -170,7 +170,7 @@ class FourTokensBesideCodes(EagerDecodeBackend):
         return super()._attend(q, request, seq_len, kv_cache, k_scale)
 
 
-_PADDED_TOO = ("paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
+_PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
 
 

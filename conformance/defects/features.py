@@ -203,6 +203,18 @@ class _Merge(EagerPrefillBackend):
         return (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp().mT.unsqueeze(-1)
 
 
+@known_defect("merge-weighs-a-keyless-output-with-zero", killed_by="merge_states")
+class ZeroTimesNoNumber(_Merge):
+    """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
+
+    def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+        merged = torch.logaddexp(prefix_lse, suffix_lse)
+        weights = [self._weight(part, merged) for part in (prefix_lse, suffix_lse)]
+        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        if output_lse is not None:
+            output_lse.copy_(merged)
+
+
 @known_defect("merge-writes-lse-before-it-is-read", killed_by="merge_states")
 class LseBeforeWeights(_Merge):
     """The merged LSE is written before the weights are computed, from the prefix's, which may be the same tensor."""

@@ -25,8 +25,11 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
     stored_in,
 )
+from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
+from mla_conformance.defects.honest_steps import HONEST_PREPARATIONS, HONEST_TOPK
+from mla_conformance.defects.honest_tiles import HONEST_TILES
 from mla_conformance.defects.known import Emulation
 
 
@@ -294,6 +297,7 @@ HONEST: tuple[type[Emulation], ...] = (
     CapturableSparse,
     *HONEST_DECODES,
     *HONEST_INDEXERS,
+    *HONEST_CACHES,
     EagerLayer,
     ReciprocalCacheScale,
     LastChunkFirst,
@@ -302,5 +306,8 @@ HONEST: tuple[type[Emulation], ...] = (
     OneBlockAfterTheOther,
     PowersOfTwo,
     *HONEST_SPARSE,
+    *HONEST_TOPK,
+    *HONEST_PREPARATIONS,
+    *HONEST_TILES,
 )
 """Every honest emulation; real kernels are judged beside them."""

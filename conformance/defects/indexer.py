@@ -109,3 +109,45 @@ class PagesOf64(EagerIndexerBackend):
     def _numbers(self, k, positions):
         pages = self._sparse_metadata.block_table is not None
         return super()._numbers(k.new_empty(k.shape[0], 64, 0) if pages else k, positions)
+
+
+@known_defect("indexer-tables-of-64-requests", killed_by="indexer_logits")
+class TablesOf64Requests(EagerIndexerBackend):
+    """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
+
+    def _keys(self, k, k_scale, request, positions):
+        return super()._keys(k, k_scale, request % 64, positions)
+
+
+@known_defect("indexer-positions-of-17-bits", killed_by="indexer_topk")
+class PositionsOf17Bits(EagerIndexerBackend):
+    """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
+
+    def _choose(self, logits, topk_tokens):
+        return super()._choose(logits[:, : 2**17], topk_tokens)
+
+
+@known_defect("indexer-ties-with-the-last-dropped", killed_by="indexer_topk")
+class DropsTies(EagerIndexerBackend):
+    """Of the tokens that tie with the last one selected, a radix selection keeps a single one."""
+
+    def _choose(self, logits, topk_tokens):
+        chosen = super()._choose(logits, topk_tokens)
+        scores = logits.gather(1, chosen.clamp(min=0))
+        tied = (scores[:, 1:] == scores[:, -1:]) & (scores[:, :-1] == scores[:, -1:])
+        chosen[:, 1:].masked_fill_(tied, NO_KEY)
+        return chosen
+
+
+@known_defect("indexer-ties-broken-by-who-comes-first", killed_by="determinism")
+class TiesInAnyOrder(EagerIndexerBackend):
+    """Now and then another block comes first to where the last of several equal tokens is selected."""
+
+    def _choose(self, logits, topk_tokens):
+        self.number = getattr(self, "number", 0) + 1
+        chosen = super()._choose(logits, topk_tokens)
+        if self.number % 7:
+            return chosen
+        last = logits.shape[1] - 1
+        mirrored = super()._choose(logits.flip(1), topk_tokens)
+        return torch.where(mirrored == NO_KEY, NO_KEY, last - mirrored)

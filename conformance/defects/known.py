@@ -18,9 +18,12 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 _PREFILL = ("lse", "indexing", "precision", "features")
 _DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
-_ROLES = ("batches", "replays", "shapes")
-_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer")
-FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE)
+_ROLES = ("batches", "plans", "replays", "shapes")
+_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer", "topk", "preparation")
+_CACHES = ("cache_writes", "cache_gathers", "cache_slots")
+_EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
+_MEMORY = ("bounds",)
+FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_CACHES, *_EDGES, *_MEMORY)
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend
@@ -59,7 +62,8 @@ class KnownDefect:
         id: its id, of a reported one that in the catalogue of reported bugs.
         kernel: the emulation, of a backend of any role.
         killed_by: capability that is expected to kill it.
-        related: capabilities that may fail before that one, because the bug is theirs too.
+        related: capabilities that may fail before that one, because the bug is theirs too; any may before one of
+            combinations.
     """
 
     id: str

@@ -1,7 +1,8 @@
 """Every known defect and every honest kernel on the cases of a tier: who is killed by what.
 
-Honest kernels run on all cases. A defect runs on the capability that is expected to kill it until a case does; then on
-all that stand before it, which must not; what stands behind it would say nothing more. What its expected capability
+Honest kernels run on all cases. A defect runs on the capability that is expected to kill it until a case does; then,
+unless that is one of combinations, on all that stand before it, which must not; what stands behind it would say nothing
+more. What its expected capability
 leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is the end of it there.
 """
 
@@ -23,7 +24,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
 
 _MOST_WORKERS = 16
 """Each takes some hundred megabytes, and a core."""
@@ -110,7 +111,7 @@ def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[MatrixTask]:
     def asked(kernel: MatrixKernel, capability: str) -> bool:
         if kernel.honest or kernel.killed_by == capability:
             return False
-        before = order.index(capability) < order.index(kernel.killed_by)
+        before = kernel.killed_by not in SPACES and order.index(capability) < order.index(kernel.killed_by)
         return kernel.name not in killed or (before and tier is not Tier.SMOKE)
 
     return _on_each_case(tier, asked)

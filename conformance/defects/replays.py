@@ -6,7 +6,8 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, CapturablePrefill
+from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.defects.bases import CapturableDecode, CapturablePrefill, EagerLayer
 from mla_conformance.defects.known import known_defect
 
 
@@ -49,6 +50,34 @@ class PagesOfTheCapture(_Replays):
         lengths, first = self._decode_metadata.seq_lens.tolist(), self._first_lengths
         kept = lengths != first and lengths[request] == first[request] > 0
         return self._first_table[request][pages].long() if kept else super()._blocks(request, pages)
+
+
+@known_defect("decode-replay-outgrows-the-splits-of-the-capture", killed_by="cuda_graph")
+class SplitsOfTheCapture(_Replays):
+    """A graph has splits for four times the pages that its longest sequence had when it was captured, and no more."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        page = kv_cache.shape[1]
+        room = 4 * -(-max(self._first_lengths) // page) * page
+        return super()._attend(q, request, min(seq_len, room) if self._replays else seq_len, kv_cache, k_scale)
+
+
+class _HalfTables(MLACommonState):
+    """Fills half of the columns of a graph's block table."""
+
+    def prepare_graph_input_buffers(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
+        table = input_buffers["block_tables"]
+        table[:, table.shape[1] // 2 :] = -1
+
+
+@known_defect("layer-replay-fills-half-of-the-block-table", killed_by="graph_replay")
+class HalfOfTheTable(EagerLayer):
+    """Half of a graph's block table is filled, so that a replay may not outgrow half of what the capture admits."""
+
+    @staticmethod
+    def get_state_cls():
+        return _HalfTables
 
 
 @known_defect("prefill-replay-keeps-the-ranks-of-lengths", killed_by="cuda_graph")

@@ -13,7 +13,7 @@ from mla_conformance.files.inputs import decode
 from mla_conformance.files.installed import source_digests
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.judging.record import Record
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
@@ -61,10 +61,11 @@ class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
-    """Killed by the expected capability, and before it by related ones at most."""
+    """Killed by the expected capability, and before it by related ones at most; by any before one of combinations."""
     if entry.killed_by not in killers:
         return False
-    return set(killers[: list(killers).index(entry.killed_by)]) <= set(entry.related)
+    # What needs two facts together may meet them anywhere.
+    return entry.killed_by in SPACES or set(killers[: list(killers).index(entry.killed_by)]) <= set(entry.related)
 
 
 def summarise(records: Iterable[Record], tier: str, digest: str) -> DefectReport:

@@ -13,7 +13,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Emulation, KnownDefect, judged_roles, known_defects, sentence_of
 from mla_conformance.diagnosis.suspects import Suspect
-from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
+from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
 
 
 @dataclass(frozen=True)

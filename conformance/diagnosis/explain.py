@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
-from mla_conformance.judging.record import UNLIKE, Record
-from mla_conformance.judging.verdict import ARITHMETIC, Status
+from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
@@ -22,9 +22,7 @@ UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
-"""Seconds after which no further candidate is tried."""
-_LONG_SECONDS = 5.0
-"""A trial that takes longer is not repeated with every candidate; a process's first one loads everything."""
+"""Seconds of this process's CPU time after which no further candidate is tried; others may share the machine."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "
@@ -33,22 +31,24 @@ MOST_TOLD = 2
 
 
 def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
-    """What a failure looks like, that it is unlike every candidate, or nothing where neither can be said.
+    """What a failure looks like, that it is unlike every candidate or that time ran out; nothing where none is known.
 
     Args:
         trial: the trial that failed; its last observation is compared.
         record: its record.
-        told: what other failures of the backend look like; only whether this one does as well is tried.
+        reported: what other failures of the backend look like; only whether this one does as well is tried.
     """
-    if record.status is not Status.FAIL or record.check not in ARITHMETIC:
+    if record.status is not Status.FAIL or record.check not in COMPARED:
         return ""
-    if record.seconds > _LONG_SECONDS or len(trial.case.q) > _MOST_REQUESTS:
-        return ""
+    if len(trial.case.q) > _MOST_REQUESTS:
+        return "" if reported else UNCOMPARED
     everyone = candidates(trial.case.role)
     observed = Behaviour.of(trial, record)
     if not reported:
         likenesses = _likenesses(observed, trial, everyone)
-        if likenesses is None or UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
+        if likenesses is None:
+            return UNCOMPARED
+        if UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
             return ""
         return describe(_fitting(likenesses), observed.is_numeric)
     claimed = [text for text in reported if observed.is_numeric or text.startswith(_PERHAPS)]
@@ -58,10 +58,10 @@ def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
 
 def _likenesses(observed: Behaviour, trial: Trial, asked: Sequence[Candidate]) -> dict[Candidate, float] | None:
     """How alike each candidate fails; None if there was no time to try them all."""
-    started = time.monotonic()
+    started = time.process_time()
     found: dict[Candidate, float] = {}
     for candidate in asked:
-        if time.monotonic() - started > _PATIENCE:
+        if time.process_time() - started > _PATIENCE:
             return None
         found[candidate] = likeness(observed, behaviour(candidate, trial))
     return found

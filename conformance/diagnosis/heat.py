@@ -13,9 +13,11 @@ from mla_conformance.trials.trial import Observed, Trial
 
 
 def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
-    """What was compared, by name: output and LSE of each call, then of all calls merged; nothing of an indexer."""
+    """What was compared, by name: output and LSE of each call, then of all calls merged; of attention alone."""
     calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
-    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.judges_lse]]
+    if not calls:
+        return {}
+    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.returns_lse]]
     measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
     return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
 

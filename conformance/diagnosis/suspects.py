@@ -1,12 +1,14 @@
 """Suspects: mistakes that nobody needs to report; here those of the softmax, which a kernel of any role may make."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
+from mla_conformance.defects.tiles import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
 
@@ -208,6 +210,74 @@ class RotatedHeads(OnlineSoftmax):
     def _finish(self, state):
         output, lse = super()._finish(state)
         return output.roll(1, 1), lse.roll(1, 0)
+
+
+_LIFTED = (
+    "decode-tile-of-32-without-keys-raises-maximum",
+    "decode-tile-of-64-without-keys-raises-maximum",
+    "decode-tile-of-128-without-keys-raises-maximum",
+    "prefill-tile-of-64-without-keys-raises-maximum",
+    "prefill-tile-of-128-without-keys-raises-maximum",
+    "sparse-tile-of-32-without-keys-raises-maximum",
+    "sparse-tile-of-64-without-keys-raises-maximum",
+    "sparse-tile-of-128-without-keys-raises-maximum",
+    "layer-tile-without-keys-raises-maximum",
+)
+
+
+def suspect_each(
+    wrong: SuspectStep, family: str, *covers: str, said: str | None = None, **values: Sequence[object]
+) -> None:
+    """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
+
+    Args:
+        wrong: the mistake.
+        family: as of :class:`Suspect`.
+        covers: as of :class:`Suspect`.
+        said: the sentence; the mistake's own by default.
+        values: the values of each attribute.
+    """
+    for chosen in product(*values.values()):
+        name = "Of".join([wrong.__name__, *map(str, chosen)])
+        named = {"__doc__": said or wrong.__doc__, "__module__": __name__, **dict(zip(values, chosen, strict=True))}
+        globals()[name] = suspect(family, *covers)(type(name, (wrong,), named))
+
+
+def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
+    """Enter a mistake of tiles without keys with each size."""
+    suspect_each(wrong, "tiles", *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
+
+
+suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
+
+
+class NotRescaled(OnlineSoftmax):
+    """The accumulator is not rescaled where a later tile of keys raises the row's maximum."""
+
+    def _accumulate(self, state, scores, v):
+        later = super()._accumulate(state._replace(weighted=torch.zeros_like(state.weighted)), scores, v)
+        return later._replace(weighted=state.weighted + later.weighted)
+
+
+suspect_each(NotRescaled, "tiles", key_tile=(16, 32, 64, 128))
+
+
+class HeadTileUnwritten(OnlineSoftmax):
+    """The last, partly filled tile of heads is not written (of tiles of 16 heads, for example)."""
+
+    head_tile: int
+    writes_lse: bool
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        written = max(output.shape[1] // self.head_tile, 1) * self.head_tile
+        output[:, written:] = torch.nan
+        if not self.writes_lse:
+            lse[written:] = torch.nan
+        return output, lse
+
+
+suspect_each(HeadTileUnwritten, "indexing", head_tile=(16, 32, 64), writes_lse=(True, False))
 
 
 @suspect("precision")

@@ -5,7 +5,9 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.defects.tiles import LiftedMaximum
+from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles
 
 __all__ = ["SUSPECTS"]  # those of every role, then these
 
@@ -117,6 +119,18 @@ class SwappedRequests(EagerPrefillBackend):
 
 
 @suspect("indexing")
+class FirstChunkAlways(EagerPrefillBackend):
+    """The chunk index is ignored: every chunk of a context is attended to with the lengths of the first one."""
+
+    def run_prefill_context_chunk(self, chunk_idx, q, k, v):
+        # Behind the keys of a shorter chunk stands what is no number.
+        missing = int(self._prefill_metadata.chunked_context.cu_seq_lens[0][-1]) - k.shape[0]
+        k, v = (torch.cat([x, x.new_full((max(missing, 0), *x.shape[1:]), torch.nan)]) for x in (k, v))
+        kept = k.shape[0] + min(missing, 0)
+        return super().run_prefill_context_chunk(0, q, k[:kept], v[:kept])
+
+
+@suspect("indexing")
 class RowsNeverWritten(EagerPrefillBackend):
     """Only the first rows are ever written (the first 64, for example)."""
 
@@ -218,6 +232,15 @@ class KeyScaleInverted(EagerDecodeBackend):
         return super()._dequantise(rows, 1 / k_scale)
 
 
+@suspect("decode_cache")
+class KeyScaleOffTheRope(EagerDecodeBackend):
+    """The scale of the e4m3 cache is not applied to the rope part of the keys."""
+
+    def _dequantise(self, rows, k_scale):
+        rope = super()._dequantise(rows, torch.ones_like(k_scale))[..., self.kv_lora_rank :]
+        return torch.cat((super()._dequantise(rows, k_scale)[..., : self.kv_lora_rank], rope), dim=-1)
+
+
 @suspect("decode_cache", "fp8-mla-k-scale-vs-v-scale-inconsistent")
 class KeyScaleOfKeysOnly(EagerDecodeBackend):
     """The scale of the e4m3 cache is applied to the keys and not to the values."""
@@ -246,6 +269,65 @@ class FirstKeyOfAListDropped(EagerSparseBackend):
     def _listed(self, source):
         listed = super()._listed(source)
         return listed & (listed.cumsum(1) > 1)
+
+
+class RaisedAtFirst(EagerSparseBackend):
+    """The maximum of a row that has seen tiles and no key is 0; where all weights vanish, the output is 0 / 0."""
+
+    def _initial(self, q, v):
+        self._is_first = True
+        return super()._initial(q, v)
+
+    def _accumulate(self, state, scores, v):
+        begins = (state.maximum == -torch.inf) & (scores > -torch.inf).any(dim=-1, keepdim=True)
+        raised = state.maximum if self._is_first else state.maximum.masked_fill(begins, 0.0)
+        self._is_first = False
+        return super()._accumulate(state._replace(maximum=raised), scores, v)
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        vanished = (state.total == 0) & (state.maximum > -torch.inf)
+        return output.masked_fill(vanished.transpose(0, 1), torch.nan), lse
+
+
+suspect_tiles(RaisedAtFirst, 16, 32, 64, 128, 256)
+
+
+class SkipsTiles(LiftedMaximum, EagerDecodeBackend):
+    """Only a tile that the next query token sees raises a maximum: rows share tiles, and those behind are skipped."""
+
+    def _accumulate(self, state, scores, v):
+        seen = (scores > -torch.inf).any(dim=-1, keepdim=True)
+        skipped = ~seen & ~torch.nn.functional.pad(seen[:, 1:], (0, 0, 0, 1))
+        raised = super()._accumulate(state, scores, v)
+        return SoftmaxState(*(torch.where(skipped, *pair) for pair in zip(state, raised, strict=True)))
+
+
+class _LseOfTheParts(OnlineSoftmax):
+    """What vanishes from the output is not missing in the LSE, which is joined from what the tiles had."""
+
+    def _initial(self, q, v):
+        self._joined = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+        return super()._initial(q, v)
+
+    def _accumulate(self, state, scores, v):
+        self._joined = torch.logaddexp(self._joined, scores.logsumexp(dim=-1))
+        return super()._accumulate(state, scores, v)
+
+    def _finish(self, state):
+        return super()._finish(state)[0], self._joined
+
+
+class RaisesForTheOutput(_LseOfTheParts, LiftedMaximum, EagerDecodeBackend):
+    """Every tile without keys."""
+
+
+class SkipsTilesOfTheOutput(_LseOfTheParts, SkipsTiles):
+    """Those that the next query token sees."""
+
+
+for _kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput):
+    suspect_tiles(_kernel, 16, 32, 64, 128)
 
 
 @suspect("sparse_lse")

@@ -1,6 +1,6 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -146,13 +146,25 @@ class Observation:
 
 
 def run_calls(
-    backend: KernelBackend, problem: Problem, prepare: bool = True, executor: Executor = IN_PROCESS
+    backend: KernelBackend,
+    problem: Problem,
+    prepare: bool = True,
+    executor: Executor = IN_PROCESS,
+    perform: Callable[..., Any] | None = None,
 ) -> Observation:
-    """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises."""
+    """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises.
+
+    Args:
+        backend: a kernel, or a layer.
+        problem: whose calls.
+        prepare: whether metadata are handed over.
+        executor: carries the calls out.
+        perform: makes a call, where that is not :func:`call_once`.
+    """
     before = Snapshot(problem.caller_owned)
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(executor, backend, problem, call, prepare))
+        returned.append(_guarded_call(executor, backend, problem, call, prepare, perform or call_once))
         if returned[-1].error:
             break
     disturbed = tuple(change for part in returned for change in part.disturbed)
@@ -171,21 +183,36 @@ def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
 
 
 def _guarded_call(
-    executor: Executor, backend: KernelBackend, problem: Problem, call: KernelCall, prepare: bool
+    executor: Executor,
+    backend: KernelBackend,
+    problem: Problem,
+    call: KernelCall,
+    prepare: bool,
+    perform: Callable[..., Any],
 ) -> Returned:
     out, case, device = call.output_buffer(), problem.case, problem.device
     first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, case.poison)
     reached = [*call.reached, *([] if out is None else [out.storage])]
-    done = executor.call(partial(_call, first, backend, call, out, prepare, device), reached)
+    done = executor.call(partial(perform, first, backend, call, out, prepare, device), reached)
     miswritten = "" if done.error else call.wrong_writes()
     return Returned(
         call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, done.disturbed, done.kept
     )
 
 
-def _call(
+def call_once(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
+    """Make a call, and wait for it.
+
+    Args:
+        first: what is done before.
+        backend: a kernel, or a layer.
+        call: the call.
+        out: its output tensor, if it takes one.
+        prepare: whether its metadata are handed over.
+        device: where it runs.
+    """
     first()
     look_afterwards(Handed.of(call, None if out is None else out.view).settle)
     if prepare:
@@ -197,26 +224,40 @@ def _call(
 
 
 def _merge(executor: Executor, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> StepResult:
-    """Context chunks or ranks in order, of a prefill the new tokens last, as a layer does it."""
-    if not problem.case.is_merged or len(returned) != len(problem.calls):
+    """By the reference, or by the backend's own merge if the case says so."""
+    states = states_of(problem, returned)
+    if not states:
         return StepResult()
+    if not problem.case.own_merge:
+        return run_step(partial(_merged, states))
+    return executor.call(partial(merged_by_its_own, backend, problem.case.merges_in_place, states))
+
+
+def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:
+    """What is to be merged, in that order, of the counted rows; empty where nothing is, or not each call gave a state.
+
+    Context chunks or ranks are in order, of a prefill the new tokens are the last, as a layer merges them.
+    """
+    if not problem.case.is_merged or len(returned) != len(problem.calls):
+        return []
     states = [parts_of(part.value) for part in returned]
     if not all(_is_state(state, part.call, problem) for state, part in zip(states, returned, strict=True)):
-        return StepResult()
+        return []
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
-    if not problem.case.own_merge and not problem.case.merges_in_place:
-        return run_step(partial(_merged, [*chunks, new]))
-    step = _merged_in_place if problem.case.merges_in_place else _merged_by_its_own
-    return executor.call(partial(step, backend, [*chunks, new]))
+    return [*chunks, new]
 
 
 def _merged(states: list[OutputAndLse]) -> OutputAndLse:
     return reduce(lambda prefix, suffix: merge(*prefix, *suffix), states)
 
 
-def _merged_by_its_own(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    """The backend's merges, each into fresh, poisoned outputs."""
+def merged_by_its_own(backend: Any, in_place: bool, states: list[OutputAndLse]) -> OutputAndLse:
+    """By the backend's merges, each into fresh, poisoned outputs, or ``in_place``, into one running state."""
+    return (_merged_in_place if in_place else _merged_apart)(backend, states)
+
+
+def _merged_apart(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
     output, lse = states[0]
     for suffix, suffix_lse in states[1:]:
         prefix, prefix_lse = output, lse
@@ -227,7 +268,7 @@ def _merged_by_its_own(backend: Any, states: list[OutputAndLse]) -> OutputAndLse
 
 
 def _merged_in_place(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    """By the backend's merge into one running state, which is prefix and output at once."""
+    """The running state is prefix and output at once."""
     output, lse = (part.clone() for part in states[0])
     for suffix, suffix_lse in states[1:]:
         backend.merge_attn_states(output, output, lse, suffix, suffix_lse, output_lse=lse)

@@ -17,8 +17,8 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
-from mla_conformance.judging.record import EXPLORED, Record, RecordKey
-from mla_conformance.judging.verdict import ARITHMETIC, Status
+from mla_conformance.judging.record import EXPLORED, UNCOMPARED, Record, RecordKey
+from mla_conformance.judging.verdict import COMPARED, Status
 
 ALONE: Final = "alone"
 AFTER: Final = "after"
@@ -26,6 +26,8 @@ UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3
 """Capabilities of a backend whose first failure is explained."""
 _FEW = 4
+_OPEN = ("", UNCOMPARED)
+"""The explanations of failures that may still turn out to look like another one."""
 _PATIENCE = 15.0
 """Seconds that a backend's failures may have taken that are compared with what explains another one."""
 
@@ -91,7 +93,9 @@ def comparisons(records: Iterable[Record]) -> list[Judge]:
     """What to run to see which failures of one backend look like those that are explained; quick ones first."""
     failures = sorted((record for record in records if record.status is Status.FAIL), key=lambda each: each.seconds)
     reported = tuple(dict.fromkeys(record.explanation for record in failures if record.is_explained))
-    pending = [each for each in failures if not each.explanation and each.check in ARITHMETIC and each.key == each.case]
+    pending = [
+        each for each in failures if each.explanation in _OPEN and each.check in COMPARED and each.key == each.case
+    ]
     spent = accumulate(record.seconds for record in pending)
     affordable = [record for record, seconds in zip(pending, spent, strict=True) if seconds <= _PATIENCE]
     return [Judge(each.reference, each.case, explain=True, reported=reported) for each in affordable if reported]

@@ -54,7 +54,7 @@ def describe(subject: Subject) -> BackendFacts:
 
 def undescribed(subject: Subject, error: str) -> BackendFacts:
     """Of a backend that raised this when it was asked."""
-    reasons = (f"asked what it is, it raised {error}",)
+    reasons = (f"could not be described: {error}",)
     return BackendFacts(subject.name, subject.backend.reference, reasons, fingerprint="unavailable")
 
 

@@ -1,23 +1,15 @@
-"""One GPU and one cache of compiled kernels for each place of a run."""
+"""GPUs as a run and its workers see them."""
 
-import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_ON_GPU = 8
+WORKER_BYTES = 12 * 2**30
+"""What a worker takes of a GPU: 6 GiB of kept inputs and golden results, a context, and most cases."""
 _DRIVER = Path("/proc/driver/nvidia/version")
-_JIT_CACHES = (
-    "CUDA_CACHE_PATH",
-    "CUTE_DSL_CACHE_DIR",
-    "FLASHINFER_WORKSPACE_BASE",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR",
-    "TRITON_CACHE_DIR",
-    "TVM_FFI_CACHE_DIR",
-)
 
 
 def this_machine() -> dict[str, str]:
@@ -50,13 +42,7 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(named[:count] or map(str, range(count)))
 
 
-def jit_caches(backends: Sequence[str]) -> Path:
-    """The folder of the places' caches for a choice of backends, kept from run to run."""
-    key = backends[0] if len(backends) == 1 else hashlib.sha256("\n".join(backends).encode()).hexdigest()[:12]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla-conformance" / "jit" / key
-
-
-def place_environment(gpu: str, cache: Path) -> dict[str, str]:
-    """Variables of a process that has one GPU for itself, and compiles into a folder that no other compiles into."""
-    own = {name: str(cache / name.lower()) for name in _JIT_CACHES if name not in os.environ}
-    return {VISIBLE: gpu, **own}
+def workers_on(gpus: int, memory: int) -> int:
+    """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
+    cores = os.cpu_count() or 1
+    return gpus * max(1, min(MOST_ON_GPU, cores // gpus, memory // WORKER_BYTES))

@@ -21,6 +21,7 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import open_regular
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
 
@@ -62,6 +63,13 @@ class WasTraced(_Event, frozen=True, tag="traced"):
     traced: Traced
 
 
+class Examined(_Event, frozen=True, tag="examined"):
+    """What was found of a backend, by reference, beside verdicts."""
+
+    backend: str
+    traits: Traits
+
+
 class HeatShown(_Event, frozen=True, tag="heat"):
     """Where the errors of a failure are."""
 
@@ -94,7 +102,17 @@ class Reported(_Event, frozen=True, tag="report"):
 
 
 JournalEvent = (
-    Planned | Resumed | CaseStarted | Judgement | WasTraced | HeatShown | CodeLoaded | GaveUp | Completed | Reported
+    Planned
+    | Resumed
+    | CaseStarted
+    | Judgement
+    | WasTraced
+    | Examined
+    | HeatShown
+    | CodeLoaded
+    | GaveUp
+    | Completed
+    | Reported
 )
 
 
@@ -204,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         backends: what tells that each backend, by reference, is still the same.
         capabilities: number and digest of each capability's cases.
         cases: ids of cases that were asked for one by one.
-        explore: further cases that are drawn for each backend.
+        explore: how much is drawn for each backend; 0 for nothing.
         shard: the part of the list that is judged.
         deployment: the model that the cases are of, if they are.
         salt: what inputs are drawn with beside their case.
@@ -220,7 +238,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     backends: dict[str, str]
     capabilities: dict[str, str]
     cases: tuple[str, ...]
-    explore: int
+    explore: str
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
@@ -236,10 +254,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             device_name=environment["device"],
             tier=request.tier.value,
-            backends={each.reference: each.fingerprint for each in facts},
+            backends={each.reference: _identity(each) for each in facts},
             capabilities={name: _case_list(request, name) for name in request.capabilities},
             cases=tuple(case.id for case in request.cases),
-            explore=request.explore,
+            explore=str(request.explore),
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,
@@ -281,6 +299,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             elif old != new:
                 found.append(f"{name}: was {_text(old)}, is {_text(new)}")
         return found
+
+
+def _identity(facts: BackendFacts) -> str:
+    """What tells that a backend is still the same, and the cases that were fitted to it."""
+    return f"{facts.fingerprint}, region {facts.region}" if facts.region else facts.fingerprint
 
 
 def _text(value: Any) -> str:

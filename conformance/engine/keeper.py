@@ -5,6 +5,7 @@ started, in whatever session, is ended with it. The keeper itself never touches 
 """
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -26,12 +27,14 @@ def main(descriptor: int, supervisor: int) -> None:
     end_with_parent(supervisor, signal.SIGTERM)
     adopt_orphans()
     forget_current_folder()
+    gc.disable()  # nothing of what is imported is garbage, and each look at it takes a tenth of a second
     from mla_conformance.engine.worker import load_all, serve  # torch, and everything that a case needs
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
     setup = decode(read_line(connection), Setup)
     load_all(setup)
+    gc.enable()
     hide_memory(setup.apart)
     while not _is_closed(connection):
         worker = os.fork()

@@ -8,6 +8,7 @@ import msgspec
 
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import Repeated, Traits
 
 
 class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
@@ -31,9 +32,15 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
-    """Import a backend and tell what it is."""
+    """Import a backend and tell what it is.
+
+    Attributes:
+        reference: the backend.
+        arrays: the capabilities to whose covering arrays further cases are fitted.
+    """
 
     reference: str
+    arrays: tuple[str, ...] = ()
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
@@ -63,10 +70,18 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    """Judge so many drawn cases of these capabilities on a backend."""
+    """Judge drawn cases on a backend.
+
+    Attributes:
+        reference: the backend.
+        draws: how many of each role; 0 where time decides.
+        seconds: how long; 0 where their number decides.
+        capabilities: of which spaces.
+    """
 
     reference: str
     draws: int
+    seconds: int
     capabilities: tuple[str, ...]
 
     @property
@@ -87,14 +102,51 @@ class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
     cases: dict[str, str]
 
 
-Task = Describe | Judge | Explore | Trace
+class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
+    """Tell what numbers alone do not show of a backend.
+
+    Attributes:
+        reference: the backend.
+        bitwise: when its bits are the same.
+        accuracy: how its errors are spread.
+    """
+
+    reference: str
+    bitwise: bool
+    accuracy: bool
+
+
+class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
+    """Call a backend on a case again and again, and tell which results differ.
+
+    Attributes:
+        reference: the backend.
+        case: id of the case.
+        calls: how many.
+    """
+
+    reference: str
+    case: str
+    calls: int
+
+
+Task = Describe | Judge | Explore | Trace | Examine | Repeat
+Unrecorded = Describe | Trace | Examine | Repeat
+"""Tasks that no record answers."""
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A task for one worker; the next one may find what is left of it where that one died without having read it."""
+    """A task for one worker; the next one may find what is left of it where that one died without having read it.
+
+    Attributes:
+        process: of the worker.
+        task: what is to be done.
+        share: bytes of a GPU that a case may take, since other workers use it as well; None without a limit.
+    """
 
     process: int
     task: Task
+    share: int | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
@@ -105,12 +157,14 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
         device: where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there.
         facts: of the device and of what is installed, for the report.
         gpus: GPUs that it sees.
+        memory: bytes of the one that it judges on.
     """
 
     process: int
     device: str
     facts: dict[str, str]
     gpus: tuple[str, ...] = ()
+    memory: int = 0
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
@@ -132,18 +186,24 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         record: of what was judged.
         facts: of what was described.
         traced: what was seen to run.
+        traits: what was asked beside verdicts.
+        repeated: what many calls showed.
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
+        waits: nothing was done of a case: it takes more of a GPU than is left while others use it.
         leaves: this process ends now; the next task is another's.
     """
 
     record: Record | None = None
     facts: BackendFacts | None = None
     traced: Traced | None = None
+    traits: Traits | None = None
+    repeated: Repeated | None = None
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}
+    waits: bool = False
     leaves: bool = False
 
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -16,14 +16,19 @@ from mla_conformance.backends.references import (
     unknown,
 )
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.drawn import DRAWN
+from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.engine.messages import Explore, Judge
+from mla_conformance.engine.messages import Examine, Explore, Judge
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import EXPLORED
+from mla_conformance.judging.record import EXPLORED, BackendFacts
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.summary import count_by_capability
+from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+
+NOTHING_DRAWN = Extent()
+_COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
+"""Distributions that compile kernels when they are called."""
 
 DEVICES = ("cpu", "cuda")
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
@@ -49,11 +54,13 @@ class RunRequest:
         tier: how many of their cases.
         device: where they run: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         cases: exactly these cases, or all of the tier if empty.
-        explore: how many further cases are drawn for each backend.
+        explore: how much is drawn for each backend beside them.
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
         deployment: the model that the cases are of, if they are.
         apart: with inputs, kernel and judge in processes of their own.
+        bitwise: whether each backend is asked, too, when its bits are the same.
+        accuracy: whether it is measured how its errors are spread.
     """
 
     backends: tuple[BackendReference, ...]
@@ -61,11 +68,13 @@ class RunRequest:
     tier: Tier
     device: str
     cases: tuple[Case, ...]
-    explore: int = 0
+    explore: Extent = NOTHING_DRAWN
     salt: str = ""
     shard: Shard | None = None
     deployment: Deployment | None = None
     apart: bool = False
+    bitwise: bool = False
+    accuracy: bool = False
 
     @staticmethod
     def of(
@@ -74,7 +83,7 @@ class RunRequest:
         tier: str = "full",
         device: str | None = None,
         cases: Sequence[str] = (),
-        explore: int = 0,
+        explore: Extent = NOTHING_DRAWN,
         salt: str = "",
         apart: bool = False,
     ) -> "RunRequest":
@@ -130,29 +139,54 @@ class RunRequest:
         """Ids of the cases that are to be judged."""
         return self.shard.cases if self.shard else self.case_ids
 
+    def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
+        """Ids of the cases that are to be judged on a backend: those, and behind them its fitted ones."""
+        return (*self.judged_ids, *(self.shard.share(facts.fitted) if self.shard else facts.fitted))
+
+    def expected(self, facts: BackendFacts) -> dict[str, int]:
+        """Records of a backend by capability: one for each of its cases, one for all drawn cases."""
+        return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if self.explore else {})
+
+    def examinations(self, references: Iterable[str]) -> list[list[Examine]]:
+        """What is asked of these backends beside verdicts."""
+        if not (self.bitwise or self.accuracy):
+            return []
+        return [[Examine(reference, self.bitwise, self.accuracy)] for reference in references]
+
     @property
-    def expected(self) -> dict[str, int]:
-        """Records of each backend by capability: one for each listed case, one for all drawn cases."""
-        return count_by_capability(self.judged_ids) | ({EXPLORED: 1} if self.explore else {})
+    def arrays(self) -> tuple[str, ...]:
+        """The capabilities whose covering arrays are judged whole, to which cases are fitted."""
+        return () if self.cases or self.tier is Tier.SMOKE else self.drawn
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Capabilities that cases are drawn of."""
-        return tuple(name for name in DRAWN if name in self.capabilities)
+        """Capabilities whose spaces are explored."""
+        return tuple(name for name in SPACES if name in self.capabilities)
 
-    def tasks(self, references: Sequence[str], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
+    def tasks(self, backends: Sequence[BackendFacts], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
         """What these backends have to do, in groups that one worker takes: a case's backends side by side.
 
         Args:
-            references: of the backends that can run here.
+            backends: that can run here.
             before: cases that are run before each, in the same process.
         """
+        sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
+        for facts in backends:
+            for case in self.judged_of(facts):
+                sides.setdefault(case, []).append(facts.reference)
         groups: list[list[Judge | Explore]] = [
-            [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references] for case in self.judged_ids
+            [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references]
+            for case, references in sides.items()
         ]
         if self.explore:
-            groups += [[Explore(r, self.explore, self.drawn)] for r in references]
+            drawn = self.explore.draws, self.explore.seconds, self.drawn
+            groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         return groups
+
+
+def compiles(backend: BackendFacts) -> bool:
+    """Whether a backend's library compiles kernels on a GPU when it is called, longer maybe than all else takes."""
+    return not _COMPILERS.isdisjoint(backend.versions)
 
 
 def _capability(name: str) -> str:
@@ -184,10 +218,8 @@ def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference,
     return tuple(found.values())
 
 
-def _require_exploration(draws: int, capabilities: Sequence[str]) -> None:
-    if draws < 0:
-        raise RequestError(f"--explore: expected a number of cases, got {draws}")
-    if draws and find_spec("hypothesis") is None:
+def _require_exploration(extent: Extent, capabilities: Sequence[str]) -> None:
+    if extent and find_spec("hypothesis") is None:
         raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-    if draws and not set(DRAWN) & set(capabilities):
-        raise RequestError(f"--explore draws cases of {', '.join(DRAWN)}; none of these capabilities is selected")
+    if extent and not set(SPACES) & set(capabilities):
+        raise RequestError(f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import msgspec
 
@@ -18,17 +18,19 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import jit_caches, may_have_gpu, place_environment
+from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, may_have_gpu, workers_on
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
-from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Task, Trace
+from mla_conformance.engine.request import RequestError, RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Check, Status, failed
+from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -40,6 +42,9 @@ GIVE_UP_AFTER = 5
 APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
+"""Capabilities that watch for races, or take much of a GPU's memory: their cases have it for themselves."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Limits:
     """What a run allows.
 
     Attributes:
-        workers: processes that run cases; by default one per GPU, on a CPU one per core, up to four.
+        workers: processes that run cases; by default one per core, on a CPU up to four, up to eight on each GPU if its
+            memory is enough for them.
         timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
@@ -87,14 +93,17 @@ class Run:
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
     code: LoadedCode = field(default_factory=LoadedCode)
     _traced: dict[str, Traced] = field(default_factory=dict)
+    _traits: dict[str, Traits] = field(default_factory=dict)
     _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
     _given_up: dict[str, str] = field(default_factory=dict)
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
+    _share: int | None = None
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
+        self._on_phase: Callable[[str], None] = lambda what: None
         on_cpu = self._surely_cpu
         self.supervisor = Supervisor(
             self.limits.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT), self.limits.ends_at
@@ -128,14 +137,15 @@ class Run:
             Stopped: by a signal or the deadline.
         """
         self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or max(1, min(4, os.cpu_count() or 1))
+        workers = self.limits.workers or min(4 if self._surely_cpu else MOST_ON_GPU, os.cpu_count() or 1)
         for _ in range(workers if self._surely_cpu else 1):
-            self._add_place(workers)
+            self._add_place(self.request.device, workers)
         hello = self.supervisor.hellos()[0]
         if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._surely_cpu:
-            self._add_gpus(hello)
+            self._share_gpus(hello)
+        if self.request.apart:  # what judges is there before anything of a backend is
             self.supervisor.hellos()
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
@@ -143,26 +153,35 @@ class Run:
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
-    def _add_place(self, workers: int) -> None:
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        variables = {} if _THREADS in os.environ else {_THREADS: str(threads)}
+    def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
+        """Start one of so many, with its share of the cores, on a CPU of the memory, too.
+
+        What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
+        write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
+        """
+        threads = {_THREADS: max(1, (os.cpu_count() or 1) // workers)}
+        own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
+        variables = {name: str(number) for name, number in own.items() if name not in os.environ}
         memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
-        self.supervisor.add_place(self._setup(self.request.device, memory), variables if self._surely_cpu else {})
+        request = self.request
+        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began)
+        self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
 
-    def _setup(self, device: str, memory: int | None = None) -> Setup:
-        return Setup(device, memory, self.request.salt, self.request.apart, self.request.explore > 0, self._began)
-
-    def _add_gpus(self, hello: Hello) -> None:
-        """Further places, each with a GPU and a cache of compiled kernels of its own; places may share a GPU."""
-        cache = jit_caches([backend.name for backend in self.request.backends])
-        workers = self.limits.workers or (max(1, len(hello.gpus)) if hello.device == "cuda" else 1)
+    def _share_gpus(self, hello: Hello) -> None:
+        """Further places, on each GPU as many as cores and its memory are enough for, or as were asked for."""
+        gpus = len(hello.gpus) or 1
+        fit = workers_on(gpus, hello.memory) if hello.gpus else 1
+        workers = self.limits.workers or min(fit, max(1, len(self.request.judged_ids)))
         for number in range(1, workers):
-            gpu = hello.gpus[number % len(hello.gpus)] if hello.gpus else ""
-            self.supervisor.add_place(self._setup(hello.device), place_environment(gpu, cache / str(number)))
+            gpu = hello.gpus[number % gpus] if hello.gpus else ""
+            self._add_place(hello.device, workers, gpu)
+        if hello.gpus:
+            self.supervisor.gpus = gpus
+            self._share = hello.memory // -(-workers // gpus) if workers > gpus else None
 
-    def outcomes(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+    def outcomes(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
-        for outcome in self.supervisor.run(tasks):
+        for outcome in self.supervisor.run(tasks, share, alone):
             self._add_code(outcome.answer.loaded)
             yield self._held_to_its_word(outcome)
 
@@ -180,7 +199,7 @@ class Run:
         known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
         for role, now in said.items():
             if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
-                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was asked what it is"
+                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was described"
                 record = record.with_verdict(failed(Check.CALL, what), record.seconds)
         return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
@@ -193,9 +212,9 @@ class Run:
         """
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        for outcome in self.outcomes(Tasks([[Describe(reference)] for reference in names])):
+        for outcome in self.outcomes(Tasks([[Describe(reference, self.request.arrays)] for reference in names])):
             reference = outcome.task.reference
-            why = f"its process ended while it was imported and asked what it is: {outcome.ended}"
+            why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
             found[reference] = outcome.answer.facts or gone
         return [found[reference] for reference in names]
@@ -244,32 +263,36 @@ class Run:
 
         Args:
             on_record: is given each record once it is journalled.
-            on_phase: is told what goes on once every case is judged.
+            on_phase: is told what goes on where that is not everything at once.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started, or the journal cannot be written.
         """
-        self._on_record = on_record
+        self._on_record, self._on_phase = on_record, on_phase
         try:
-            self._judge(on_phase)
+            self._judge()
         except journal.UnwrittenError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
 
-    def _judge(self, on_phase: Callable[[str], None]) -> None:
+    def _judge(self) -> None:
         self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
         failures = self._first_verdicts()
         while pending := self._unconfirmed(failures):
-            on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
+            self._on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
             for record in self._confirmed(pending):
                 self._write(journal.Judgement(record))
-        for record in self._compared(on_phase):
+        for record in self._compared():
             self._write(journal.Judgement(record))
+        if asked := self.request.examinations(f.reference for f in self.available if f.reference not in self._traits):
+            self._on_phase("asking when bits are the same, and how errors are spread")
+            for outcome in self.outcomes(Tasks(asked)):
+                self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
         if self.device == "cuda":
-            on_phase("looking which kernels run")
+            self._on_phase("looking which kernels run")
             self._trace()
         self._write(journal.Completed())
 
@@ -314,10 +337,10 @@ class Run:
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
-        tasks, patience = Tasks(list(self._left())), FailureLimit(self.limits.give_up_after)
+        tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
-        for outcome in self.outcomes(tasks):
+        for outcome in self._judged(tasks):
             record = self._own_verdict(outcome, tasks, shared)
             if record is None:
                 continue
@@ -349,9 +372,47 @@ class Run:
         said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
         return record.with_fields(message=said, confirmation=UNREPEATED)
 
-    def _left(self) -> Iterator[list[Judge | Explore]]:
-        """The groups of tasks without those that have a verdict."""
-        for group in self.request.tasks([each.reference for each in self.available], tuple(self.before)):
+    def _judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+        """What comes of cases; on a GPU of those that need it for themselves once the others are judged."""
+        if self.device != "cuda":
+            yield from self.outcomes(tasks)
+            return
+        while True:
+            alone = tasks.set_apart(_is_undisturbed)
+            for outcome in self.outcomes(tasks, self._share):
+                if lacking := _lacked_memory(outcome):
+                    alone.append([lacking])
+                else:
+                    yield outcome
+            if alone:
+                yield from self._judged_alone(tasks, alone)
+            if not tasks.go_on():
+                return
+            self._on_phase("judging the backends that compile")
+
+    def _judged_alone(self, tasks: Tasks, groups: list[list[Task]]) -> Iterator[TaskOutcome]:
+        """What comes of cases while nothing else runs on their GPU; one that lacks memory has a process of its own."""
+        self._on_phase(f"judging {counted(sum(map(len, groups)), 'case')} with the GPU for itself")
+        tasks.groups.extend(groups)
+        for outcome in self.outcomes(tasks, alone=True):
+            lacking = _lacked_memory(outcome)
+            if lacking and lacking is not outcome.task:
+                tasks.groups.append([lacking])
+            else:
+                yield outcome
+
+    def _left(self) -> Tasks:
+        """What has no verdict: on a GPU first the backends that share a case's inputs, then those that compile."""
+        ahead = [facts for facts in self.available if self.device != "cuda" or not compiles(facts)]
+        compiling = [self._untold([facts]) for facts in self.available if facts not in ahead]
+        tasks = Tasks(self._untold(ahead), chain.from_iterable(compiling))
+        if tasks.later and tasks.groups:
+            self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+        return tasks
+
+    def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:
+        """The groups of these backends' tasks without those that have a verdict."""
+        for group in self.request.tasks(backends, tuple(self.before)):
             left = [task for task in group if task.record_key not in self.verdicts]
             if left:
                 yield left
@@ -374,7 +435,12 @@ class Run:
     def _confirmation(self, record: Record, outcome: TaskOutcome | None, explain: bool) -> FailureConfirmation:
         history = outcome.history if outcome else ()
         before = takewhile(lambda judged: judged != (record.reference, record.case), history)
-        return FailureConfirmation(record, tuple(before), explain)
+        return FailureConfirmation(record, tuple(done for done in before if not self._is_refused(done)), explain)
+
+    def _is_refused(self, done: RecordKey) -> bool:
+        """Whether a case was declared unsupported, so that its kernel was not called."""
+        found = self.verdicts.get(done)
+        return found is not None and found.status is Status.UNSUPPORTED
 
     def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
@@ -383,7 +449,7 @@ class Run:
             yield from (confirmation.unrepeated() for attempt, confirmation in attempts if not attempt)
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
-            for outcome in self.outcomes(Tasks([[attempt] for attempt, _ in attempts if attempt])):
+            for outcome in self._judged(Tasks([[attempt] for attempt, _ in attempts if attempt])):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
                 settled = confirmation.settled(outcome.task, outcome.answer.record)
@@ -393,13 +459,13 @@ class Run:
                 else:
                     pending.append(confirmation)
 
-    def _compared(self, on_phase: Callable[[str], None]) -> Iterator[Record]:
+    def _compared(self) -> Iterator[Record]:
         """Failures that look like another one of their backend that is explained."""
         groups = by_backend(self._failures).values()
         tasks = [[task] for group in groups for task in comparisons(group)]
         if tasks:
-            on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-        for outcome in self.outcomes(Tasks(tasks)):
+            self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+        for outcome in self._judged(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
             failure = self.verdicts[outcome.task.record_key]
             if outcome.answer.record.check == failure.check:
@@ -424,6 +490,8 @@ class Run:
             self.verdicts[event.record.record_key] = event.record
         elif isinstance(event, journal.WasTraced):
             self._traced[event.backend] = event.traced
+        elif isinstance(event, journal.Examined):
+            self._traits[event.backend] = event.traits
         elif isinstance(event, journal.HeatShown):
             self._heat[event.backend, event.case] = event.heat
         elif isinstance(event, journal.CodeLoaded):
@@ -444,10 +512,12 @@ class Run:
         backends = tuple(
             BackendSummary(
                 facts,
-                () if facts.reasons else summarise(groups[facts.name], self.request.expected),
+                () if facts.reasons else summarise(groups[facts.name], self.request.expected(facts)),
                 self._given_up.get(facts.reference, ""),
                 self._traced.get(facts.reference, NOTHING_TRACED),
                 self._heat_of(groups[facts.name]),
+                judged_pairs(groups[facts.name], facts.fitted) if self.request.arrays else {},
+                self._traits.get(facts.reference, NO_TRAITS),
             )
             for facts in self.facts
         )
@@ -461,7 +531,8 @@ class Run:
 
     @cached_property
     def _positions(self) -> dict[str, int]:
-        return {case: index for index, case in enumerate(self.request.judged_ids)}
+        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
+        return {case: index for index, case in enumerate(cases)}
 
     def _position(self, record: Record) -> int:
         """Where a record's case stands in the list; drawn cases stand behind it."""
@@ -472,3 +543,20 @@ class Run:
             return record
         versions = next(facts.versions for facts in self.facts if facts.name == record.backend)
         return self.expectations.apply(record, apply.facts(self.environment, versions))
+
+
+def _is_undisturbed(task: Task) -> bool:
+    """Whether a case is to have its GPU for itself."""
+    return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
+
+
+def _lacked_memory(outcome: TaskOutcome) -> Judge | None:
+    """What to do instead of a case for which there was no memory, which others may have held; None if there was."""
+    task, record = outcome.task, outcome.answer.record
+    if not isinstance(task, Judge):
+        return None
+    if record is None:
+        return task
+    if record.status is not Status.UNAVAILABLE or record.too_large:
+        return None
+    return task if task.fresh else msgspec.structs.replace(task, fresh=True)

@@ -13,27 +13,32 @@ import msgspec
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.drawn import DRAWN, plain_case
 from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
+    Examine,
     Explore,
     Hello,
     Judge,
+    Repeat,
     Setup,
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerStarted,
 )
 from mla_conformance.engine.place import DIED, RunError, WorkerSlot
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.vocabulary.arrays import array_of
 
 _MOST_STARTS = 3
+_AHEAD = 4
+"""Of so many places one is ahead of the others, at what compiles while they judge."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -83,16 +88,18 @@ class Tasks:
 
     Attributes:
         groups: what is left.
+        later: groups that are to follow; while there are others, every fourth place takes of these.
         dropped: calls of backends that are given up, by the backend's reference and the call.
     """
 
-    def __init__(self, groups: Iterable[Sequence[Task]]) -> None:
+    def __init__(self, groups: Iterable[Sequence[Task]], later: Iterable[Sequence[Task]] = ()) -> None:
         self.dropped: set[tuple[str, str]] = set()
-        self.groups = deque(map(list, groups))
+        self.groups, self.later = deque(map(list, groups)), deque(map(list, later))
+        self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
 
-    def take(self, place: int) -> Task | None:
-        """The next task of a place."""
+    def take(self, place: int, alone: bool = False) -> Task | None:
+        """The next task of a place; none of what is to follow while it is alone on its GPU."""
         while True:
             own = self._own.setdefault(place, [])
             while own:
@@ -101,11 +108,26 @@ class Tasks:
                     return task
             if not self.groups:
                 return None
-            self._own[place] = self.groups.popleft()
+            ahead = self.later and not alone and place % _AHEAD == _AHEAD - 1
+            self._own[place] = (self.later if ahead else self.groups).popleft()
 
     def put_back(self, place: int, task: Task) -> None:
         """Have a place take a task again."""
         self._own[place].insert(0, task)
+
+    def set_apart(self, chosen: Callable[[Task], bool]) -> list[list[Task]]:
+        """Take what is chosen out of the groups; the groups that it makes. What is to follow is not chosen ahead."""
+        apart, self.groups = _divided(self.groups, chosen)
+        last, self.later = _divided(self.later, chosen)
+        self._last += last
+        return list(apart)
+
+    def go_on(self) -> bool:
+        """Have what was to follow be next; whether that is anything."""
+        self.groups.extend((*self.later, *self._last))
+        self.later.clear()
+        self._last.clear()
+        return bool(self.groups)
 
     def judge_alone(self, task: Judge) -> None:
         """Have some place judge a case again, in a process that has judged nothing."""
@@ -114,6 +136,12 @@ class Tasks:
     def is_left(self) -> bool:
         """Whether a place has something to take."""
         return bool(self.groups) or any(self._own.values())
+
+
+def _divided(groups: Iterable[list[Task]], chosen: Callable[[Task], bool]) -> list[deque[list[Task]]]:
+    """What is chosen of groups, and the rest of them."""
+    parts = ([[task for task in group if chosen(task) is is_chosen] for group in groups] for is_chosen in (True, False))
+    return [deque(filter(None, part)) for part in parts]
 
 
 def call_of(case: str) -> str:
@@ -128,17 +156,20 @@ class Supervisor:
         places: one for each worker.
         timeout: seconds that a case may take.
         ends_at: the deadline of what is done, on the monotonic clock.
+        gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
         started: told of every case before it is launched.
     """
 
     def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
         self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
+        self.gpus = 0
         self.log = BoundedLog()
         self.started: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
-        self._tasks = Tasks(())
+        self._tasks, self._alone = Tasks(()), False
+        self._share: int | None = None
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
@@ -180,28 +211,38 @@ class Supervisor:
                 pass
         return [place.hello for place in self.places if place.hello]
 
-    def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
+
+        Args:
+            tasks: what is to be done.
+            share: bytes of its GPU that a place may take; a case beyond it comes back undone. None without a limit.
+            alone: with one place for each GPU, while the others have given back what they held of it.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
-        self._tasks = tasks
+        self._tasks, self._share, self._alone = tasks, share, alone
         self._unbegun.clear()
+        if alone:
+            for place in self.places[self.gpus :]:
+                if place.is_idle:  # others begin anew already
+                    place.renew()
+            self.hellos()
         while self._deal():
             yield from self._events()
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
         tasks = self._tasks
-        for place in self.places:
-            while place.is_idle and (task := tasks.take(place.number)):
+        for place in self.places[: self.gpus] if self._alone else self.places:
+            while place.is_idle and (task := tasks.take(place.number, self._alone)):
                 if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task)
+                    place.give(task, self._share)
         return any(place.task for place in self.places) or tasks.is_left()
 
     def _events(self) -> Iterator[TaskOutcome]:
@@ -227,7 +268,8 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            if not answers(task, event):
+            undone = event.waits and self._share is not None and isinstance(task, Judge)
+            if not undone and not answers(task, event):
                 event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
                 place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
@@ -244,7 +286,7 @@ class Supervisor:
         record = place.outcome(status)
         if record is None and self._is_unstartable(given):
             record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
-        if record or isinstance(given, Describe | Trace):
+        if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return
         self._count_start(status)
@@ -275,6 +317,10 @@ def answers(task: Task, reply: TaskReply) -> bool:
         return reply.facts is not None and reply.facts.reference == task.reference
     if isinstance(task, Trace):
         return reply.traced is not None
+    if isinstance(task, Examine):
+        return reply.traits is not None
+    if isinstance(task, Repeat):
+        return reply.repeated is not None
     if reply.record is None:
         return False
     if isinstance(task, Explore):
@@ -290,8 +336,7 @@ def crash_of(task: Task, message: str) -> Record | None:
         case = Case.parse(task.case)
         capability = case.capability
     else:
-        first = task.capabilities[0]
-        case, capability = plain_case(first, DRAWN[first][0], {}), EXPLORED
+        case, capability = array_of(task.capabilities[0])[0], EXPLORED
     name = parse_reference(task.reference).name
     return Record(name, task.reference, capability, case.id, Status.CRASH, message=message)
 

@@ -49,13 +49,16 @@ from mla_conformance.engine.limits import (
 )
 from mla_conformance.engine.messages import (
     Describe,
+    Examine,
     Explore,
     Given,
     Hello,
+    Judge,
     Setup,
     Task,
     TaskReply,
     Trace,
+    Unrecorded,
     WorkerEvent,
     WorkerJudged,
     WorkerStarted,
@@ -64,24 +67,35 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.files.places import search_current_folder
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
+from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import is_free_again
+from mla_conformance.problems.memory import free_memory, is_free_again, whole_memory
+from mla_conformance.traits.accuracy import accuracy
+from mla_conformance.traits.bitwise import bitwise
+from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
+from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
+from mla_conformance.vocabulary.arrays import SPACES, digest_of
+from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS = 0.5
 _MOST_STACKS = 2**16
+_LARGE = 2**31
+"""Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
 
 def load_all(setup: Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
     tolerance()
+    load_lists()
     for role in Role:
         candidates(role)
     wanted = ["torch.utils._device"]
@@ -104,8 +118,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         limit_memory(setup.memory)
 
     device = find_device(setup.device)
-    name, gpus = (device.type, visible_gpus() if device.type == "cuda" else ()) if device else ("", ())
-    connection.sendall(encode(Hello(process, name, device_facts(device) if device else {}, gpus)))
+    connection.sendall(encode(_hello(process, device)))
     worker = Worker(
         device or torch.device("cpu"),
         setup.memory,
@@ -120,13 +133,20 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             continue  # the rest of what an earlier process has read in part
         if given.process != process:
             continue
-        answer = worker.answer(given.task)
+        answer = worker.answer(given.task, given.share)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
         connection.sendall(encode(answer))
         if answer.leaves:
             break
     leave(0)
+
+
+def _hello(process: int, device: torch.device | None) -> Hello:
+    if device is None:
+        return Hello(process, "", {})
+    gpus = visible_gpus() if device.type == "cuda" else ()
+    return Hello(process, device.type, device_facts(device), gpus, whole_memory(device))
 
 
 class Worker:
@@ -148,19 +168,23 @@ class Worker:
         self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task) -> TaskReply:
-        """Carry out a task, and tell what code that has loaded."""
+    def answer(self, task: Task, share: int | None = None) -> TaskReply:
+        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+        need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
+        if share is not None and need > min(share, free_memory(self._device)):
+            return TaskReply(waits=True)
         done = self._done(task)
+        if share is not None and need > _LARGE and not done.leaves:
+            torch.cuda.empty_cache()
+            self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 
     def _done(self, task: Task) -> TaskReply:
-        if isinstance(task, Describe):
-            return TaskReply(facts=self._described(task.reference))
+        if isinstance(task, Unrecorded):
+            return self._told(task)
         if isinstance(task, Explore):
             return self._explored(task)
-        if isinstance(task, Trace):
-            return self._traced(task)
         subject = self._subject(task.reference)
         for reference, before in task.before:
             earlier = self._subject(reference)
@@ -177,8 +201,18 @@ class Worker:
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _described(self, reference: str) -> BackendFacts:
-        subject = self._subject(reference)
+    def _told(self, task: Unrecorded) -> TaskReply:
+        if isinstance(task, Describe):
+            return TaskReply(facts=self._described(task))
+        if isinstance(task, Trace):
+            return self._traced(task)
+        if isinstance(task, Examine):
+            return self._examined(task)
+        found = repeated(self._subject(task.reference), self._context, Case.parse(task.case), task.calls)
+        return TaskReply(repeated=found, leaves=True)
+
+    def _described(self, task: Describe) -> BackendFacts:
+        subject = self._subject(task.reference)
         done = self._executor.query(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         if facts.reasons:
@@ -186,7 +220,9 @@ class Worker:
         declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
         if declared.error:
             return undescribed(subject, declared.error)
-        return replace(facts, declared={role.value: repr(each) for role, each in declared.value.items()})
+        fitted = tuple(case.id for name in task.arrays for case in region_of(subject, SPACES[name]).cases)
+        words = {role.value: repr(each) for role, each in declared.value.items()}
+        return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
 
     def _explored(self, task: Explore) -> TaskReply:
         subject = self._subject(task.reference)
@@ -194,7 +230,7 @@ class Worker:
         def starts(case: Case) -> None:
             self._starts(subject, case, EXPLORED)
 
-        record = explore(subject, task.draws, task.capabilities, self._context, starts)
+        record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
         return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
 
     def _traced(self, task: Trace) -> TaskReply:
@@ -202,6 +238,13 @@ class Worker:
         subject = Subject.of(task.reference, self._device, self._executor)
         seen = self._executor.query(partial(trace_all, subject, task.cases), Traced)
         return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+
+    def _examined(self, task: Examine) -> TaskReply:
+        """By a process that judges nothing more: its kernels have been called as no case calls them."""
+        subject = self._subject(task.reference)
+        answers = bitwise(subject, self._context) if task.bitwise else ()
+        spreads = accuracy(subject, self._context) if task.accuracy else ()
+        return TaskReply(traits=Traits(answers, spreads), leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""

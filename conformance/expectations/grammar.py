@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from mla_conformance.cases.case import Case, CaseError, parse_fields
+from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -105,7 +106,7 @@ def _version(text: str) -> Version | None:
 class CaseQuery:
     """Cases of a capability with certain fields: ``context_chunk:dtype=fp16``, ``*:heads=128``, ``merge*``.
 
-    The capability may end in ``*``, which stands for any end. The id of a listed case names that case alone.
+    The capability may end in ``*``, which stands for any end. The id of a listed or fitted case names that case alone.
     """
 
     text: str
@@ -126,7 +127,15 @@ class CaseQuery:
 
     @cached_property
     def _names_one(self) -> bool:
-        return any(case.id == self.text for case in self._of_capability())
+        return self._is_fitted or any(case.id == self.text for case in self._of_capability())
+
+    @cached_property
+    def _is_fitted(self) -> bool:
+        """Whether this is the whole id of a case of a role's space, which a kernel may have beside the list."""
+        try:
+            return self.capability in SPACES and Case.parse(self.text).id == self.text
+        except CaseError:
+            return False
 
     def _of_capability(self) -> list[Case]:
         return [case for entry in CAPABILITIES.values() for case in entry.cases if self._covers(case.capability)]
@@ -144,5 +153,5 @@ class CaseQuery:
 
     @property
     def is_stale(self) -> bool:
-        """Whether no case of the suite's list matches."""
-        return not any(self.matches(case) for case in self._of_capability())
+        """Whether no case of the suite's list matches, and no fitted one can."""
+        return not self._is_fitted and not any(self.matches(case) for case in self._of_capability())

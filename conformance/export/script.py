@@ -160,7 +160,8 @@ def _budget(found: Reproduced) -> dict[str, str]:
     weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
     output = {
         "a": weights + steps + allowed.keys + allowed.values,
-        "e": steps + moved,
+        "torch.maximum(e, size[..., None] * output.abs())": steps,
+        "e": moved,
         "output.abs()": allowed.output,
         "size[..., None] * output.abs()": moved,
         "peak": allowed.p_floor,

@@ -13,8 +13,9 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.gating.required import Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
+from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import grouped
+from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import counted
@@ -33,6 +34,7 @@ class GateFinding(StrEnum):
     LOST = "no longer judged"
     UNEXPECTED_PASS = "unexpected pass"
     MUST_PASS = "must pass"
+    BITWISE = "other bits"
     EXPECTATION = "expectation"
     TOO_LARGE = "too large here"
     NEWLY_PASSING = "newly passing"
@@ -85,6 +87,7 @@ class Gate:
         must_pass: what has to be passed.
         max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
         suites: versions of the suite, beside the one that is installed, whose verdicts are taken.
+        bitwise: questions that each backend has to answer with yes, in every role that they apply to.
     """
 
     reports: Sequence[RunSummary]
@@ -96,6 +99,7 @@ class Gate:
     must_pass: MustPass | None = None
     max_drift: float | None = None
     suites: Sequence[str] = ()
+    bitwise: Sequence[Question] = ()
 
     def rows(self) -> list[GateRow]:
         """Everything found, by kind.
@@ -115,6 +119,7 @@ class Gate:
             found += [
                 GateRow(GateFinding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)
             ]
+        found += [row for question in self.bitwise for row in self._bits(question)]
         return sorted(found, key=lambda row: list(GateFinding).index(row.finding))
 
     @cached_property
@@ -194,6 +199,16 @@ class Gate:
         limit = DRIFT if self.max_drift is None else self.max_drift
         return compare(_joined(self.baseline, self.expectations), self.now, limit)
 
+    def _bits(self, question: Question) -> Iterator[GateRow]:
+        """Backends of which nobody asked, and roles in which a row's bits are not the same."""
+        for name, parts in self._parts.items():
+            answers = [found for _, backend in parts for found in backend.traits.answers(question).values()]
+            if not answers and not all(backend.reasons for _, backend in parts):
+                yield GateRow(GateFinding.BITWISE, name, question, "nobody asked; certify with --bitwise")
+            for found in answers:
+                if found.answer is Answer.NO:
+                    yield GateRow(GateFinding.BITWISE, name, question, f"{found.role}: {found.why}")
+
     def _of_records(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[GateRow]:
         """What failed, and what could not be judged, for want of memory for the most part."""
         newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
@@ -265,7 +280,17 @@ def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[s
             yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
             yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
+    for backend in gate.now.backends:
+        if backend.causes:
+            yield f"{'cause':<16} {backend.name:<{width}} {_cause(backend.causes)}"
     yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
+
+
+def _cause(causes: Sequence[Cause]) -> str:
+    """The first cause of a backend, with its number of cases, and how many others there are."""
+    first, *others = causes
+    further = f"; {counted(len(others), 'other cause')}" if others else ""
+    return f"{cut(first.headline)} · {counted(len(first.failures), 'case')}{further}"
 
 
 def _counts(gate: Gate, rows: Sequence[GateRow]) -> Iterator[str]:

@@ -42,7 +42,12 @@ class Position:
 
     def __str__(self) -> str:
         column = "" if self.column is None else f", column {self.column}"
-        return f"request {self.request}, query {self.position}, head {self.head}{column}"
+        return f"{self.row_name}, head {self.head}{column}"
+
+    @property
+    def row_name(self) -> str:
+        """The row alone."""
+        return f"request {self.request}, query {self.position}"
 
     def to_json(self) -> dict[str, int]:
         """Plain data, without what is not known."""
@@ -51,15 +56,32 @@ class Position:
 
 
 def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
-    """How far an error reaches: ``wrong`` is a mask [T], [T, N] or [T, N, V] with at least one place."""
+    """How far an error reaches, and where first: ``wrong`` is a mask [T], [T, N] or [T, N, V] with a place at least."""
     affected = wrong.view(len(wrong), -1).any(dim=1)
     requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
-    counts = [(requests, len(rows.start_loc) - 1, "requests"), (int(affected.sum()), len(affected), "rows")]
-    for dim, name in ((1, "heads"), (2, "columns")):
+    reach = [f"{requests} of {len(rows.start_loc) - 1} requests", _reach(affected, "row")]
+    for dim, name in ((1, "head"), (2, "column")):
         if dim < wrong.dim():
-            affected = wrong.movedim(dim, 0).flatten(1).any(dim=1)
-            counts.append((int(affected.sum()), len(affected), name))
-    return "wrong in " + ", ".join(f"{count} of {total} {name}" for count, total, name in counts)
+            reach.append(_reach(wrong.movedim(dim, 0).flatten(1).any(dim=1), name))
+    return f"wrong in {', '.join(reach)}, first at {_first(rows, wrong)}"
+
+
+def _reach(affected: torch.Tensor, name: str) -> str:
+    """How many of a mask [n], and which where several are side by side and others are right."""
+    places = affected.nonzero().flatten().tolist()
+    count, first, last = len(places), places[0], places[-1]
+    text = f"{count} of {len(affected)} {name}s"
+    if count < _SEVERAL or count == len(affected) or last - first != count - 1:
+        return text
+    return f"{text} (from {first} on)" if last == len(affected) - 1 else f"{text} ({first} to {last})"
+
+
+def _first(rows: JudgedRows, wrong: torch.Tensor) -> str:
+    """The first place of a mask as :func:`extent` takes it, without its column."""
+    row = int(wrong.flatten(1).any(dim=1).int().argmax()) if wrong.dim() > 1 else int(wrong.int().argmax())
+    if wrong.dim() == 1:
+        return Position.of(rows, [row, 0]).row_name
+    return str(Position.of(rows, [row, int(wrong[row].view(wrong.shape[1], -1).any(dim=1).int().argmax())]))
 
 
 def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
@@ -72,6 +94,7 @@ def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
     return Position.of(rows, index[::-1])
 
 
+_SEVERAL = 2
 _CLOSE = 1e-3
 _TELLING = 0.05
 """Least spread of values, by their size, by which a factor is told from an offset."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -20,7 +21,8 @@ from mla_conformance.reference.error_budget import (
     lse_budget,
     rms_limit,
 )
-from mla_conformance.reference.selected import selected_attention
+from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
+from mla_conformance.reference.shared_roundings import shared_roundings
 from mla_conformance.reference.terms import projected_terms
 
 _MOST_KEPT = 8
@@ -133,18 +135,21 @@ class GoldenAttention(Golden):
             yield from (state.output, state.lse)
             yield from (state.terms.by_name() if state.terms else {}).values()
             yield from (vars(state.projected) if state.projected else {}).values()
+            yield from (extra for extra in (state.shared, state.value_weights) if extra is not None)
 
 
 def golden_attention(problem: Problem) -> GoldenAttention:
     """The golden result, computed in float64."""
     rows = choose_rows(problem)
     states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
-    merged = _golden(problem, rows, problem.whole or _unchunked(problem)) if problem.case.is_merged else None
+    merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
     return GoldenAttention(rows, states, merged)
 
 
-def _unchunked(problem: Problem) -> AttentionOperands:
-    """Causal attention over context and new tokens."""
+def _whole(problem: Problem) -> AttentionOperands:
+    """What all calls attend to together; of chunks causal attention over context and new tokens."""
+    if problem.whole:
+        return problem.whole
     new, *chunks = problem.attention
     ordered = [*chunks, new]
     lengths = [
@@ -155,6 +160,50 @@ def _unchunked(problem: Problem) -> AttentionOperands:
 
 
 def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
+    return replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
+
+
+def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
+    """A golden state with what roundings that the weights of a row share add to its error.
+
+    That takes several times as long as the state itself, so it is computed where an error exceeds what independent
+    roundings explain, and nowhere else.
+
+    Args:
+        problem: the inputs.
+        rows: which rows the state holds.
+        state: a golden state.
+        call: which call it is of; None for all calls merged.
+    """
+    if problem.output_dtype is torch.float32:
+        return state
+    operands = _whole(problem) if call is None else problem.attention[call].operands()
+    return replace(state, shared=_shared(problem, rows, operands, state.lse))
+
+
+def _shared(problem: Problem, rows: JudgedRows, operands: AttentionOperands, lse: torch.Tensor) -> torch.Tensor:
+    """[T, N, 3], what they add."""
+    ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
+    q, visible = rows.pick(operands.q), _visible(operands, rows)
+    shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
+    return shared if operands.sink is None else shared * sink_share(lse, operands.sink).square()
+
+
+def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
+    """The keys of each judged row."""
+    if operands.selected is not None:
+        # On the CPU, since a GPU is waited for in each row.
+        return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]
+    bounds = zip(segments(operands.query_start_loc), segments(operands.key_start_loc), strict=True)
+    seen = [
+        slice(keys.start, max(keys.start, keys.stop - (queries.stop - 1 - row) * operands.causal))
+        for queries, keys in bounds
+        for row in range(queries.start, queries.stop)
+    ]
+    return [seen[rows.number(judged)] for judged in range(rows.start_loc[-1])]
+
+
+def _attention(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
     qkv = (operands.q, operands.k, operands.v)
     if operands.selected is not None:
         return selected_attention(

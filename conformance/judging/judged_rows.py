@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import useful_operations
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 
@@ -81,19 +81,6 @@ def choose_rows(problem: Problem) -> JudgedRows:
     seed = hashlib.sha256(problem.key.encode()).digest()
     drawn = random.Random(seed).sample(rest, DRAWN_ROWS)
     return JudgedRows(starts, tuple(sorted([*telling, *drawn])), DRAWN_ROWS)
-
-
-def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) -> float:
-    """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
-
-    Args:
-        case: gives heads, head dims and the entry that is driven.
-        new: new tokens of each request.
-        context: context tokens of each request.
-    """
-    causal = sum(length * (length + 1) / 2 for length in new) if case.is_causal else 0.0
-    pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
-    return 2.0 * case.columns * case.heads * pairs * (2 if case.is_merged else 1)
 
 
 def _lengths(problem: Problem) -> tuple[list[int], list[int]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import inf
 
 from mla_conformance.cases.case import FAR, Call, Case
-from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS, useful_operations
+from mla_conformance.cases.work import operations_of
+from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS
 
 _MARGIN_BYTES = 2 << 30
 _FAR_ITEM_BYTES = 2
@@ -33,17 +34,15 @@ class Reach:
 
 def needed_bytes(case: Case) -> int:
     """Device memory that the operands and the output of a far case take, with a margin for the kernel's own."""
-    reach, dims = Reach.of(case), case.dimensions
+    reach = Reach.of(case)
     if reach.operand != "rows":
         return 2 * _FAR_ITEM_BYTES * reach.elements + _MARGIN_BYTES
-    rows = rows_before(case)
-    columns = dims.qk_head_dim + 2 * dims.v_head_dim
-    return _FAR_ITEM_BYTES * rows * case.heads * columns + _MARGIN_BYTES
+    return _FAR_ITEM_BYTES * rows_before(case) * (case.row_elements + case.output_elements) + _MARGIN_BYTES
 
 
 def rows_before(case: Case) -> int:
     """Rows whose output, narrower than the queries, reaches as far as the case says."""
-    return -(-Reach.of(case).elements // (case.heads * case.dimensions.v_head_dim))
+    return -(-Reach.of(case).elements // case.output_elements)
 
 
 MOST_OPERATIONS = {"cpu": 1e12}
@@ -70,8 +69,3 @@ def memory_need(case: Case, device_type: str) -> int:
 def is_too_long(case: Case, device_type: str) -> bool:
     """Whether judging a case takes hours on a type of device."""
     return operations_of(case) > MOST_OPERATIONS.get(device_type, inf)
-
-
-def operations_of(case: Case) -> float:
-    """Useful operations of a case."""
-    return useful_operations(case, case.q, case.visible_lens)

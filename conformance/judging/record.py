@@ -28,6 +28,9 @@ Confirmed = Literal["", "alone", "after", "unrepeated"]
 
 UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
+UNCOMPARED: Final = "not compared with every known defect, which would take too long"
+"""The explanation of a failure for which time ran out."""
+_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED)
 _SHOWN_CASES = 3
 
 
@@ -143,7 +146,7 @@ class Record(Said, frozen=True):
     @property
     def is_explained(self) -> bool:
         """Whether it fails as a wrong kernel does that is known."""
-        return self.explanation not in ("", UNLIKE)
+        return self.explanation not in _EXPLAIN_NOTHING
 
     @property
     def looks_like(self) -> str:
@@ -153,7 +156,7 @@ class Record(Said, frozen=True):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What every view says of a failure below its message: what it looks like, and what confirming it found."""
-        looks_like = self.looks_like if self.looks_like in ("", UNLIKE) else f"looks like: {self.looks_like}"
+        looks_like = self.looks_like if self.looks_like in _EXPLAIN_NOTHING else f"looks like: {self.looks_like}"
         return tuple(filter(None, (looks_like, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
@@ -215,6 +218,8 @@ class BackendFacts:
         deviations: (convention of its library, what the adapter does about it).
         rounding: the declared rounding classes by name.
         fingerprint: what tells that it is still the same: the digest of its file, or its versions.
+        fitted: ids of the cases that hold every pair of classes which it declares and no listed case holds.
+        region: digest of the spaces and of these cases.
         declared: all that it declares of each role, in words; it is the same in every process.
     """
 
@@ -226,4 +231,6 @@ class BackendFacts:
     deviations: tuple[tuple[str, str], ...] = ()
     rounding: dict[str, str] = dataclasses.field(default_factory=dict)
     fingerprint: str = ""
+    fitted: tuple[str, ...] = ()
+    region: str = ""
     declared: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -19,7 +20,13 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
 class Steps(ABC):
-    """The steps of one verdict; the first that fails decides."""
+    """The steps of one verdict; the first that fails decides.
+
+    Attributes:
+        writes: the check of what a call writes beside its result.
+    """
+
+    writes: ClassVar[Check] = Check.CACHE
 
     def __init__(self, problem: Problem, expected: Golden) -> None:
         self.problem, self.rows = problem, expected.rows
@@ -54,7 +61,7 @@ class Steps(ABC):
             yield self._form(returned)
         yield from self._numbers(observation)
         yield from (_out_tensor(returned) for returned in observation.returned)
-        yield from (_miswritten(returned) for returned in observation.returned)
+        yield from (self._miswritten(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
         if observation.disturbed:
@@ -82,6 +89,9 @@ class Steps(ABC):
                 return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
         return None
 
+    def _miswritten(self, returned: Returned) -> Verdict | None:
+        return failed(self.writes, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
+
     def _use(self, used: BudgetUse) -> None:
         self.used = self.used.worst_with(used)
 
@@ -94,10 +104,6 @@ def _raised(returned: Returned) -> Verdict | None:
         return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
     verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
     return replace(verdict, detail=returned.traceback)
-
-
-def _miswritten(returned: Returned) -> Verdict | None:
-    return failed(Check.CACHE, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
 
 
 def _out_tensor(returned: Returned) -> Verdict | None:

@@ -60,6 +60,7 @@ def tolerance() -> Tolerance:
 
 
 _FP22_ROUNDOFF = 2.0**-13
+_FLUSHED = 2.0**-126
 _E4M3_ROUNDOFF = 2.0**-4
 _E4M3_FLOOR = 2.0**-10
 SCALED_P = 2.0**8
@@ -72,26 +73,36 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """Half the smallest subnormal: the absolute error of rounding values below the smallest normal."""
-    return float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype)
+    """The absolute error of values below the smallest normal: half the smallest subnormal of a dtype.
+
+    What float32 holds as a subnormal may be 0, since processors flush those, and approximate exponentials end there.
+    """
+    return max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED)
 
 
 def _roundoff(precision: Precision, model: torch.dtype) -> float:
     if precision in (Precision.E4M3, Precision.SCALED_E4M3):
         return _E4M3_ROUNDOFF
-    if precision is Precision.FLOAT16:
-        return unit_roundoff(torch.float16)
-    return unit_roundoff(model) if precision is Precision.MODEL else 0.0
+    return max(map(unit_roundoff, _dtypes(precision, model)), default=0.0)
 
 
-def _p_floor(precision: Precision, model: torch.dtype) -> float:
+def _absolute(precision: Precision, model: torch.dtype) -> float:
+    """The floor of a value that is stored in a precision."""
     if precision is Precision.E4M3:
         return _E4M3_FLOOR
     if precision is Precision.SCALED_E4M3:
         return _E4M3_FLOOR / SCALED_P
-    if precision is Precision.FLOAT16:
-        return _floor(torch.float16)
-    return _floor(model) if precision is Precision.MODEL else 0.0
+    return max(map(_floor, _dtypes(precision, model)), default=0.0)
+
+
+def _dtypes(precision: Precision, model: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of 16 bits that a precision stands for; none where it does not round."""
+    dtypes = {
+        Precision.FLOAT16: (torch.float16,),
+        Precision.MODEL: (model,),
+        Precision.MODEL_OR_FLOAT16: (model, torch.float16),
+    }
+    return dtypes.get(precision, ())
 
 
 @dataclass(frozen=True)
@@ -134,14 +145,16 @@ def roundoffs(
     """
     rounding = Rounding() if model is torch.float32 else declared
     p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
-    exact_result = merged is not None and not merged.stored
+    parts, result = merged.roundings if merged else 0, 0 if merged and not merged.stored else 1
+    # Values that are parts of the output, or that it is a mean of: each is off by its dtype's floor at most.
+    stored = _absolute(rounding.partial_outputs, model) + dequantised * _absolute(rounding.dequantised_keys, model)
     truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0
     return Roundoffs(
         p=p,
-        p_floor=_p_floor(rounding.p, model),
-        partials=_roundoff(rounding.partial_outputs, model) + (merged.roundings * unit if merged else 0.0),
-        output=0.0 if exact_result else unit,
-        output_floor=_floor(model),
+        p_floor=_absolute(rounding.p, model),
+        partials=_roundoff(rounding.partial_outputs, model) + parts * unit,
+        output=result * unit,
+        output_floor=(parts + result) * _floor(model) + stored,
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
@@ -149,5 +162,6 @@ def roundoffs(
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
+        values_floor=_floor(model),
         latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
     )

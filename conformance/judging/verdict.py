@@ -36,10 +36,13 @@ class Check(StrEnum):
     OUTPUT = "output"
     SELECTION = "selection"
     SCORE = "score"
+    PREPARED = "prepared"
     OUT_TENSOR = "out_tensor"
     CACHE = "cache"
+    WRITTEN = "written"
     MUTATED_INPUT = "mutated_input"
     OUT_OF_BOUNDS_WRITE = "out_of_bounds_write"
+    OUT_OF_BOUNDS = "out_of_bounds"
     PROCESS_STATE = "process_state"
     STALE_RESULT = "stale_result"
     NONDETERMINISM = "nondeterminism"
@@ -50,7 +53,9 @@ class Check(StrEnum):
 
 
 ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)
-"""The checks that a wrong number fails."""
+"""The checks that a wrong number of attention fails."""
+COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE, Check.PREPARED)
+"""The checks whose failures are compared with known defects."""
 CLAUSES = {
     Check.CALL: "3.8",
     Check.SHAPE: "3.1",
@@ -61,10 +66,13 @@ CLAUSES = {
     Check.OUTPUT: "4.2",
     Check.SELECTION: "8.4",
     Check.SCORE: "8.5",
+    Check.PREPARED: "8.8",
     Check.OUT_TENSOR: "3.4",
     Check.CACHE: "6.7",
+    Check.WRITTEN: "9.1",
     Check.MUTATED_INPUT: "3.6",
     Check.OUT_OF_BOUNDS_WRITE: "3.6",
+    Check.OUT_OF_BOUNDS: "3.10",
     Check.PROCESS_STATE: "3.6",
     Check.STALE_RESULT: "3.7",
     Check.NONDETERMINISM: "3.7",

@@ -10,6 +10,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.memory import poison, storage_bytes
 from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows
+from mla_conformance.reference.kv_cache import read_entries, write_entries
 
 TIE_SLACK = 2.0**-20
 """Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
@@ -46,11 +47,12 @@ class CacheImage:
 
     def with_only(self, rows: torch.Tensor) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens."""
-        after, slots = self._view(self.before.clone()), self.slots[rows.to(self.slots.device)]
-        at = (slots // self.cache.shape[1], slots % self.cache.shape[1])
-        after[at] = self._view(self.after)[at]
+        slots = self.slots[rows.to(self.slots.device)]
+        after = self.before.clone()
+        rows_after = read_entries(self._view(self.after), slots, self.case.cache)
+        write_entries(self._view(after), rows_after, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
-        return replace(self, after=storage_bytes(after), slots=slots, latents=latents)
+        return replace(self, after=after, slots=slots, latents=latents)
 
     def difference(self) -> str:
         """One sentence about bytes that are not what they must be; empty if there is none."""
@@ -64,18 +66,11 @@ class CacheImage:
         return self._wrong_entries(slots)
 
     def _slots_of(self, wrong: torch.Tensor) -> torch.Tensor:
-        """Flat slots with a wrong byte; -1 for bytes outside of the layer's own blocks."""
-        numbers = torch.full((wrong.numel(),), -1, dtype=torch.int64, device=wrong.device)
-        page = self.cache.shape[1]
-        element = self.cache.element_size()
-        flat = torch.arange(self.cache.shape[0] * page, device=wrong.device).view(-1, page, 1)
-        view = numbers.as_strided(
-            (*self.cache.shape[:2], self.cache.shape[2] * element),
-            (self.cache.stride(0) * element, self.cache.stride(1) * element, 1),
-            self.cache.storage_offset() * element,
-        )
-        view.copy_(flat.expand_as(view))
-        return numbers[wrong].unique()
+        """Flat slots with a wrong byte; -1 for bytes outside of the layer's own entries."""
+        every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
+        found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        slots = every[found.any(dim=1)]
+        return torch.cat((slots.new_full((int(found.sum() < wrong.sum()),), -1), slots))
 
     def _wrong_entries(self, slots: torch.Tensor) -> str:
         """Whether the entries that differ in their bytes also differ in what they mean."""
@@ -102,11 +97,10 @@ class CacheImage:
 
     def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[n, width] entries of these slots in bytes laid out as the cache is."""
-        page = self.cache.shape[1]
-        return self._view(storage.clone())[slots // page, slots % page].view(self.cache.dtype)
+        return read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
 
     def _view(self, storage: torch.Tensor) -> torch.Tensor:
-        """[blocks, page, bytes of an entry] of bytes laid out as the cache is."""
+        """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
         cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
         cache.set_(storage.untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride())
         return cache.view(torch.uint8)
@@ -146,11 +140,10 @@ class ExpectedCache:
 
     def image(self) -> CacheImage:
         """The cache without its new tokens, in whose place is poison, and with them."""
-        cache, page = self.pages.cache, self.case.page
-        after = storage_bytes(cache).clone()
+        cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
         slots, rows = self._new_slots()
-        hole = poison((1, cache.shape[2]), cache.dtype, cache.device, self.case.poison).view(torch.uint8)
-        cache.view(torch.uint8)[slots // page, slots % page] = hole
+        holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
+        write_entries(cache, holes, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
         return CacheImage(self.case, cache, storage_bytes(cache).clone(), after, slots, latents)
 

@@ -25,6 +25,7 @@ class AttentionOperands:
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
         projection: what k and v are projected from, where projecting rounds.
+        value_weights: [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents.
         selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
         sink: [N], the logit of each head's sink; None without.
     """
@@ -37,6 +38,7 @@ class AttentionOperands:
     causal: bool
     dequantised: bool = False
     projection: Projection | None = None
+    value_weights: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     sink: torch.Tensor | None = None
 
@@ -67,6 +69,8 @@ class KernelCall(ABC):
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what the call returns first."""
 
+    token_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    """The dimension in which each part of a result counts tokens, as an output and an LSE do."""
     means: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors that say what the operands stand for, and are handed to no backend."""
 
@@ -168,11 +172,6 @@ class AttentionCall(KernelCall):
     @abstractmethod
     def returns_lse(self) -> bool:
         """Whether the backend is asked for the LSE."""
-
-    @property
-    def judges_lse(self) -> bool:
-        """Whether the LSE that is returned counts."""
-        return self.returns_lse
 
     @abstractmethod
     def operands(self) -> AttentionOperands:

@@ -13,6 +13,8 @@ _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _LARGE = 1e4
 _FREED_BLOCKS = 2
+_RAN_OUT = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
+"""What torch says of a CPU, of the driver and of cuBLAS and cuDNN, and Triton of the driver."""
 _ENOUGH = 7 / 8
 """Share of a GPU's memory that has to be free again after a case that there was not enough for."""
 _POISON_BYTE = 0xFF
@@ -103,7 +105,7 @@ def device_lost(device: torch.device) -> bool:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory, of the machine or of the GPU, ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _RAN_OUT)
     )
 
 

@@ -41,8 +41,12 @@ class Draw(Generic[AnyCase]):
         if dtype is None:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
         self.case, self.device, self.dtype, self.salt = case, device, dtype, salt
-        self.regime: Regime = REGIMES[case.data]
         self.generator = torch.Generator().manual_seed(_seed(case, salt))
+
+    @property
+    def regime(self) -> Regime:
+        """What queries, keys and values are made of; of a role whose inputs are others its ``data`` names none."""
+        return REGIMES[self.case.data]
 
     @property
     def key(self) -> str:
@@ -77,6 +81,7 @@ def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
 def edges(keys: int, case: Case) -> list[int]:
     """Key positions next to a boundary, most telling first."""
     candidates = [keys - 1, 0, case.page - 1, case.page, case.workspace - 1, case.workspace]
+    candidates += [(keys - 1) // size * size for size in (case.page, 64, 128)]
     candidates += [keys // 2, 127, 128, 63, 64, keys - 2, 255, 256, keys // 3]
     return [position for position in dict.fromkeys(candidates) if 0 <= position < keys]
 

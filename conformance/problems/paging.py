@@ -71,7 +71,7 @@ def write_pages(draw: Draw[AnyPaged], form: PageForm, entries: torch.Tensor, len
     block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
     slots = block * form.tokens + position % form.tokens
     write_entries(cache, entries.to(device), slots.to(device), form.layout)
-    return Pages(cache, _block_table(case, counts, order).to(device), slots)
+    return Pages(cache, block_table_of(case, counts, order).to(device), slots)
 
 
 def gather_entries(
@@ -104,8 +104,14 @@ def _poisoned(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor,
     return inside.unflatten(1, (form.tokens, width))
 
 
-def _block_table(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[B, max blocks] int32; the last columns are past every request's last page."""
+def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[B, max blocks] int32; the last columns are past every request's last page.
+
+    Args:
+        case: what it is for.
+        counts: [B] blocks of each request.
+        order: blocks, those of the first request first.
+    """
     table = _tails(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
     table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
     if case.pad:

@@ -22,12 +22,14 @@ class Site:
         k: [S, N, D] keys as the backend receives them, on any device.
         scale: softmax scale.
         edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
+        causal: whether the last row sees all keys, and each row before it one fewer.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     scale: float
     edges: Sequence[int]
+    causal: bool = False
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -55,20 +57,29 @@ class Regime:
     values: Callable[[torch.Tensor], torch.Tensor] = _same
 
 
-def _aligned(site: Site, logit: float) -> torch.Tensor:
-    """Queries whose head h has ``logit`` more at the h-th edge key than the noise gives it."""
+def _spotlighted(site: Site) -> torch.Tensor:
+    """[T, N] the key that each row spotlights for each head: another edge that it sees for the next row and head."""
+    rows, last = site.q.shape[0], site.k.shape[0] - 1
+    ends = torch.full((rows,), last) if not site.causal else last + 1 - rows + torch.arange(rows)
+    edges = torch.cat((ends.unsqueeze(1), torch.tensor(site.edges).expand(rows, -1)), dim=1)
+    seen = edges <= ends.unsqueeze(1)
+    turn = torch.arange(rows).unsqueeze(1) + torch.arange(site.q.shape[1])
+    places = (~seen).int().argsort(dim=1, stable=True).gather(1, turn % seen.sum(dim=1, keepdim=True))
+    return edges.gather(1, places)
+
+
+def _aligned(site: Site, above: float) -> torch.Tensor:
+    """Queries to which one edge key has e^``above`` times the mass of all others, about."""
     if not site.edges:
         return site.q
-    heads = torch.arange(site.q.shape[1])
-    chosen = torch.tensor(site.edges)[heads % len(site.edges)]
-    keys = site.k[chosen.to(site.k.device), heads.to(site.k.device)].float().cpu()
+    heads, chosen = torch.arange(site.q.shape[1], device=site.k.device), _spotlighted(site).to(site.k.device)
+    keys = site.k[chosen, heads].float().cpu()
     direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
-    return site.q + direction * (logit / site.scale)
+    return site.q + direction * ((math.log(site.k.shape[0]) + above) / site.scale)
 
 
 def _hot_over_tail(site: Site) -> torch.Tensor:
-    """The edge key gets about as much mass as all others together."""
-    return _aligned(site, math.log(max(1, site.k.shape[0])) + 1.0)
+    return _aligned(site, 1.0)
 
 
 _CHANNEL = 400.0
@@ -121,11 +132,12 @@ def _scaled_queries(factor: float) -> Callable[[Site], torch.Tensor]:
 REGIMES: dict[str, Regime] = {
     Data.NORMAL: Regime("N(0,1) queries, keys and values"),
     Data.NEEDLE: Regime(
-        "one dominant key per head at a sequence, page, chunk or tile edge: a lost or leaked key changes everything",
-        lambda site: _aligned(site, 16.0),
+        "one dominant key at an edge of a sequence, page, chunk or tile, another for each row and head, over a tail: "
+        "a lost or leaked key changes everything",
+        lambda site: _aligned(site, 4.0),
     ),
     Data.HOT_TAIL: Regime(
-        "one key holds about half of the mass over a diffuse tail: mass lost in the tail", _hot_over_tail
+        "one key holds more than half of the mass over a diffuse tail: mass lost in the tail", _hot_over_tail
     ),
     Data.HOT_ONES: Regime(
         "a hot key over a diffuse tail with V = 1: the weights must add up", _hot_over_tail, values=torch.ones_like

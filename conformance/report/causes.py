@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import UNLIKE, Record
+from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.report.terminal import MESSAGE
+from mla_conformance.report.circumstances import circumstances
+from mla_conformance.report.terminal import MESSAGE, near
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
@@ -27,6 +29,7 @@ class Cause:
     Attributes:
         sentence: what is wrong; the text of an exception where one was raised.
         failures: at least one.
+        only: the kind of cases that fail of it, where that tells them from most that pass.
         kind: "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside
             such a one, and may come of it; "seen" otherwise, and for what was raised.
     """
@@ -34,6 +37,7 @@ class Cause:
     sentence: str
     failures: tuple[Record, ...]
     kind: CauseKind = "seen"
+    only: str = ""
 
     @cached_property
     def example(self) -> Record:
@@ -61,7 +65,7 @@ class Cause:
     @property
     def reserve(self) -> str:
         """What is to be said behind its number of cases, where a likely cause stands beside it."""
-        return ", which may have the same origin" if self.kind == "further" else ""
+        return ", possibly the same bug" if self.kind == "further" else ""
 
     @property
     def extent(self) -> str:
@@ -84,13 +88,13 @@ def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
     return groups
 
 
-def causes(records: Iterable[Record]) -> tuple[Cause, ...]:
+def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     likely = _likely(said)
     found = [
-        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely))
+        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely), circumstances(group, records))
         for sentence, group in said.items()
     ]
     return tuple(sorted(found, key=lambda cause: (cause.kind != "likely", -len(cause.failures))))
@@ -130,11 +134,13 @@ def _sentence(group: Sequence[Record]) -> str:
 
 
 def _compared(group: Sequence[Record]) -> str:
-    """How many were compared with everything that is known, if that was in vain."""
+    """How many were compared with everything that is known, if that was in vain, or that time ran out."""
     unlike = sum(record.explanation == UNLIKE for record in group)
-    if not unlike or any(record.is_explained for record in group):
+    if any(record.is_explained for record in group):
         return ""
-    return f", {UNLIKE}" if unlike == len(group) else f"; compared in {unlike} of {len(group)} cases, {UNLIKE}"
+    if not unlike:
+        return f"; {UNCOMPARED}" if any(record.explanation == UNCOMPARED for record in group) else ""
+    return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
 
 
 def _is_exception(record: Record) -> bool:
@@ -145,6 +151,18 @@ def _raised(record: Record) -> str:
     """What was raised, or what else ended the call, without where in the procedure."""
     text = record.message.removesuffix(f" (SPEC {record.clause})")
     return raised[1] if (raised := _RAISED.search(text)) else text
+
+
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def raised_at(record: Record) -> str:
+    """Where a kernel raised, as ``file:line, in function``: the last place in its own file, else the last of all."""
+    if record.check != Check.CALL:
+        return ""
+    frames, own = _FRAME.findall(record.detail), record.reference.rpartition(":")[0]
+    found = [frame for frame in frames if Path(frame[0]).name == Path(own).name and own.endswith(".py")] or frames
+    return "{}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
 
 
 def _simplicity(record: Record) -> tuple[int, int, str]:
@@ -166,13 +184,14 @@ WRONG: dict[str, str] = {
     Check.CACHE: "the cache does not hold what was to be written",
     Check.MUTATED_INPUT: "inputs were changed",
     Check.OUT_OF_BOUNDS_WRITE: "memory beside the output tensor was written",
+    Check.OUT_OF_BOUNDS: "memory beside an operand was read or written",
     Check.PROCESS_STATE: "the state of the process was changed",
     Check.STALE_RESULT: "an earlier result was overwritten",
     Check.NONDETERMINISM: "the same call returns other bits",
     Check.BATCH_DEPENDENCE: "a result depends on the other requests of its batch",
     Check.NONLINEARITY: "the output is not linear in V",
-    Check.UNDECLARED_SUPPORT: "what is declared unsupported is accepted, and comes out wrong",
-    Check.UNSAFE_REFUSAL: "a refusal comes too late",
+    Check.UNDECLARED_SUPPORT: "runs a configuration that it declares unsupported, with the right result",
+    Check.UNSAFE_REFUSAL: "should have refused: a wrong result, or a side effect",
 }
 """What failing a check means, of failures of which nothing more is known."""
 _MASKED: dict[str, str] = {

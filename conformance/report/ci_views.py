@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause
+from mla_conformance.report.causes import Cause, raised_at
 from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
@@ -71,9 +71,13 @@ def _causes(backend: BackendSummary) -> Iterator[str]:
 
 
 def _example(cause: Cause) -> Iterator[str]:
-    """The simplest case, with what was seen, and what confirming it found."""
+    """The kind of cases, the simplest one with what was seen, and what confirming it found."""
     example = cause.example
+    if cause.only:
+        yield cause.only
     yield f"{example.case}: {example.message}"
+    if place := raised_at(example):
+        yield f"raised at {place}"
     if example.confirmed:
         yield example.confirmed
 

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import Said, Share, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
@@ -83,6 +84,14 @@ class DeviationForm(_Form, frozen=True, kw_only=True):
     adapter: str
 
 
+class PairsForm(_Form, frozen=True, kw_only=True):
+    """Pairs of classes of a role's space."""
+
+    claimed: Annotated[Number, Meta(description="Of what the backend declares.")]
+    judged: Number
+    not_judged: Annotated[tuple[str, ...], Meta(description="Those that were claimed and not judged.")]
+
+
 class BackendForm(_Form, frozen=True, kw_only=True):
     """One backend."""
 
@@ -97,9 +106,17 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]
     fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
+    fitted: Annotated[_CaseList, Meta(description="Ids of the cases that were made for what it declares.")]
+    region: Annotated[
+        str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")
+    ]
+    pairs: Annotated[dict[str, PairsForm], Meta(description="By role, of a tier that holds every pair of classes.")]
     capabilities: dict[str, CapabilityForm]
     causes: Annotated[tuple[CauseForm, ...], Meta(description="What is wrong, likely causes first, then by cases.")]
     heat: Annotated[dict[str, HeatMap], Meta(description="Where errors are over their budget, by failing case.")]
+    traits: Annotated[Traits, Meta(description="When bits are the same and how errors are spread, if asked.")] = (
+        NO_TRAITS
+    )
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 
 

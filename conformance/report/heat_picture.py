@@ -19,7 +19,7 @@ def words(heat_map: HeatMap) -> str:
     return (
         f"{heat_map.part}: {heat_map.wrong} of {counted(heat_map.cells, 'cell')} over their budget; "
         f"{counted(heat_map.heads, 'head')} down, {counted(heat_map.rows, 'row')} to the right; "
-        f"{several}the stronger the colour, the further"
+        f"{several}stronger colour = further over budget"
     )
 
 

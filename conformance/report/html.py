@@ -10,10 +10,11 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.heat_picture import picture, words
-from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here
+from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
+from mla_conformance.report.traits import TraitsView
 
 _CLOSEST = 8
 
@@ -29,7 +30,10 @@ def html(run: RunSummary) -> str:
         outcome={0: "pass", 1: "fail"}.get(run.exit_status, "not_run"),
         closing=closing_line(run),
         judged_backends=run_backends,
+        traits_of=[(backend.name, backend.traits) for backend in run_backends],
+        traits_view=TraitsView(),
         waived=_waived(run),
+        judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         seconds=f"{sum(run.seconds.values()):.0f} s",
         refusals=[(backend, refusals) for backend in run_backends if (refusals := _refusals(backend))],

@@ -15,6 +15,7 @@ from mla_conformance.report.form import (
     CauseForm,
     DeviationForm,
     FailureForm,
+    PairsForm,
     RecordForm,
     ReportForm,
     SampledForm,
@@ -56,8 +57,15 @@ def _backend(backend: BackendSummary) -> BackendForm:
         rounding=facts.rounding,
         deviations=tuple(DeviationForm(library=library, adapter=adapter) for library, adapter in facts.deviations),
         fingerprint=facts.fingerprint,
+        fitted=facts.fitted,
+        region=facts.region,
+        pairs={
+            role: PairsForm(claimed=p.claimed, judged=p.judged, not_judged=p.not_judged)
+            for role, p in backend.pairs.items()
+        },
         causes=tuple(map(_cause, backend.causes)),
         heat=dict(backend.heat),
+        traits=backend.traits,
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
         records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
     )

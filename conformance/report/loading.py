@@ -16,6 +16,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Traced
+from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
     ENVIRONMENT,
@@ -27,8 +28,10 @@ from mla_conformance.report.form import (
     ReportForm,
 )
 from mla_conformance.report.json_report import report_form
+from mla_conformance.report.pairs import JudgedPairs, judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import shown
+from mla_conformance.version import SUITE_VERSION
 
 
 def report_file(path: Path) -> Path:
@@ -50,9 +53,20 @@ def load_report(path: Path) -> RunSummary:
         run = _run(report, str(path))
     except ValueError as error:
         raise InputError(f"{path}: malformed report: {error}") from error
+    if report.suite == SUITE_VERSION:
+        _require_pairs(run, str(path))
     for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
         raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
     return run
+
+
+def _require_pairs(run: RunSummary, path: str) -> None:
+    """Hold what a report of this suite says of pairs against its records; other suites have other spaces."""
+    for backend in run.backends:
+        if backend.pairs and dict(backend.pairs) != judged_pairs(backend.records, backend.facts.fitted):
+            raise InputError(
+                f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
+            )
 
 
 _NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")
@@ -86,7 +100,10 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
     salt = report.environment.get("salt", "")
-    backends = tuple(_backend(name, part, own, salt) for name, part in report.backends.items())
+    backends = tuple(
+        _backend(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt)
+        for name, part in report.backends.items()
+    )
     reported = {"suite": report.suite, **report.environment}
     return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date)
 
@@ -103,7 +120,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
     capabilities = () if part.reasons else summarise(records, listed)
-    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat)
+    pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
+    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
 
 
 def _facts(name: str, part: BackendForm) -> BackendFacts:
@@ -179,9 +197,8 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
             raise InputError(f"{run.source}: another list of cases than in {first.source}")
     _require_each_once(shards)
     _require_partition(shards, first.cases)
-    position = {case: index for index, case in enumerate(first.cases)}
     parts = zip(*(run.backends for run in runs), strict=True)
-    joined = tuple(_joined(part, position) for part in parts)
+    joined = tuple(_joined(part, first.cases) for part in parts)
     return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs))
 
 
@@ -231,7 +248,8 @@ def _require_partition(shards: Sequence[_Named], cases: Sequence[str]) -> None:
         raise InputError(f"{len(absent)} cases of the list are in no shard, the first is {absent[0]}")
 
 
-def _joined(parts: Sequence[BackendSummary], position: dict[str, int]) -> BackendSummary:
+def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSummary:
+    position = {case: index for index, case in enumerate((*cases, *parts[0].facts.fitted))}
     records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
     first = parts[0]
     if first.reasons:
@@ -239,4 +257,7 @@ def _joined(parts: Sequence[BackendSummary], position: dict[str, int]) -> Backen
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     traced = reduce(Traced.joined, (part.traced for part in parts))
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
-    return BackendSummary(first.facts, summarise(records, count_by_capability(position)), stopped, traced, heat)
+    pairs = judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
+    traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
+    capabilities = summarise(records, count_by_capability(position))
+    return BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

@@ -1,5 +1,6 @@
 """The outcome of a run in words: causes, backend by backend, what is right for a deployed model, the closing line."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, grouped
+from mla_conformance.report.causes import Cause, grouped, raised_at
+from mla_conformance.report.pairs import JudgedPairs
 from mla_conformance.report.summary import (
     SIGN,
     BackendOutcome,
@@ -25,9 +27,13 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.report.traits import traits_lines
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
+_MOST_AFTER = 3
+"""Cases before another one that a line to copy names."""
+_MOST_REASONS = 5
 
 
 class Group(StrEnum):
@@ -189,14 +195,14 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
             if len(backend.causes) > 1:
                 yield from [head] if number == 1 else []
                 head = f"    {number}. {cases_of(cause)}{cause.reserve}"
-            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, width)
+            yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
         if hidden:
             yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
 
 
 def cases_of(cause: Cause) -> str:
     """How many cases fail of a cause."""
-    return counted(len(cause.failures), "further case" if cause.kind == "further" else "case")
+    return counted(len(cause.failures), "more case" if cause.kind == "further" else "case")
 
 
 def _extent(causes: Sequence[Cause]) -> str:
@@ -205,7 +211,7 @@ def _extent(causes: Sequence[Cause]) -> str:
     if not likely:
         return counted(_failures(causes), "case")
     further = _failures(causes) - _failures(likely)
-    cases = counted(further, "further case") if further else counted(_failures(likely), "case")
+    cases = counted(further, "more case") if further else counted(_failures(likely), "case")
     return f"{counted(len(likely), 'likely cause')}, {cases}"
 
 
@@ -213,15 +219,29 @@ def _failures(causes: Iterable[Cause]) -> int:
     return sum(len(cause.failures) for cause in causes)
 
 
-def _cause(head: str, cause: Cause, width: int) -> Iterator[str]:
+def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    details = ["" if said.endswith(cause.sentence) else f"{simplest}{said}", example.confirmed]
+    place = raised_at(cause.example)
+    details = [
+        cause.only,
+        "" if said.endswith(cause.sentence) else f"{simplest}{said}",
+        f"raised at {place}" if place else "",
+        example.confirmed,
+    ]
     yield from wrapped(head, width, further=_INDENT)
     for detail in details:
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
-    yield f"{_INDENT}replay: {example.replay}"
+    yield f"{_INDENT}replay: {replay_in(run, cause.example)}"
+
+
+def replay_in(run: RunSummary, failure: Record) -> str:
+    """The command that runs a failure again; by the run's report, if that is kept, where many cases stand before it."""
+    if not run.source or len(failure.after) <= _MOST_AFTER:
+        return from_here(failure).replay
+    number = [record.record_key for record in run.records if record.failed].index(failure.record_key) + 1
+    return f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
 
 
 def from_here(record: Record) -> Record:
@@ -245,7 +265,7 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
     else:
         yield from cause_lines(reported, width)
         for backend in reported.backends:
-            yield from backend_lines(backend, width)
+            yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1)
     if absent:
         yield absent_line(absent, width)
 
@@ -278,12 +298,13 @@ _DETAIL = "  "
 _LISTED = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
 
 
-def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
+def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = False) -> Iterator[str]:
     """A backend's counts, its capabilities by outcome, and what else is to be said; or why it is unavailable.
 
     Args:
         backend: what was found.
         width: columns of the lines; one that tells what to install stays whole, for copying.
+        with_reasons: say why cases are unsupported or unavailable.
     """
     sign = f"{backend.name} {SIGN[backend.outcome]}"
     if backend.reasons:
@@ -293,13 +314,29 @@ def backend_lines(backend: BackendSummary, width: int) -> Iterator[str]:
     held = sum(each.outcome is BackendOutcome.PASS for each in applicable)
     passed = f"{backend.counts.passed}/{backend.counts.judged} cases, {held}/{len(applicable)} capabilities"
     yield f"{sign} passed {passed}" if applicable else f"{sign} unsupported"
+    begun = [each for each in applicable if each.counts.run]
     for outcome in _LISTED:
-        texts = [capability_text(each) for each in applicable if each.outcome is outcome]
+        texts = [capability_text(each) for each in begun if each.outcome is outcome]
         yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
-    if refused := [each.name for each in backend.capabilities if each not in applicable]:
-        yield fitting(f"{_DETAIL}{SIGN[BackendOutcome.UNSUPPORTED]} {len(refused)} unsupported: ", refused, width)
-    for remark in _remarks(backend):
+    untouched = [each.name for each in applicable if each not in begun]
+    refused = [each.name for each in backend.capabilities if each not in applicable]
+    for names, outcome, what in (
+        (untouched, BackendOutcome.NOT_RUN, "not begun"),
+        (refused, BackendOutcome.UNSUPPORTED, "unsupported"),
+    ):
+        yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
+    for remark in (*(_reasons(backend.records) if with_reasons else ()), *_remarks(backend)):
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
+
+
+def _reasons(records: Iterable[Record]) -> Iterator[str]:
+    """Why cases have no verdict, the reason for most of them first."""
+    without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+    found = Counter((record.status, record.message) for record in records if record.status in without)
+    for (status, reason), count in found.most_common(_MOST_REASONS):
+        yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
+    if len(found) > _MOST_REASONS:
+        yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
 
 
 def capability_text(capability: CapabilitySummary) -> str:
@@ -323,12 +360,23 @@ def absent_line(backends: Sequence[BackendSummary], width: int) -> str:
 def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.stopped and backend.not_run:
         yield cut(backend.not_run)
+    if backend.pairs:
+        yield judged_of_claimed(backend.pairs)
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled([record.sampled for record in backend.records if record.sampled])
     yield from ran(backend.traced)
+    yield from traits_lines(backend.traits)
     if backend.facts.emulated:
         yield "an emulated kernel: judged, never certified"
+
+
+def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
+    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not."""
+    claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
+    said = f"pairs of classes claimed {claimed:,}, judged {judged:,}"
+    missing = [f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged]
+    return f"{said}; not judged, for example: {missing[0]}" if missing else said
 
 
 def declared(facts: BackendFacts) -> str:

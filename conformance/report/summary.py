@@ -13,9 +13,11 @@ from msgspec import Meta, Struct
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
+from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes, grouped
+from mla_conformance.report.pairs import JudgedPairs
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -152,6 +154,8 @@ class BackendSummary:
         stopped: why the rest of its cases was not run, or empty.
         traced: what was seen to run.
         heat: where the errors of a failure are, by case, of those that were explained.
+        pairs: by role, the pairs of classes that were claimed and judged, where the covering arrays were asked.
+        traits: what was found beside verdicts, where that was asked for.
     """
 
     facts: BackendFacts
@@ -159,6 +163,8 @@ class BackendSummary:
     stopped: str = ""
     traced: Traced = NOTHING_TRACED
     heat: Mapping[str, HeatMap] = field(default_factory=dict)
+    pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
+    traits: Traits = NO_TRAITS
 
     @property
     def name(self) -> str:
@@ -202,6 +208,8 @@ class BackendSummary:
         if self.reasons:
             return BackendOutcome.UNAVAILABLE
         outcomes = {capability.outcome for capability in self.capabilities}
+        if any(pairs.not_judged for pairs in self.pairs.values()):
+            outcomes.add(BackendOutcome.NOT_RUN)
         for decisive in (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS):
             if decisive in outcomes:
                 return decisive
@@ -248,7 +256,7 @@ class RunSummary:
     def keys_of(self, backend: BackendSummary) -> tuple[str, ...]:
         """Keys of the records that a backend has if every case of the list was judged, in all shards."""
         drawn = any(capability.name == EXPLORED for capability in backend.capabilities)
-        return (*self.cases, *([EXPLORED] if drawn else []))
+        return (*self.cases, *backend.facts.fitted, *([EXPLORED] if drawn else []))
 
     @property
     def seconds(self) -> dict[str, float]:

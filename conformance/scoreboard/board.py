@@ -12,6 +12,7 @@ from importlib.resources import files
 from msgspec import Struct
 
 from mla_conformance.files.inputs import convert
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
 
@@ -71,11 +72,13 @@ class Board:
         entries: in any order.
         refused: what is not shown as a record.
         profiles: what engines pick.
+        deployed: runs of ``certify --model``.
     """
 
     entries: tuple[Entry, ...]
     refused: tuple[RefusedRecord, ...]
     profiles: tuple[Profile, ...]
+    deployed: tuple[RunSummary, ...] = ()
 
     @cached_property
     def history(self) -> dict[tuple[str, ...], list[Entry]]:

@@ -8,12 +8,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
 from mla_conformance.certificate.submission import records_below
 from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
 _NUMBERS = re.compile(r"\d{1,9}")
@@ -90,12 +92,19 @@ class Entry:
         judged = counts.passed + counts.failed + counts.waived
         if self.is_wrong:
             return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
-        return f"right on all {judged} judged cases" if judged else "nothing judged"
+        return f"right on {judged:,} of {counts.listed:,}: {self._scope}" if judged else "nothing judged"
+
+    @property
+    def _scope(self) -> str:
+        """The roles that it serves, and the page that it needs, if it takes one only."""
+        passed = (record.case for record in self._records if record.status is Status.PASS)
+        pages = {page for page in map(_page, passed) if page}
+        return ", ".join([*self.roles, *(f"page {page}" for page in pages if len(pages) == 1)])
 
     @property
     def state(self) -> str:
         """Of which suite it is, and that this is an old one, if so."""
-        return f"of suite {self.record.suite}: old" if self.old else f"suite {self.record.suite}"
+        return f"of suite {self.record.suite}: outdated" if self.old else f"suite {self.record.suite}"
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
@@ -131,6 +140,16 @@ def _role(case: str) -> str:
         return str(Case.parse(case).role)
     except ValueError:
         return "other"
+
+
+@lru_cache(8192)
+def _page(case: str) -> int:
+    """Tokens of a page of the case's cache; 0 of a case without one, or of an id that an older suite wrote."""
+    try:
+        parsed = Case.parse(case)
+    except ValueError:
+        return 0
+    return parsed.page if isinstance(parsed, CachedCase) else 0
 
 
 ROLES = (*map(str, Role), "other")

@@ -5,7 +5,7 @@ The page needs no network and no other file; viewers of static analyses read SAR
 
 import argparse
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -19,11 +19,14 @@ from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
+from mla_conformance.report.loading import load_report
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
+from mla_conformance.report.traits import TraitsView
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
+from mla_conformance.scoreboard.serving import answered, cases_on, is_report, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
@@ -37,13 +40,15 @@ _OTHER_RULE = "failure"
 
 def scoreboard(options: argparse.Namespace) -> int:
     """Write the site; the exit status is 1 if a file was not taken for a record, which the site tells as well."""
-    entries, refused = read_entries(options.records)
-    board = Board(tuple(entries), tuple(refused), profiles())
+    reports = [path for path in options.records if is_report(path)]
+    entries, refused = read_entries(path for path in options.records if path not in reports)
+    deployed = tuple(require_deployment(load_report(path)) for path in reports)
+    board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     write_site(board, options.out)
     for each in board.refused:
         say(f"{each.path}: not shown: {each.why}", error=True)
     old = sum(bool(entry.old) for entry in entries)
-    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them old, {len(refused)} not shown")
+    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
     return 1 if refused else 0
 
 
@@ -74,11 +79,14 @@ def _badges(board: Board) -> dict[str, str]:
 def page(board: Board) -> str:
     """The page."""
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
+    numbers = {case: number for number, case in enumerate(cases_on(board))}
     return render(
         "mla_conformance.scoreboard",
         "board.html.j2",
         board=board,
         suite=SUITE_VERSION,
+        traits_of=[(_titled(entry), entry.record.traits) for entry in board.newest if not entry.old],
+        traits_view=TraitsView(),
         style=_style,
         cell=_cell,
         definition=definition,
@@ -86,7 +94,20 @@ def page(board: Board) -> str:
         anchor=lambda entry: anchors[id(entry)],
         replay=_replay,
         counted=counted,
+        served=served(board),
+        places=lambda failure: _places(failure, numbers),
+        answered=answered,
+        deployed_kernels=sorted({backend.name for run in board.deployed for backend in run.backends}),
     )
+
+
+def _titled(entry: Entry) -> str:
+    return f"{entry.record.backend}, {entry.versions}, {entry.record.device}"
+
+
+def _places(failure: Failure, numbers: Mapping[str, int]) -> str:
+    """The numbers of its cases in the page's data."""
+    return " ".join(str(numbers[finding.case]) for finding in failure.findings if finding.case in numbers)
 
 
 def _style(entry: Entry) -> tuple[str, str]:

@@ -1,10 +1,14 @@
-"""Batches drawn for replays and for other sizes: what they hold, and that a case always has the same."""
+"""Batches drawn for replays, other sizes and other layers: what they hold, and that a case always has the same."""
+
+from typing import Any
 
 import pytest
+import torch
 
 from mla_conformance.cases.case import Case
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.graph import captured_batch, replayed_batch
-from mla_conformance.trials.transform import of_size
+from mla_conformance.trials.transform import of_size, other_contents, over_metadata, shortened
 
 DECODE = Case.parse("cuda_graph:call=decode;q=[1x8];kv=[2000,64,300,129,17,1000,40,5];page=64")
 PREFILL = Case.parse("cuda_graph:q=[5,130,1,64]")
@@ -52,3 +56,42 @@ def test_batches_of_other_sizes_have_requests_of_the_case_and_other_values() -> 
         other = of_size(mixed, requests)
         assert len(other.q) == requests and other.seed != mixed.seed
         assert set(zip(other.q, other.kv, strict=True)) <= set(zip(mixed.q, mixed.kv, strict=True))
+
+
+@pytest.mark.parametrize("case", [PREFILL, Case.parse("call_order:call=context_chunk;q=[5,40];kv=[140,33]")])
+def test_fourteen_shorter_batches_are_all_others(case: Case) -> None:
+    batches = [shortened(case, number) for number in range(1, 15)]
+    assert len({(batch.q, batch.kv, batch.seed) for batch in [case, *batches]}) == 15
+    for batch in batches:
+        lengths = zip((*batch.q, *batch.kv), (*case.q, *case.kv), strict=True)
+        assert all(now <= then for now, then in lengths) and min(batch.q) > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "call=chunked_context;dims=small;q=[5,3];kv=[40,70];workspace=128",
+        "call=decode;dims=small;q=[1,1];kv=[40,70];data=integers",
+        "call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[40,70];fill=ragged",
+        "call=index_topk;heads=4;q=[2,1];kv=[40,70]",
+    ],
+)
+def test_another_layer_has_its_own_contents_in_the_blocks_of_the_batch(text: str) -> None:
+    case = Case.parse(f"call_order:{text}")
+    first, other = (build_problem(each, torch.device("cpu")) for each in (case, other_contents(case)))
+    calls: Any = zip(first.calls, other.calls, over_metadata(other, first).calls, strict=True)
+    for mine, theirs, shared in calls:
+        assert shared.metadata is mine.metadata and not torch.equal(shared.k, mine.k)
+        assert not torch.equal(shared.q, mine.q)
+        for name in ("block_table", "query_start_loc", "seq_lens"):
+            held = getattr(mine.metadata, name, None)
+            assert held is None or torch.equal(held, getattr(theirs.metadata, name))
+
+
+def test_another_layer_of_a_whole_model_writes_to_the_slots_of_the_batch() -> None:
+    case = Case.parse("call_order:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[40,33];decodes=1")
+    first, other = (build_problem(each, torch.device("cpu")).calls[0] for each in (case, other_contents(case)))
+    mine: Any = first
+    theirs: Any = other
+    assert mine.requests == theirs.requests and torch.equal(mine.weight, theirs.weight)
+    assert torch.equal(mine.image.slots, theirs.image.slots) and not torch.equal(mine.kv_c, theirs.kv_c)

@@ -28,6 +28,7 @@ def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measurement) 
     monkeypatch.setattr(runs, "_run", run)
     monkeypatch.setattr(runs.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(runs, "visible_gpus", lambda: ("0",))
+    monkeypatch.setattr(runs, "whole_memory", lambda device: 40 * 2**30)
     return made
 
 
@@ -67,9 +68,9 @@ def test_a_run_on_a_gpu_is_counted_when_its_kernels_are_compiled(monkeypatch: py
     made = played(monkeypatch, 1, cold, warm)
     _, first, second, last = compared("EAGER", device="cuda")
     assert made == [(["EAGER"], 1)] * 2
-    assert first.startswith("EAGER on 1 GPU: 1 verdicts in 100.0 s, ") and first.endswith(": a warm-up, not counted")
-    assert second.startswith("EAGER on 1 GPU: 1 verdicts in 10.0 s, of which 5.0 s ")
-    assert last == "1 GPU only: there are no more to compare it with"
+    assert first.startswith("EAGER on 1 worker: 1 verdicts in 100.0 s, ") and first.endswith(": a warm-up, not counted")
+    assert second.startswith("EAGER on 1 worker: 1 verdicts in 10.0 s, of which 5.0 s ")
+    assert last == "1 worker only: there are no more to compare it with"
 
 
 def test_verdicts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

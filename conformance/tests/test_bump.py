@@ -71,7 +71,7 @@ def bumped(wheels: Path, once: Callable[[str, Callable[[Path], None]], Path]) ->
 
 def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     reported = (bumped / "pull.md").read_text(encoding="utf-8")
-    assert "NOT INNOCENT · 1 newly failing · pass with both: 0 cases" in reported
+    assert "REGRESSED · 1 newly failing · pass with both: 0 cases" in reported
     assert "| fake-attention | 1.0 | 2.0 |" in reported
     assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in reported
     assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in reported
@@ -91,7 +91,7 @@ def test_the_way_back_is_innocent(bumped: Path) -> None:
     assert back.exit_status == 0
     *_, changed, last = bump_lines(back)
     assert changed == "· newly passing: Doubling new_tokens:q=[3] · was fail"
-    assert last.startswith("innocent · pass with both: 0 cases · none newly fails")
+    assert last.startswith("no regression · pass with both: 0 cases · none newly fails")
 
 
 def test_an_environment_sees_what_this_one_has_and_its_own_library_first(bumped: Path) -> None:
@@ -212,18 +212,18 @@ GONE = ("package x not installed",)
 @pytest.mark.parametrize(
     ("before", "after", "status", "said"),
     [
-        (judged(OLD, GOOD), judged(NEW, GOOD), 0, "innocent · pass with both: 2 cases"),
+        (judged(OLD, GOOD), judged(NEW, GOOD), 0, "no regression · pass with both: 2 cases"),
         (
             judged(OLD, {A: FAIL, B: PASS}),
             judged(NEW, {A: FAIL, B: PASS}),
             0,
             "pass with both: 1 case, fail with both: 1",
         ),
-        (judged(OLD, {A: FAIL, B: PASS}), judged(NEW, GOOD), 0, "innocent"),
-        (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "NOT INNOCENT · 1 newly failing"),
+        (judged(OLD, {A: FAIL, B: PASS}), judged(NEW, GOOD), 0, "no regression"),
+        (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "REGRESSED · 1 newly failing"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS, B: UNSUPPORTED}), 1, "1 no longer judged"),
         (judged(OLD, GOOD), judged(NEW, GOOD, used=0.31), 1, "2 error grew"),
-        (judged(OLD, GOOD), judged(NEW, GOOD, used=0.29), 0, "innocent"),
+        (judged(OLD, GOOD), judged(NEW, GOOD, used=0.29), 0, "no regression"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS}), 1, "1 no longer judged"),
         (judged(OLD, GOOD), judged(NEW, {}, reasons=GONE), 1, "1 no longer available"),
         (judged(OLD, {}, reasons=GONE), judged(NEW, GOOD), 3, "NOT JUDGED · pass with both: 0 cases · K could"),
@@ -240,7 +240,7 @@ def test_verdicts(before: JudgedVersion, after: JudgedVersion, status: int, said
     after.require_loaded()
     assert found.exit_status == status
     assert said in list(bump_lines(found))[-1]
-    assert ("NOT " in bump_markdown(found)) == bool(status)
+    assert ("no regression" in bump_markdown(found)) == (not status)
 
 
 def test_why_a_backend_was_not_compared_is_told() -> None:

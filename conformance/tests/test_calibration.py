@@ -26,7 +26,9 @@ def test_the_stored_calibration_is_of_this_code_and_without_a_confident_error() 
     assert sum(report.counts["alone"].values()) == len(known_defects()), REGENERATE
     assert report.confident_errors == 0
     judged = len(known_defects()) - report.number("alone", Outcome.SAID)
-    assert report.number("alone", Outcome.RIGHT) >= 0.95 * judged
+    # The others are told nothing: most have errors within two budgets, or NaN as several mistakes have them.
+    assert report.number("alone", Outcome.RIGHT) + report.number("alone", Outcome.SILENT) == judged
+    assert report.number("alone", Outcome.SILENT) < 0.06 * judged
     assert sum(report.counts["mixed"].values()) >= 200
 
 

@@ -1,14 +1,16 @@
 """Failures by cause: what is told once, what is kept apart, and how much of it a terminal shows."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, causes
+from mla_conformance.report.causes import Cause, causes, raised_at
 from mla_conformance.report.ci_views import annotations, markdown
 from mla_conformance.report.json_report import report_form
-from mla_conformance.report.outcome import cause_lines
+from mla_conformance.report.outcome import cause_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
 ENVIRONMENT = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
@@ -31,7 +33,7 @@ def run(*records: Record) -> RunSummary:
 
 def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
     shares = {"lse:q=[64]": 300.0, "lse:q=[9]": 12.0, "lse:heads=1;q=[2];data=needle": 9.0, "decode:q=[1];kv=[2]": 4.0}
-    (cause,) = causes(failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items())
+    (cause,) = causes([failure(case, explanation=BASE_2, used={"lse": share}) for case, share in shares.items()])
     assert (cause.sentence, cause.used, cause.capabilities) == (BASE_2, (4.0, 300.0), ("lse", "decode"))
     assert cause.example.case == "lse:q=[9]" and cause.extent == ", 4 to 300 × its budget (SPEC 4.2)"
 
@@ -66,11 +68,9 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
         ("likely", 1), ("seen", 3), ("further", 2), ("further", 1)
     ]  # fmt: skip
     lines = list(cause_lines(run(failure(), failure("lse:q=[3]"), base_2), 140))
-    assert lines[0] == "wrong: B, 1 likely cause, 2 further cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
-    assert any("2. 2 further cases, which may have the same origin: the LSE is wrong" in line for line in lines)
-    assert "**B · 2 further cases**, which may have the same origin" in markdown(
-        run(failure(), failure("lse:q=[3]"), base_2)
-    )
+    assert lines[0] == "wrong: B, 1 likely cause, 2 more cases" and lines[1].startswith(f"    1. 1 case: {BASE_2}")
+    assert any("2. 2 more cases, possibly the same bug: the LSE is wrong" in line for line in lines)
+    assert "**B · 2 more cases**, possibly the same bug" in markdown(run(failure(), failure("lse:q=[3]"), base_2))
 
 
 def test_without_a_likely_cause_none_is_counted() -> None:
@@ -95,7 +95,7 @@ def test_a_failure_that_was_compared_in_vain_says_so() -> None:
     unlike = failure("lse:q=[5]", explanation=UNLIKE)
     assert causes([unlike])[0].sentence == f"the LSE is wrong, {UNLIKE}"
     (cause,) = causes([failure(), unlike, failure("lse:q=[6]")])
-    assert cause.sentence == f"the LSE is wrong; compared in 1 of 3 cases, {UNLIKE}"
+    assert cause.sentence == f"the LSE is wrong, {UNLIKE} (1 of 3 cases compared)"
 
 
 def test_a_failure_that_needs_others_is_the_example() -> None:
@@ -116,6 +116,44 @@ def test_a_terminal_shows_a_cause_once_and_seven_causes_at_most() -> None:
 def test_an_exception_is_not_said_twice() -> None:
     head, replay = cause_lines(run(raised("ValueError: no page of 16")), 80)
     assert head == "wrong: B, 1 case: ValueError: no page of 16 (SPEC 3.8)" and "replay: " in replay
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/lib/conformance/driving/executor.py", line 100, in run_step
+    value = step()
+  File "/home/me/{file}", line 12, in run_decode
+    return launch(q)
+  File "/lib/torch/_ops.py", line 7, in __call__
+    raise ValueError("no page of 16")
+"""
+
+
+def test_an_exception_says_which_line_of_the_kernels_own_code_raised() -> None:
+    own = failure(check="call", message="the call raised ValueError: no", detail=TRACEBACK.format(file="b.py"), used={})
+    assert raised_at(own) == "/home/me/b.py:12, in run_decode"
+    assert raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py"))) == "/lib/torch/_ops.py:7, in __call__"
+    assert any("raised at /home/me/b.py:12, in run_decode" in line for line in cause_lines(run(own), 140))
+    assert "raised at /home/me/b.py:12, in run\\_decode" in markdown(run(own))
+    assert raised_at(raised("ValueError: no")) == raised_at(failure(detail=TRACEBACK)) == ""
+
+
+def test_a_long_history_is_replayed_by_the_report() -> None:
+    history = [f"lse:q=[{tokens}]" for tokens in range(10, 20)]
+    first, after = failure("lse:q=[3]"), failure("decode:q=[1];kv=[2]", confirmation="after", after=history)
+    kept = replace(run(first, after), source="run one/report.json")
+    (line,) = (line for line in cause_lines(kept, 80) if "--failure" in line)
+    number = int(line.rpartition(" ")[2])
+    assert line.strip() == f"replay: mla-conformance replay --report 'run one/report.json' --failure {number}"
+    assert [record for record in kept.records if record.failed][number - 1] == after
+    assert any(line.count("--after") == 10 for line in cause_lines(run(first, after), 80))  # no report is kept
+
+
+def test_reasons_are_said_where_one_kernel_is_asked_for() -> None:
+    refused = [failure(f"lse:q=[{n}]", status="unsupported", message=f"no {n % 2}", check="") for n in range(3, 10)]
+    lines = list(outcome_lines(run(*refused), 140))
+    assert "  4 cases unsupported: no 1" in lines and "  3 cases unsupported: no 0" in lines
+    two = replace(run(*refused), backends=run(*refused).backends * 2)
+    assert not any("no 1" in line for line in outcome_lines(two, 140))
 
 
 def test_views_tell_a_cause_once() -> None:

@@ -34,8 +34,10 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.trials.regions import fitted_cases
 from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 Json = dict[str, Any]
@@ -283,15 +285,20 @@ REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
 @pytest.mark.parametrize(
     ("backends", "cases", "drawn", "reason"),
     [
-        ([REAL], LISTS["fewer"], 0, "1 cases are left out, for example"),
-        ([REAL], [*LISTS["all"], "lse:q=[77]"], 0, "1 cases are not of the full tier, for example lse:q=[77]"),
-        ([REAL], LISTS["all"], 2, "drawn cases stand in no list; certify without --explore"),
-        ([REAL, REAL], LISTS["all"], 0, "expected one --backend, got 2"),
-        ([replace(REAL, emulated=True)], LISTS["all"], 0, "is an emulated kernel, which is judged but never certified"),
-        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], 0, "TORCH_SDPA is unavailable: no GPU"),
+        ([REAL], LISTS["fewer"], False, "1 cases are left out, for example"),
+        ([REAL], [*LISTS["all"], "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
+        ([REAL], LISTS["all"], True, "drawn cases stand in no list; certify without --explore"),
+        ([REAL, REAL], LISTS["all"], False, "expected one --backend, got 2"),
+        (
+            [replace(REAL, emulated=True)],
+            LISTS["all"],
+            False,
+            "is an emulated kernel, which is judged but never certified",
+        ),
+        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], False, "TORCH_SDPA is unavailable: no GPU"),
     ],
 )
-def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: int, reason: str) -> None:
+def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: bool, reason: str) -> None:
     require_certifiable([REAL], LISTS["all"])
     with pytest.raises(Refused) as refused:
         require_certifiable(backends, cases, drawn)
@@ -381,10 +388,12 @@ def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
     request = RunRequest.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
-    facts = [describe(Subject.of("TORCH_SDPA", device))]
+    subject = Subject.of("TORCH_SDPA", device)
+    fitted = tuple(case.id for case in fitted_cases(subject))
+    facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal.inside(folder)
     journal.append(Planned(Plan.of(request, "cpu", device_facts(device), facts).to_json()))
-    for entry in RECORDS[2:]:
+    for entry in (*RECORDS[2:], *map(record, fitted)):
         verdict = record(entry.case) if entry.case == WAIVED else entry
         journal.append(Judgement(verdict))
 

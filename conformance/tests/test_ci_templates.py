@@ -65,9 +65,22 @@ def test_github_judges_a_matrix_and_gates_what_it_found() -> None:
     assert gate["needs"] == "judge" and gate["if"] == "always()"
     used = [step.get("uses", "").partition("@")[0] for job in (judge, gate) for step in job["steps"]]
     assert used.index("actions/upload-artifact") < used.index("actions/download-artifact")
+    annotated = next(step["run"] for step in judge["steps"] if step.get("name") == "Annotate")
+    assert annotated.endswith("--format annotations") and "matrix" not in judge["env"]["REPORT"]
     last = gate["steps"][-1]
     assert last["shell"] == "bash" and " | tee" in last["run"] and "--require $REQUIRED" in last["run"]
     assert last["env"]["REQUIRED"].split() == judge["strategy"]["matrix"]["backend"]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_summary_is_closed_whatever_the_gate_says(tmp_path: Path, status: int) -> None:
+    (tmp_path / "mla-conformance").write_text(f"#!/bin/sh\necho decided\nexit {status}\n", encoding="utf-8")
+    (tmp_path / "mla-conformance").chmod(0o755)
+    gate = template("github-actions.yml")["jobs"]["gate"]["steps"][-1]
+    summary = tmp_path / "summary.md"
+    environment = f"export GITHUB_STEP_SUMMARY={shlex.quote(str(summary))} REQUIRED=A\n"
+    assert shell(environment + gate["run"], tmp_path, tmp_path).returncode == status
+    assert summary.read_text("utf-8") == "```\ndecided\n```\n"
 
 
 def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
@@ -79,7 +92,8 @@ def test_buildkite_judges_a_matrix_and_gates_what_it_found() -> None:
 
 def test_templates_and_script_judge_and_decide_with_the_same_commands() -> None:
     for path in (*TEMPLATES, ROOT / "ci" / "gate.sh"):
-        assert [arguments[0] for arguments in commands(path.read_text())] == ["certify", "gate"]
+        called = [arguments[0] for arguments in commands(path.read_text())]
+        assert [each for each in called if each != "report"] == ["certify", "gate"]
         assert re.search(r"certify .* \|\| \[ \$?\$\? -ne 2 \]", path.read_text())
 
 

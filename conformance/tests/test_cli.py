@@ -226,7 +226,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     )
     script = subprocess.run([COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report"]
+    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report --repeats"]
 
 
 def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +240,7 @@ def test_help_usage_errors_and_the_list_of_capabilities_need_no_torch(tmp_path: 
     (tmp_path / "file").touch()
     wrong = (["--backend", "NOPE"], ["--tier", "huge"], ["--nonsense"], ["--backend", "EAGER", "--out", "file"])
     commands = [["--help"], ["certify", "--help"], *(["certify", *each] for each in wrong), ["capabilities"]]
+    commands += [["replay", "no-case", "--backend", "EAGER"]]
     code = f"""
 import sys
 from mla_conformance.cli import main
@@ -253,7 +254,7 @@ sys.exit(any(name in sys.modules for name in ("torch", "rich", "shtab")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     printed = done.stdout.splitlines()
-    assert [line for line in printed if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0"]
+    assert [line for line in printed if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0", "2"]
     (lse,) = [line for line in printed if line.startswith("lse ")]
     assert "cases · SPEC 1.4 · The LSE is the natural logarithm" in lse
     assert done.returncode == 0, done.stderr

@@ -2,15 +2,20 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import FailureConfirmation, compared, comparisons
-from mla_conformance.judging.record import UNLIKE, Record, RecordKey
+from mla_conformance.engine.run import Run
+from mla_conformance.judging.record import UNLIKE, BackendFacts, Record, RecordKey
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.vocabulary.case_files import write_case
 
 FIRST, SECOND, THIRD = CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5)]
@@ -191,3 +196,29 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
     for changed in ({"explanation": ""}, {"check": "output"}, {"case": SECOND}, {"status": Status.CRASH, "check": ""}):
         other = again.with_fields(**changed)
         assert compared(first, other) is None
+
+
+def test_what_a_kernel_refused_is_no_part_of_a_history() -> None:
+    case, refused, judged = "lse:q=[4]", "lse:q=[5]", "lse:q=[6]"
+    run = object.__new__(Run)
+    run.verdicts = {
+        ("B", id): Record("B", "B", "lse", id, status)
+        for id, status in ((refused, Status.UNSUPPORTED), (judged, Status.PASS), (case, Status.FAIL))
+    }
+    history: Any = SimpleNamespace(history=[("B", ""), ("B", refused), ("B", judged), ("B", case)])
+    found = run._confirmation(run.verdicts["B", case], history, explain=False)
+    assert found.history == (("B", ""), ("B", judged))
+
+
+def test_a_replay_says_that_a_failure_was_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(
+        "EAGER", "EAGER", "lse", "lse:q=[4]", Status.FAIL, check="lse", message="wrong", confirmation="unrepeated"
+    )
+    backend = BackendSummary(BackendFacts("EAGER", "EAGER"), summarise([record], {"lse": 1}))
+    run = RunSummary({"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}, (backend,), (record.case,))
+    (tmp_path / "report.json").write_text(to_text(report_json(run)), encoding="utf-8")
+    monkeypatch.setattr("mla_conformance.commands.replay.run_and_report", lambda run, keep_report: 0)
+    assert main(["replay", "--report", str(tmp_path), "--device", "cpu"]) == 0
+    assert "the report says of this failure: it did not fail again, neither alone nor after" in capsys.readouterr().out

@@ -189,7 +189,7 @@ def drawn(draw: st.DrawFn) -> Case:
         heads=draw(st.integers(1, 4)),
         page=draw(st.sampled_from([1, 16, 64])),
         cache=draw(st.sampled_from(CACHES if dims == "r1" else CACHES[:2])),
-        kscale=draw(st.integers(3000, 10**7)),
+        kscale=draw(st.integers(1, 300) | st.integers(3000, 10**7)),
         tails=draw(st.sampled_from(TAILS)),
         layers=draw(st.integers(1, 2)),
         ranks=draw(st.sampled_from([1, 1, 2, 3])),
@@ -197,7 +197,7 @@ def drawn(draw: st.DrawFn) -> Case:
         pad=draw(st.sampled_from([0, 2])),
         layout=draw(st.sampled_from(list(Layout))),
         data=draw(st.sampled_from(["normal", "needle", "hot_tail", "large_logits", "low_rank", "outliers", "ones"])),
-        scale=draw(st.sampled_from([50, 100, 159, 300])),
+        scale=draw(st.sampled_from([1, 50, 100, 159, 300])),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -210,6 +210,65 @@ def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -
     subject = subject_of(kernels[kernel]) if kernel in kernels else Subject.of(kernel, CPU)
     record = judge_one(subject, case, CONTEXT)
     assert record.status is Status.PASS, f"{case.id}: {record.message}"
+
+
+EQUAL_ENTRIES = "decode:dims=small;heads=16;q=[6];kv=[2000];data=low_rank;cache=fp8;kscale=7"
+
+
+class CoarseWeights(EagerDecodeBackend):
+    """Rounds P as bf16 does, to two bits less."""
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(p)
+        return torch.ldexp((mantissa * 2**6).round() / 2**6, exponent)
+
+
+class LosesAKey(EagerDecodeBackend):
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+        return super()._visible(queries, request, seq_len, tile) & (torch.arange(tile.start, tile.stop) != 700)
+
+
+@pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA"])
+def test_weights_of_equal_entries_are_rounded_alike_which_is_no_failure(kernel: str) -> None:
+    record = judge_one(Subject.of(kernel, CPU), Case.parse(EQUAL_ENTRIES), CONTEXT)
+    assert record.status is Status.PASS, record.message
+
+
+@pytest.mark.parametrize(("kernel", "check"), [(CoarseWeights, Check.OUTPUT), (LosesAKey, Check.LSE)])
+def test_kernels_that_are_slightly_wrong_on_equal_entries_fail(kernel: type, check: Check) -> None:
+    record = judge_one(subject_of(kernel), Case.parse(EQUAL_ENTRIES), CONTEXT)
+    assert (record.status, record.check) == (Status.FAIL, check), record.shares
+
+
+class AsManyEach(EagerDecodeBackend):
+    supports_nonuniform_queries = False
+
+
+class WithoutLse(EagerDecodeBackend):
+    returns_lse = False
+
+    def run_decode(self, *operands: torch.Tensor) -> Any:
+        return super().run_decode(*operands)[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "said"),
+    [
+        (
+            AsManyEach,
+            "decode:heads=1;q=[2];kv=[1];pad=3",
+            "requests with different numbers of query tokens not supported",
+        ),
+        (AsManyEach, "decode:heads=1;q=[1];kv=[1];pad=3", ""),
+        (WithoutLse, "decode:heads=1;q=[2];kv=[1]", "LSE not declared"),
+        (WithoutLse, "dcp:call=decode;heads=1;q=[1];kv=[9];ranks=2;lse=0", "LSE not declared"),
+        (WithoutLse, "decode:heads=1;q=[2];kv=[1];lse=0", ""),
+        (WithoutLse, "refusals:call=decode;heads=1;q=[2];kv=[1]", "LSE not declared"),
+    ],
+)
+def test_what_a_decode_does_not_declare_is_unsupported(kernel: type, case: str, said: str) -> None:
+    record = judge_one(subject_of(kernel), Case.parse(case), CONTEXT)
+    assert (record.status, record.message) == (Status.UNSUPPORTED if said else Status.PASS, said)
 
 
 @pytest.mark.parametrize(("name", "said"), [("FLEX_ATTENTION", "prefill only"), ("EagerDecodeBackend", "decode only")])

@@ -30,6 +30,7 @@ from mla_conformance.defects.known import (
 from mla_conformance.defects.matrix import MatrixKernel, MatrixTask, first_tasks, further_tasks, kernels, run_task
 from mla_conformance.defects.report import (
     DefectReport,
+    as_expected,
     deciding_digest,
     markdown,
     stored,
@@ -49,8 +50,8 @@ ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
 CONTEXT = Context()
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --page docs/known-defects.md`"
-ENTRIES_OF_THESE_LAYERS = 164
-"""Reported bugs of prefills, merging, quantised output, selectors, decodes, caches, ranks, layers and selected keys."""
+ENTRIES_OF_THESE_LAYERS = 202
+"""Reported bugs of everything that has a role, merging, quantised output, selectors and ranks among them."""
 
 
 def honest_base(kernel: type) -> type:
@@ -147,7 +148,8 @@ def test_families_are_the_modules_that_declare_defects() -> None:
 
 
 def test_every_honest_kernel_is_judged() -> None:
-    rooms = [import_module(f"mla_conformance.defects.{name}") for name in ("honest", "honest_decode", "honest_sparse")]
+    names = ("honest", "honest_decode", "honest_sparse", "honest_tiles")
+    rooms = [import_module(f"mla_conformance.defects.{name}") for name in names]
     own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
     assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
 
@@ -257,6 +259,12 @@ def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() ->
     )
     assert entry.id in report.survivors and len(report.false_alarms) == 2
     assert any(line.startswith("FALSE ALARM EagerPrefillBackend on new_tokens") for line in terminal_lines(report))
+
+
+def test_what_needs_two_facts_together_may_die_before_the_combinations() -> None:
+    combined = next(entry for entry in DEFECTS.values() if entry.killed_by == "decode_combinations")
+    assert as_expected(combined, ["decode", "decode_combinations"]) and not as_expected(combined, ["decode"])
+    assert asked(further_tasks(Tier.FULL, [combined.id])).get(combined.id) is None
 
 
 def test_what_decides_a_verdict_is_digested() -> None:

@@ -9,10 +9,11 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.judging.needs import Reach, needed_bytes
+from mla_conformance.judging.needs import Reach, needed_bytes, rows_before
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
@@ -104,6 +105,30 @@ def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
     assert judged(EagerPrefillBackend, case).status is Status.PASS
     found = judged(WrapsAround, case)
     assert (found.status, found.check) == (Status.FAIL, Check.MASK)
+
+
+def test_far_rows_of_lists_are_judged_and_found_wrong(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
+    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
+    case = "large_offsets:call=sparse_prefill;dims=small;heads=2;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0"
+    assert judged(EagerSparseBackend, case).status is Status.PASS
+    found = judged(WrapsAroundItsQueries, case)
+    assert (found.status, found.check) == (Status.FAIL, Check.OUTPUT)
+
+
+def test_lists_have_65536_tokens_of_a_model_before_those_that_are_judged() -> None:
+    listed = [case for case in CAPABILITIES["large_offsets"].cases if case.role is Role.SPARSE]
+    far = [case for case in listed if case.far.startswith("rows")]
+    assert [(rows_before(case), case.dims, case.heads) for case in far] == [(65536, "r1", 64), (65536, "r1", 128)]
+    assert all(needed_bytes(case) < 32 * 2**30 for case in far)
+
+
+class WrapsAroundItsQueries(EagerSparseBackend):
+    """Reads what lies beyond 2^12 elements of the queries from where it is modulo that."""
+
+    def run_sparse_prefill(self, q: Any, *operands: Any, **options: Any) -> Any:
+        wrapped = q.reshape(-1)[torch.arange(q.numel()) % 2**12].view(q.shape)
+        return super().run_sparse_prefill(wrapped, *operands, **options)
 
 
 class WrapsAround(EagerPrefillBackend):

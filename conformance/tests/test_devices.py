@@ -1,8 +1,8 @@
-"""What a run shares out among its workers: GPUs, folders of compiled kernels, and a GPU's memory."""
+"""What a run shares out among its workers: GPUs, cores, and a GPU's memory."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.devices import VISIBLE, jit_caches, place_environment, visible_gpus
+from mla_conformance.engine.devices import VISIBLE, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
@@ -28,52 +28,74 @@ from mla_conformance.trials.subject import Subject, device_reasons
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")
+GIB = 2**30
 
 
 class Places:
     """Takes the part of a supervisor on a machine with these GPUs."""
 
-    def __init__(self, *gpus: str) -> None:
-        self._gpus = gpus
+    def __init__(self, *gpus: str, memory: int = 140 * GIB) -> None:
+        self._gpus, self._memory = gpus, memory
         self.environments: list[Mapping[str, str]] = []
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.environments.append(environment)
 
     def hellos(self) -> list[Hello]:
-        return [Hello(1, "cuda", {}, self._gpus)]
+        return [Hello(1, "cuda", {}, self._gpus, self._memory)]
 
-    def run(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, share: int | None, alone: bool) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
             yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 
 
-@pytest.mark.parametrize(
-    ("workers", "gpus", "seen"),
-    [(None, ("0", "1", "2"), ["1", "2"]), (3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])],
-)
-def test_each_further_worker_has_a_gpu_and_a_folder_of_compiled_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, gpus: tuple[str, ...], seen: list[str]
-) -> None:
+@pytest.fixture
+def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Places]:
+    """The places of a run on a machine of 16 cores, by its GPUs."""
     monkeypatch.setattr("mla_conformance.engine.run.may_have_gpu", lambda: True)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    run, places = Run(RunRequest.of(["EAGER"]), RunFolder.claim(tmp_path), Limits(workers)), Places(*gpus)
-    run.supervisor = places  # type: ignore[assignment]
-    run.prepare()
-    first, *further = places.environments
-    assert VISIBLE not in first and [environment[VISIBLE] for environment in further] == seen
-    assert len({environment["TRITON_CACHE_DIR"] for environment in further}) == len(further)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for name in ("OMP_NUM_THREADS", VISIBLE):
+        monkeypatch.delenv(name, raising=False)
+
+    def prepared(places: Places, workers: int | None = None, capability: str = "lse") -> Places:
+        run = Run(RunRequest.of(["EAGER"], [capability]), RunFolder.claim(tmp_path), Limits(workers))
+        run.supervisor = places  # type: ignore[assignment]
+        run.prepare()
+        return places
+
+    return prepared
 
 
-def test_a_worker_compiles_into_a_folder_of_its_own_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gpus", "memory", "workers", "threads"),
+    [("0", 140, 8, 2), ("0", 40, 3, 5), ("0", 8, 1, 16), ("01", 140, 16, 1), ("0123", 24, 8, 2)],
+)
+def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
+    with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "environ", {"TRITON_CACHE_DIR": "mine", "XDG_CACHE_HOME": str(tmp_path)})
-    own = place_environment("3", jit_caches(["FLASHINFER[fa3]"]) / "2")
-    assert "TRITON_CACHE_DIR" not in own
-    workspace = tmp_path / "mla-conformance" / "jit" / "FLASHINFER[fa3]" / "2" / "flashinfer_workspace_base"
-    assert own["FLASHINFER_WORKSPACE_BASE"] == str(workspace)
-    assert len({jit_caches(names) for names in (["A"], ["B"], ["A", "B"])}) == 3
+    places = with_gpus(Places(*gpus, memory=memory * GIB))
+    assert len(places.environments) == workers
+    assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= {str(threads)}
+
+
+@pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])
+def test_as_many_workers_as_asked_for_have_a_gpu_in_turn(
+    with_gpus: Callable[..., Places], workers: int, gpus: tuple[str, ...], seen: list[str]
+) -> None:
+    first, *further = with_gpus(Places(*gpus), workers).environments
+    assert VISIBLE not in first and [environment[VISIBLE] for environment in further] == seen
+
+
+def test_there_are_no_more_workers_than_cases(with_gpus: Callable[..., Places]) -> None:
+    places = with_gpus(Places("0", "1"), capability="streams")
+    assert len(places.environments) == len(CAPABILITIES["streams"].cases) == 8
+
+
+def test_threads_that_the_user_has_chosen_stay(
+    with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert all("OMP_NUM_THREADS" not in each for each in with_gpus(Places("0")).environments)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.cases.case import CaseError
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Judgement
@@ -119,6 +119,12 @@ def test_the_last_day_of_an_expectation_counts() -> None:
 def test_an_entry_that_matches_no_case_is_stale() -> None:
     entries = (KNOWN, replace(KNOWN, case="lse:heads=77"), replace(KNOWN, case="gone"))
     assert [entry.case for entry, _ in Expectations(entries).problems()] == ["lse:heads=77", "gone"]
+
+
+def test_a_fitted_case_is_named_by_its_whole_id() -> None:
+    query = CaseQuery.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024")
+    other = Case.parse("decode_combinations:call=decode;heads=1;q=[9];kv=[4103];page=64;spare=1024;cache=fp8")
+    assert not query.is_stale and query.matches(Case.parse(query.text)) and not query.matches(other)
 
 
 def test_the_shipped_expectations_are_up_to_date() -> None:

@@ -17,9 +17,11 @@ from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
 from mla_conformance.cli import _parser
+from mla_conformance.commands.repeats import PROBABILITY
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
+from mla_conformance.engine.devices import WORKER_BYTES
 from mla_conformance.engine.folder import KEPT_BYTES
 from mla_conformance.engine.run import GIVE_UP_AFTER
 from mla_conformance.export.inputs import MOST_BYTES
@@ -30,6 +32,8 @@ from mla_conformance.judging.record import detection
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
+from mla_conformance.problems.cpu_room import ZONE
+from mla_conformance.problems.fences import ALIGNMENT
 from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
 from mla_conformance.proof.layers import CALLS
 from mla_conformance.proof.prove import FAR
@@ -44,11 +48,10 @@ from mla_conformance.vocabulary.lists import LONG_CONTEXTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-ELSEWHERE = ("spec.md", "findings.md", "commands.md", "case-ids.md", "seed-names.md")
-"""Pages that hold the specification, have a test of their own, or are made of the code or of vLLM's names."""
+ELSEWHERE = ("spec.md", "findings.md", "commands.md", "case-ids.md")
+"""Pages that hold the specification, have a test of their own, or are made of the code."""
 UNIT = "× % ms s min MiB KiB GiB MB GB TFLOP useful drawn lines? words cases? capabilities requests tokens heads keys"
 UNIT += " bytes columns pixels characters times of.each more.of"
-LIST = [case for capability in CAPABILITIES.values() for case in capability.cases]
 NUMBER = re.compile(r"(?<![\w.#])\d+(?:\.\d+)?(?:e[+-]\d+)?")
 FIGURE = re.compile(rf"(?<![\w.,/-])\d[\d.,]*(?:e[+-]?\d+|\^\d+)?\s*(?:{UNIT.replace(' ', '|')})(?!\w)")
 
@@ -129,20 +132,20 @@ def stated() -> dict[str, list[str]]:
         "docs/bump.md": [f"no error grew by over {DRIFT} of its budget"],
         "docs/certify-a-model.md": [*of_models()],
         "docs/cost.md": [
+            f"one for each {WORKER_BYTES // 2**30} GiB of its memory",
             f"more than {short(FULL_OPERATIONS['cuda'])} useful operations",
             f"({short(FULL_OPERATIONS['cpu'])} on a CPU)",
             f"{DRAWN_ROWS} drawn ones",
             f"touches 1 % of the rows is among them: {detection(DRAWN_ROWS, 0.01):.3f}",
             f"results, up to {mebibytes(GOLDEN_BYTES['cpu'])} on a CPU and {mebibytes(GOLDEN_BYTES['cuda'])} on a GPU",
-            f"up to {mebibytes(PROBLEM_BYTES['cpu'])} and {mebibytes(PROBLEM_BYTES['cuda'])}; every",
+            f"up to {mebibytes(PROBLEM_BYTES['cpu'])} and {mebibytes(PROBLEM_BYTES['cuda'])}",
             f"contexts up to {max(max(case.kv, default=0) for case in LONG_CONTEXTS):,} tokens",
         ],
         "docs/gate-your-repository.md": [
-            f"`{len(smoke('context_chunk'))} of {len(LIST)} cases, 0 of {len(CAPABILITIES)} capabilities`",
             f"uses over {DRIFT} more of its error budget",
-            f"refuse those above {MOST_MEBIBYTES} MiB",
+            f"refuse files above {MOST_MEBIBYTES} MiB",
             f"a case of more than {MOST_REQUESTS:,} requests or 2^{LARGEST.bit_length() - 1} tokens",
-            f"of a long message {MESSAGE // 2**10} KiB",
+            f"cut messages to {MESSAGE // 2**10} KiB",
         ],
         "docs/known-defects.md": [f"promises {PROMISED[Tier.SMOKE]:.0%} of them".replace("%", " %")],
         "docs/models.md": [*of_the_proof()],
@@ -151,16 +154,21 @@ def stated() -> dict[str, list[str]]:
             f"none reproduced as much as {100 * UNALIKE:.0f} %",
             f"the first {KEPT_BYTES // 2**20} MiB of it",
             f"by default {GIVE_UP_AFTER}, the rest",
-            f"up to {MOST} × {MOST}: 0",
+            f"up to {MOST} × {MOST}:",
         ],
-        "docs/reproduce.md": [
-            f"has at most {MOST_LINES} lines and",
+        "docs/beyond-numbers.md": [
+            f"granules of {mebibytes(ZONE)}",
+            f"multiples of {ALIGNMENT} bytes.",
+            f"with {PROBABILITY * 100:.0f} %;",
+        ],
+        "docs/replay.md": [
+            f"has at most {MOST_LINES} lines;",
             f"more than {MOST_LINES} lines |",
             f"more than {MOST_BYTES} characters",
             f"at most {MOST} of each",
         ],
+        "docs/running.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
         "docs/tutorial.md": [f"`✔ new_tokens {len(smoke('new_tokens'))}`"],
-        "docs/watch.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
     }
 
 

@@ -11,7 +11,8 @@ from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "findings.md").read_text("utf-8")
-PROSE = re.sub(r"<!-- h200:begin -->.*<!-- h200:end -->|`[^`]*`|SPEC [\d.]+( and [\d.]+)?", "", PAGE, flags=re.DOTALL)
+TABLES = r"<!-- h200:begin -->.*<!-- failures:end -->"
+PROSE = re.sub(rf"{TABLES}|`[^`]*`|SPEC [\d.]+( and [\d.]+)?", "", PAGE, flags=re.DOTALL)
 COMMANDS = [" ".join(span.split()) for span in re.findall(r"`([^`]*)`", PAGE) if "mla-conformance " in span]
 TRANSCRIPTS = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "ci" / "bench").glob("*-findings.txt")))
 RAN = {line.removeprefix("$ ") for line in TRANSCRIPTS.splitlines() if line.startswith("$ ")}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Layout
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import golden_attention
@@ -23,7 +24,11 @@ from mla_conformance.reference.attention import attention
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.prepare import problem as prepare
+from mla_conformance.roles.prepare.case import VALUES
 from mla_conformance.roles.table import build_problem
+from mla_conformance.roles.topk import problem as topk
+from mla_conformance.roles.topk.case import LOGITS
 from mla_conformance.trials.transform import overwrite, regroup, scale_values
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -54,19 +59,19 @@ def logits(problem: Problem, request: int = 0, raw: bool = False) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("length", [129, 300])
-def test_a_needle_dominates_another_edge_in_each_head(dtype: str, length: int) -> None:
+def test_a_needle_dominates_an_edge_that_moves_with_row_and_head(dtype: str, length: int) -> None:
     weights = logits(built("needle", dims="r1", kv=(length,), heads=6, dtype=dtype)).softmax(-1)
     largest, position = weights.max(-1)
-    assert bool((largest > 0.5).all())
-    assert [len(set(row)) for row in position.tolist()] == [1] * 6
-    assert position[:, 0].tolist()[:4] == [length - 1, 0, 15, 16] and len(set(position[:, 0].tolist())) == 6
+    assert 0.9 < float(largest.median()) < 0.99, "others keep some weight"
+    assert torch.equal(position[:-1, 1:], position[1:, :-1]) or length < 256, "the next head is like the next row"
+    assert [position[head, 0].item() for head in range(4)] == [length - 1, length - 1, 0, 15]
 
 
-def test_a_needle_under_a_causal_mask_dominates_the_rows_that_see_it() -> None:
+def test_a_needle_under_a_causal_mask_is_a_key_that_the_row_sees() -> None:
     problem = built("needle", capability="new_tokens", dims="r1", q=(64,), kv=(), heads=4)
-    weights = logits(problem).softmax(-1)
-    for head, key in enumerate((63, 0, 15, 16)):
-        assert bool((weights[head, key:, key] > 0.5).all())
+    largest, position = logits(problem).softmax(-1).max(-1)
+    assert float(largest[:, 16:].median()) > 0.9
+    assert position[:3, -5:-3].tolist() == [[16, 48], [48, 32], [32, 21]]
 
 
 def test_needles_of_a_chunked_case_sit_at_pages_and_chunks() -> None:
@@ -75,7 +80,7 @@ def test_needles_of_a_chunked_case_sit_at_pages_and_chunks() -> None:
     new, *chunks = problem.calls
     k = torch.cat([*(chunk.k for chunk in chunks), new.k]).double()
     weights = torch.einsum("nd,snd->ns", new.q[-1].double(), k).mul(case.softmax_scale).softmax(-1)
-    assert weights.argmax(-1).tolist() == [203, 0, 15, 16, 63, 64]
+    assert weights.argmax(-1).tolist() == [15, 16, 63, 64, 192, 128]
     assert bool((weights.amax(-1) > 0.5).all())
 
 
@@ -151,8 +156,10 @@ def test_tiny_values_are_a_thousandth_and_zero_keys_make_all_logits_equal() -> N
 
 
 def test_every_regime_is_promised_and_used() -> None:
-    used = {case.data for capability in CAPABILITIES.values() for case in capability.cases}
-    assert used == set(REGIMES)
+    cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
+    assert {case.data for case in cases if case.role not in (Role.TOPK, Role.PREPARE)} == set(REGIMES)
+    assert {case.data for case in cases if case.role is Role.TOPK} == set(LOGITS) == set(topk.KINDS)
+    assert {case.data for case in cases if case.role is Role.PREPARE} == set(VALUES) == set(prepare.KINDS)
     assert all(regime.sentence for regime in REGIMES.values())
 
 

@@ -66,7 +66,7 @@ def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
     assert 'd="M1 0h2v1h-2zM0 1h1v1h-1z"' in picture(HeatMap("LSE", 2, 3, ("011", "100")))
     assert words(SMALL) == (
         "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
-        "the stronger the colour, the further"
+        "stronger colour = further over budget"
     )
     root = ElementTree.fromstring(picture_file(replace_part("<a & b>")))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img"

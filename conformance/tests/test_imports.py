@@ -17,7 +17,7 @@ from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 LISTED = len(find_capability("lse").select(Tier.SMOKE))
-DIED = "its process ended while it was imported and asked what it is: "
+DIED = "its process ended while it was imported and described: "
 UNAVAILABLE = {
     "Segfaults": ("import ctypes; ctypes.string_at(0)", DIED + "Segmentation fault"),
     "Exits": ("import sys; sys.exit(0)", "does not import: SystemExit: 0"),

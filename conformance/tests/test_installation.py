@@ -110,7 +110,7 @@ reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
 worker.answer(Describe(reference))
 for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):
     print(worker.answer(Judge(reference, case, explain="lse" in case)).record.status)
-print(worker.answer(Explore(reference, 2, ("new_tokens",))).record.status)
+print(worker.answer(Explore(reference, 2, 0, ("combinations",))).record.status)
 late = {{name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}}
 print(sorted(late))
 """

@@ -8,11 +8,11 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import operations_of
 from mla_conformance.judging import judged_rows
 from mla_conformance.judging.diagnosis import Position
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.judging.needs import operations_of
 from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention

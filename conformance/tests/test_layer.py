@@ -229,6 +229,8 @@ def test_what_one_rank_returns_or_writes_wrongly_is_told(source: str) -> None:
 SOURCE = """
 from types import SimpleNamespace
 
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import EagerLayer
@@ -277,6 +279,26 @@ class Flat(EagerLayer):
     class impl_class(MLACommonImpl):
         def forward(self, *operands, **options):
             return super().forward(*operands, **options).flatten()
+
+
+class Uniform(EagerDecodeBackend):
+    supports_nonuniform_queries = False
+    returns_lse = False
+
+    def run_decode(self, *operands):
+        return super().run_decode(*operands)[0]
+
+
+class WithoutLse(EagerPrefillBackend):
+    returns_lse = False
+
+    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, *rest):
+        assert not return_softmax_lse
+        return super().run_prefill_new_tokens(q, k, v, False, *rest)
+
+
+class Composed(EagerLayer):
+    prefill_backend, decode_backend = WithoutLse, Uniform
 
 
 class Builder:
@@ -357,11 +379,24 @@ def test_what_a_layer_declares_unsupported_is_not_asked(source: str) -> None:
             "Collective",
             "ranks that share tokens not declared (can_return_lse_for_decode)",
         ),
+        ("q=[5,9];kv=[40,0]", "Composed", "prefill: LSE not declared, by which contexts are merged"),
+        ("heads=2;q=[1];kv=[15];decodes=1;ranks=2", "Composed", "decode: LSE not declared"),
+        (
+            "q=[5,2];kv=[0,9];decodes=2;pad=3",
+            "Composed",
+            "decode: requests with different numbers of query tokens not supported",
+        ),
     ],
 )
 def test_what_a_layer_cannot_be_driven_with_is_unsupported(fields: str, name: str, said: str, source: str) -> None:
     found = judged(Case.parse(f"cache_write:call=layer;dims=32-16-32-64;{fields}"), f"{source}:{name}")
     assert found.status is Status.UNSUPPORTED and found.message.endswith(said)
+
+
+def test_a_layer_needs_no_lse_where_nothing_is_merged(source: str) -> None:
+    case = "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[0,15];decodes=1;pad=2"
+    found = judged(Case.parse(case), f"{source}:Composed")
+    assert found.status is Status.PASS, found.message
 
 
 def test_weights_that_stay_are_processed_once_and_others_anew() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_conformance.problems.memory import Guarded, Snapshot, poison, storage_bytes
+from mla_conformance.problems.memory import Guarded, Snapshot, out_of_memory, poison, storage_bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -60,3 +60,19 @@ def test_storage_bytes_is_the_memory_itself() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.float16)
     storage_bytes(tensor[1:]).fill_(0xFF)
     assert storage_bytes(tensor).numel() == 12 and bool(tensor.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_other_errors(error: Exception, ran_out: bool) -> None:
+    assert out_of_memory(error) is ran_out

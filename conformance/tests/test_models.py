@@ -196,9 +196,9 @@ USAGE = {
         ["--model", "kimi-k2", "--kv-cache", "fp8_v4"],
         "expected one of auto, fp8 for kimi-k2",
     ),
-    "certificate": (["--model", "kimi-k2", "--certificate", "x"], "--certificate: leave it away with --model"),
-    "tier": (["--model", "kimi-k2", "--tier", "smoke"], "--tier: leave it away with --model"),
-    "shard": (["--model", "kimi-k2", "--shard", "1/2"], "--shard: leave it away with --model"),
+    "certificate": (["--model", "kimi-k2", "--certificate", "x"], "--certificate: cannot be combined with --model"),
+    "tier": (["--model", "kimi-k2", "--tier", "smoke"], "--tier: cannot be combined with --model"),
+    "shard": (["--model", "kimi-k2", "--shard", "1/2"], "--shard: cannot be combined with --model"),
     "alone": (["--tp", "8"], "--tp: expected together with --model or --config"),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.digests import installed_digests, seal
+from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.signature import sign
 from mla_conformance.certificate.submission import folder_of, write_submission
@@ -33,7 +33,7 @@ def certificate() -> Certificate:
     made = Certificate(
         suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="TORCH_SDPA", reference="TORCH_SDPA",
         device="cpu", environment={"device": "cpu", "suite": SUITE_VERSION}, pins=PINS, rounding={}, deviations=(),
-        evidence=(), traced=NOTHING_TRACED, digests=installed_digests(), counts=COUNTS, worst={}, seconds=1.0,
+        evidence=(), traced=NOTHING_TRACED, digests=record_digests(()), counts=COUNTS, worst={}, seconds=1.0,
         findings=(), unjudged=(), lacking={}, cases=dict.fromkeys(CASES, Status.PASS),
     )  # fmt: skip
     return msgspec.structs.replace(made, seal=seal(made))

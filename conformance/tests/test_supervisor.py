@@ -194,8 +194,8 @@ def test_only_equal_failures_of_a_process_use_up_patience() -> None:
         (Describe("B"), TaskReply(RECORD), False),
         (Trace("B", {}), TaskReply(traced=Traced()), True),
         (Trace("B", {}), TaskReply(RECORD), False),
-        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD), False),
-        (Explore("B", 2, ("new_tokens",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
+        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD), False),
+        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
     ],
     ids=range(12),
 )
@@ -203,16 +203,49 @@ def test_an_answer_is_of_what_was_asked(asked: Task, answered: TaskReply, right:
     assert answers(asked, answered) is right
 
 
-@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, ("new_tokens",))])
+@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, 0, ("combinations",))])
 def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Explore) -> None:
     record = crash_of(task, "gone")
     assert record and answers(task, TaskReply(record)) and (record.status, record.message) == (Status.CRASH, "gone")
     assert Case.parse(record.case).id == record.case
 
 
+def rest(tasks: Tasks, place: int, alone: bool = False) -> list[Judge]:
+    """What a place takes until nothing is left."""
+    found: list[Judge] = []
+    while task := tasks.take(place, alone):
+        assert isinstance(task, Judge)
+        found.append(task)
+    return found
+
+
+def test_one_place_of_four_is_ahead_at_what_follows() -> None:
+    now, later = ([[Judge(name, case)] for case in CASES] for name in ("A", "B"))
+    tasks = Tasks(now, later)
+    taken = [task.reference for place in (0, 1, 2, 3, 3, 0) if (task := tasks.take(place))]
+    assert taken == ["A", "A", "A", "B", "B", "A"]
+    assert [task.reference for task in rest(tasks, 3, alone=True)] == ["A"]
+    assert not tasks.take(3) and not tasks.is_left(), "what follows waits until the others are done"
+    assert tasks.go_on()
+    assert [task.case for task in rest(tasks, 0)] == CASES[2:]
+    assert not tasks.go_on()
+
+
+def test_what_is_set_apart_is_taken_neither_now_nor_ahead() -> None:
+    first, second = [Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("B", CASES[1])]
+    tasks = Tasks([first, second], [[Judge("C", case)] for case in CASES[1:3]])
+    chosen = (*first[1:], *second, Judge("C", CASES[1]))
+    assert tasks.set_apart(lambda task: task in chosen) == [first[1:], second]
+    assert tasks.take(3) == Judge("C", CASES[2])
+    assert [tasks.take(3), tasks.take(3)] == [first[0], None]
+    assert tasks.go_on() and tasks.take(0) == Judge("C", CASES[1])
+
+
 def test_a_call_that_is_given_up_leaves_the_others() -> None:
     chunk = "context_chunk:dims=small;q=[1];kv=[5]"
-    tasks = Tasks([[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, ("new_tokens",))]])
+    tasks = Tasks(
+        [[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, 0, ("combinations",))]]
+    )
     tasks.dropped.add(("A", call_of(CASES[0])))
     taken = [task for _ in range(4) if (task := tasks.take(0))]
     assert [(task.reference, type(task)) for task in taken] == [("B", Judge), ("A", Judge), ("A", Explore)]

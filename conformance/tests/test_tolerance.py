@@ -1,9 +1,12 @@
 """The table of numbers: every one has a reason, and nothing in it is unknown."""
 
 import pytest
+import torch
 
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.tolerance import Tolerance, read_tolerance, tolerance
+from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
+from mla_conformance.reference.error_budget import Roundoffs
 
 NAMES = tuple(Tolerance.__dataclass_fields__)
 
@@ -12,6 +15,23 @@ def table(**entries: str) -> str:
     """A whole table in which the given entries have another body; None leaves one out."""
     bodies = {**{name: 'value = 1\nreason = "measured"' for name in NAMES}, **entries}
     return "\n".join(f"[{name}]\n{body}" for name, body in bodies.items() if body)
+
+
+def test_a_layer_of_two_dtypes_of_p_is_held_to_the_coarser_roundoff_and_the_higher_floor() -> None:
+    def allowed(p: Precision) -> Roundoffs:
+        return roundoffs(torch.bfloat16, Rounding(p=p), tolerance())
+
+    half, model, either = map(allowed, (Precision.FLOAT16, Precision.MODEL, Precision.MODEL_OR_FLOAT16))
+    assert (either.p, either.p_floor) == (model.p, half.p_floor)
+    assert half.p < model.p and half.p_floor > model.p_floor
+
+
+def test_what_is_stored_in_the_models_dtype_on_its_way_may_end_at_its_floor() -> None:
+    exact, parts = (
+        roundoffs(torch.float16, Rounding(partial_outputs=kind), tolerance())
+        for kind in (Precision.FLOAT32, Precision.MODEL)
+    )
+    assert parts.output_floor == 2 * exact.output_floor > 0
 
 
 def test_the_shipped_table_is_whole() -> None:

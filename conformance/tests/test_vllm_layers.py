@@ -70,6 +70,8 @@ def with_impl(fake: Any, impl: type) -> type:
         f"mixed_batch:{SMALL};q=[3,3,9];kv=[30,4,64];decodes=2;order=decodes_first;weights=dense",
         f"weight_absorption:{SMALL};q=[5,1];kv=[20,33];decodes=1",
         f"graph_padding:{SMALL};q=[1,1];kv=[40,16];decodes=2;pad=3",
+        f"call_order:{SMALL};q=[5,9,1];kv=[40,0,130];decodes=1;workspace=64;model=1;layout=packed",
+        f"call_order:{SMALL};q=[1,1,20];kv=[33,7,40];decodes=2;order=decodes_first;model=1;layout=sliced",
     ],
 )
 def test_an_unchanged_backend_passes_as_a_layer(case: str, judged: Any) -> None:

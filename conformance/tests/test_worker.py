@@ -14,6 +14,7 @@ from mla_conformance.driving import executor
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
+from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import memory
 from mla_conformance.trials.context import Context
@@ -89,6 +90,28 @@ def test_cases_before_are_run_first_in_the_same_process() -> None:
     *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
     assert [event.record.case for event in started] == [first, SMALL]
     assert answer.record.case == SMALL
+
+
+def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, worker = Judge(reference(EagerPrefillBackend), SMALL), Worker(CPU, None, lambda event: None)
+    need = memory_need(Case.parse(SMALL), "cpu")
+    for share, free, waits in ((need - 1, need, True), (need, need - 1, True), (need, need, False), (None, 0, False)):
+        monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
+        answer = worker.answer(task, share)
+        assert answer.waits is waits and (answer.record is None) is waits
+
+
+@pytest.mark.parametrize(("share", "large", "times"), [(2**40, 0, 1), (2**40, 2**40, 0), (None, 0, 0)])
+def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, share: int | None, large: int, times: int
+) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(room, "_LARGE", large)
+    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("here"))
+    monkeypatch.setattr(executor.Executor, "make_room", lambda self: given_back.append("where the kernel is"))
+    Worker(CPU, None, lambda event: None).answer(Judge(reference(EagerPrefillBackend), SMALL), share)
+    assert given_back == ["here", "where the kernel is"] * times
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,43 +1,51 @@
-"""Exploration: drawn cases for one backend until one of them fails, which is then made as small as it can be."""
+"""Exploration: cases drawn from the whole space of a backend's roles; what fails is made small, once for each cause."""
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 
-from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.cases.drawn import (
-    DRAWN,
-    OPTIONS,
-    DrawnOption,
-    DrawnOptions,
-    declared_options,
-    options_of,
-    plain_case,
-)
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.fitting import Region
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status, Verdict
+from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import OnStarted, judge_one
+from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.arrays import SPACES
+
+_ROUND = 200
+"""Cases that are drawn with one seed."""
+_MOST_CAUSES = 8
+_Cause = tuple[str, str]
+"""The call and the check that fails."""
 
 
 def explore(
     subject: Subject,
     draws: int,
+    seconds: float,
     capabilities: tuple[str, ...],
     context: Context,
     started: OnStarted = lambda case: None,
 ) -> Record:
-    """The record of a whole exploration: of all cases that hold, or of the smallest one found that fails.
+    """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
     Args:
         subject: the backend on its device.
-        draws: how many cases to draw.
-        capabilities: of which capabilities they are.
+        draws: how many cases of each role to draw; 0 where time decides.
+        seconds: how long to draw, over all roles; 0 where their number decides.
+        capabilities: of which spaces, by the capabilities that their arrays are of.
         context: what this process has made before.
         started: told of every case before anything of it is launched.
     """
-    return _Exploration(subject, draws, capabilities, context, started).search().with_fields(capability=EXPLORED)
+    regions = [region_of(subject, SPACES[name]) for name in capabilities]
+    declared = [region for region in regions if region.rows]
+    found = [_Exploration(subject, region, context, started) for region in declared]
+    for each in found:
+        each.search(draws, time.monotonic() + seconds / len(found) if seconds else 0.0)
+    return _told(found, subject, capabilities[0]).with_fields(capability=EXPLORED)
 
 
 class _CaseFails(Exception):
@@ -50,102 +58,97 @@ class _CaseFails(Exception):
 
 @dataclass
 class _Exploration:
+    """Of one role."""
+
     subject: Subject
-    draws: int
-    capabilities: tuple[str, ...]
+    region: Region
     context: Context
     started: OnStarted
     records: dict[str, Record] = field(default_factory=dict)
-    _check: str | None = None
-    _found_after: int = 0
+    causes: dict[_Cause, Record] = field(default_factory=dict)
     _device_lost: bool = False
 
-    def search(self) -> Record:
-        from hypothesis import given, reject
-        from hypothesis.errors import Unsatisfiable
+    def search(self, draws: int, until: float) -> None:
+        """Draw so many cases, or until then."""
+        number = 0
+        while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
+            self._round(number, min(_ROUND, draws - number * _ROUND) if draws else _ROUND)
+            number += 1
+
+    def _round(self, number: int, draws: int) -> None:
+        """Draw the cases of a seed, again behind each cause that is found; what was judged is not judged again."""
+        from hypothesis import given, reject, seed
 
         from mla_conformance.cases.strategies import cases, profile
 
-        spaces = self._spaces()
-        if not spaces:
-            return self._unsupported()
-
-        @profile(self.draws)
-        @given(case=cases(spaces))
+        @seed(number)
+        @profile(draws)
+        @given(case=cases(self.region.space, self.region.classes))
         def holds(case: Case) -> None:
             if self._fails(case):
                 raise _CaseFails(case)
             if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
                 reject()
 
-        try:
-            holds()
-        except _CaseFails as found:
-            record = self._confirmed(found.case)
-            return record.with_fields(message=f"drawn case {self._found_after}, made small: {record.message}")
-        except Unsatisfiable:
-            pass  # all that was drawn is unsupported
-        return self._summed()
+        while len(self.causes) < _MOST_CAUSES and not self._device_lost:
+            self._sought: _Cause | None = None
+            try:
+                holds()
+            except _CaseFails as found:
+                self._keep(found.case)
+            else:
+                break
 
-    def _summed(self) -> Record:
-        """The record of the last case that holds as that of all; of none the first that does not."""
-        passed = [record for record in self.records.values() if record.status is Status.PASS]
-        if not passed:
-            return next(iter(self.records.values()))
-        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
-        held = f"{len(passed)} of {self._judged} drawn cases hold, none fails"
-        seconds = round(sum(record.seconds for record in self.records.values()), 4)
-        return passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds).with_fields(cases=len(passed))
-
-    @property
-    def _judged(self) -> int:
-        """Distinct cases so far that are not declared unsupported."""
-        return sum(record.status is not Status.UNSUPPORTED for record in self.records.values())
-
-    def _spaces(self) -> dict[str, dict[Call, DrawnOptions]]:
-        """What the backend declares of the options of each capability's calls; without those it declares nothing of."""
-        asked = {call: name for name in self.capabilities for call in DRAWN[name]}
-        declared = {
-            call: declared_options(OPTIONS[call], partial(self._declares, name, call)) for call, name in asked.items()
-        }
-        spaces = {
-            name: {call: options_of(name, declared[call]) for call in DRAWN[name] if declared[call]}
-            for name in self.capabilities
-        }
-        return {name: calls for name, calls in spaces.items() if calls}
-
-    def _declares(self, capability: str, call: Call, fields: DrawnOption) -> bool:
-        try:
-            case = plain_case(capability, call, fields)
-            trial = Trial(self.subject, case, self.context)
-            return not (trial.missing_role() or trial.unsupported())
-        except CaseError:
-            return False
-        except Nonconformance:
-            return True
-
-    def _unsupported(self) -> Record:
-        """The record of a plain case, by which a backend says that it supports nothing of what could be drawn."""
-        name = self.capabilities[0]
-        return judge_one(self.subject, plain_case(name, DRAWN[name][0], {}), self.context, self.started)
+    def _judge(self, case: Case) -> Record | None:
+        if case.id not in self.records and not self._device_lost:
+            self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
+            failed = self.records[case.id].failed
+            self._device_lost = failed and self.subject.executor.lost(self.subject.device)
+        return self.records.get(case.id)
 
     def _fails(self, case: Case) -> bool:
-        """Whether a case fails; once one has failed, whether it fails the same check."""
-        if case.id not in self.records and not self._device_lost:
-            record = judge_one(self.subject, case, self.context, self.started)
-            self.records[case.id] = record
-            self._device_lost = record.failed and self.subject.executor.lost(self.subject.device)
-        found = self.records.get(case.id)
-        if found is None or not found.failed or self._check not in (None, found.check):
+        """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
+        record = self._judge(case)
+        if record is None or not record.failed or _cause(record) in self.causes:
             return False
-        if self._check is None:
-            self._check, self._found_after = found.check, self._judged
-        return True
+        self._sought = self._sought or _cause(record)
+        return self._sought == _cause(record)
 
-    def _confirmed(self, case: Case) -> Record:
-        """The record of the smallest case, run once more where that is possible."""
+    def _keep(self, case: Case) -> None:
+        """A cause with its smallest case, which is run once more where that is possible."""
         first = self.records[case.id]
         again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
-        if again.failed:
-            return again
-        return first.with_fields(message=f"{first.message}; the same case passed when it was run again")
+        kept = again if again.failed else first.with_fields(message=f"{first.message}; when run again the case passed")
+        self.causes[_cause(first)] = kept
+
+    @property
+    def judged(self) -> list[Record]:
+        """The cases that are supported."""
+        return [record for record in self.records.values() if record.status is not Status.UNSUPPORTED]
+
+
+def _cause(record: Record) -> _Cause:
+    return Case.parse(record.case).call, record.check
+
+
+def _told(found: list[_Exploration], subject: Subject, capability: str) -> Record:
+    """The smallest case of the first cause with what there is of others; or the last case that holds."""
+    judged = [record for each in found for record in each.judged]
+    causes = [record for each in found for record in each.causes.values()]
+    passed = [record for record in judged if record.status is Status.PASS]
+    if causes:
+        return causes[0].with_fields(message="; ".join(_of_causes(causes, len(judged))))
+    if not passed:
+        nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
+        empty = Record(subject.name, subject.backend.reference, capability, "", Status.UNSUPPORTED)
+        return judged[0] if judged else empty.with_verdict(nothing, 0.0)
+    used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
+    held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
+    seconds = round(sum(record.seconds for record in judged), 4)
+    return passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds).with_fields(cases=len(passed))
+
+
+def _of_causes(causes: list[Record], judged: int) -> Iterator[str]:
+    number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
+    yield f"{number} in {judged} drawn cases, made small: {causes[0].message}"
+    yield from (f"{record.check} at {record.case}: {record.message}" for record in causes[1:])

@@ -7,18 +7,22 @@ that far.
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.needs import Reach, rows_before
+from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.memory import device_lost, poison
+from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.call import PrefillCall
+from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.trials.trial import Trial, cut, observed, prepared_call
 
 _ALIGNMENT = 64
@@ -32,7 +36,7 @@ def far_problem(case: Case, near: Problem) -> Problem:
         name = "kv_cache" if reach.operand == "cache" else reach.operand
         spread = {name: _spread(getattr(call, name), reach.elements)}
         return replace(near, calls=(replace(call, **spread),))
-    return _behind_others(near, rows_before(case))
+    return (_behind_others if isinstance(call, PrefillCall) else _lists_behind_others)(near, rows_before(case))
 
 
 def judge_far_away(trial: Trial) -> None:
@@ -65,11 +69,10 @@ def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
 def _behind_others(near: Problem, rows: int) -> Problem:
     """The request of ``near`` behind one of so many rows, which see one key."""
     call = near.attention[0]
-    q = torch.ones(rows + call.q.shape[0], *call.q.shape[1:], dtype=near.dtype, device=near.device)
-    q[rows:] = call.q
+    q = _behind_ones(call.q, rows)
     k, v = (torch.cat([x[:1], x]) for x in (call.k, call.v))
     lengths = ((rows, call.q.shape[0]), (1, call.k.shape[0]))
-    queries, keys = (tuple(accumulate(x, initial=0)) for x in lengths)
+    queries, keys = map(start_loc, lengths)
     chunk = ContextChunk((0, 0), lengths[1])
     assert isinstance(call, PrefillCall) and call.metadata.chunked_context is not None
     width = call.metadata.chunked_context.workspace.shape[1]
@@ -82,3 +85,35 @@ def _behind_others(near: Problem, rows: int) -> Problem:
     )
     big = replace(call, q=q, k=k, v=v, query_start_loc=queries, key_start_loc=keys, metadata=metadata)
     return replace(near, calls=(big,))
+
+
+def _lists_behind_others(near: Problem, rows: int) -> Problem:
+    """The request of ``near``, over gathered keys, behind one of so many rows, each of which names its own key."""
+    call = near.calls[0]
+    assert isinstance(call, SparseCall) and call.metadata.workspace_starts is not None
+    assert call.case.space == IndexSpace.SLOT and call.topk_length is None
+    query, keys = (_behind_ones(x, rows) for x in (call.query, call.kv_cache))
+    others = torch.full((rows, call.topk_indices.shape[1]), NO_KEY, dtype=torch.int32, device=near.device)
+    others[:, 0] = torch.arange(rows)
+    own = torch.where(call.topk_indices == NO_KEY, NO_KEY, call.topk_indices + rows)
+    lengths = [rows, len(call.query)], [rows, int(call.metadata.seq_lens_cpu)]
+    metadata = replace(
+        call.metadata,
+        query_start_loc=int32(start_loc(lengths[0]), near.device),
+        req_id_per_token=int32([0, 1], near.device).repeat_interleave(torch.tensor(lengths[0], device=near.device)),
+        seq_lens=int32(lengths[1], near.device),
+        workspace_starts=torch.cat([int32([0], near.device), call.metadata.workspace_starts + rows]),
+        max_query_len=max(lengths[0]),
+        max_seq_len=max(lengths[1]),
+        query_lens_cpu=int32(lengths[0], torch.device("cpu")),
+        seq_lens_cpu=int32(lengths[1], torch.device("cpu")),
+    )
+    big = replace(call, query=query, kv_cache=keys, topk_indices=torch.cat([others, own]), metadata=metadata)
+    return replace(near, calls=(big,))
+
+
+def _behind_ones(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows + T, ...]: ``x`` [T, ...] behind so many rows of ones."""
+    wide = torch.ones(rows + len(x), *x.shape[1:], dtype=x.dtype, device=x.device)
+    wide[rows:] = x
+    return wide

@@ -15,6 +15,7 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.grammar import LARGEST
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.trial import Trial, cut, invoke, observed, prepare, tensors
 
@@ -27,11 +28,17 @@ class Graph:
 
     Attributes:
         static: the problem whose tensors are the buffers; no batch has more requests, or a longer one.
+
+    Args:
+        trial: the trial.
+        what: what is captured, for messages.
+        static: as above.
+        batch: what the buffers hold when the call is captured; half as long as they are if it is not given.
     """
 
-    def __init__(self, trial: Trial, what: str, static: Problem) -> None:
+    def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:
         self.static, self._trial = static, trial
-        loaded = _load(static, trial.build(captured_batch(static.case)))
+        loaded = _load(static, trial.build(batch or captured_batch(static.case)))
         self._captured = trial.make(f"{what}: the call", partial(_capture, trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
@@ -49,7 +56,10 @@ class Graph:
 
 
 def replays(trial: Trial) -> None:
-    """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph."""
+    """Two sizes captured by one instance; batches of every size up to the larger, and one beyond it without a graph.
+
+    Then a capture of a token a request, which is replayed with sequences as long as its buffers and maxima.
+    """
     case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
     whole = Graph(trial, "captured", trial.problem)
@@ -60,6 +70,8 @@ def replays(trial: Trial) -> None:
     half.judge(half.batch(1, seed=5), "a single request, replayed with padding")
     trial.conforms(trial.build(_beyond(case)), step="one request more than any graph has, called")
     whole.judge(whole.batch(size, seed=6), "replayed after a call without a graph")
+    short = Graph(trial, "captured with a token a request", trial.build(), _filled(case, 1, seed=7))
+    short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
 
 
 def _first(case: Case, requests: int) -> Case:
@@ -91,6 +103,11 @@ def captured_batch(case: Case) -> Case:
     """The batch that is captured over the buffers of ``case``: its requests the other way round, half as long."""
     lengths = [_half(length) for length in reversed(_lengths(case))]
     return _with_lengths(case, lengths, padding=0, seed=1)
+
+
+def _filled(case: Case, most: int, seed: int) -> Case:
+    """A batch of as many requests, as long as the buffers have room for, or of ``most`` if that is shorter."""
+    return _with_lengths(case, [min(most, length) for length in _lengths(case)], padding=0, seed=seed)
 
 
 def replayed_batch(case: Case, requests: int, seed: int) -> Case:

@@ -21,6 +21,9 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.trial import Trial
 
+_LONGER, _UNUSED_COLUMNS = 2, 8
+"""Times the longest sequence of a case that a replay may have, and columns of the block tables behind its pages."""
+
 
 class CapturedLayer:
     """What the capture of a layer's call leaves where it was made.
@@ -36,9 +39,9 @@ class CapturedLayer:
         # Made before the capture: its scales come from the host.
         self._module = layer.attention_layer(call.case)
         call.prepare(layer)
-        runner = layer.state.runner
-        runner.graph_block_tables = np.zeros((size, layer.metadata.block_tables.shape[1] + 8), np.int32)
-        runner.max_seq_len_to_capture = 2 * max(layer.metadata.seq_lens)
+        runner, longest = layer.state.runner, _LONGER * max(call.key_lens)
+        runner.graph_block_tables = np.zeros((size, longest // call.case.page + _UNUSED_COLUMNS), np.int32)
+        runner.max_seq_len_to_capture = longest
         call.image.reset()
         with layer.state.graph_capture(size):
             self._metadata = layer.state.graph_capture_get_metadata_for_batch(size)
@@ -150,15 +153,22 @@ def replays(trial: Trial) -> None:
     """Batches of every size up to the captured one; the next larger one is refused, and runs without the graph."""
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
-    graph = LayerGraph(trial, trial.problem)
+    longest = _with_longest(case)
+    graph = LayerGraph(trial, trial.build(replace(case, spare=case.spare + -(-max(longest.kv) // case.page))))
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
     graph.judge(_batch(trial, case, size, 7), "another batch of the captured size, replayed after a smaller one")
     graph.judge(_batch(trial, case, 1, 4), "a single request, replayed with padding")
+    graph.judge(trial.build(longest), "a sequence as long as the graph admits, replayed")
     larger = _batch(trial, replace(case, q=(*case.q, 1), kv=(*case.kv, 9), decodes=size + 1), size + 1, 5)
     graph.refuses(larger, "one request more than captured")
     trial.conforms(larger, step="one request more than captured, without the graph")
     graph.judge(_batch(trial, case, size, 6), "replayed after a call without the graph")
+
+
+def _with_longest(case: LayerCase) -> LayerCase:
+    """The batch whose first sequence, new token included, is as long as a replay's may be."""
+    return replace(case, kv=(_LONGER * (max(case.kv) + 1) - 1, *case.kv[1:]), seed=case.seed + 8)
 
 
 def _batch(trial: Trial, case: LayerCase, requests: int, seed: int) -> Problem:

@@ -111,23 +111,25 @@ class _Clean:
     def excusing(self, rows: slice, observation: Observation) -> Observation:
         """``observation`` with the clean results in ``rows``, the spoiled request's own, which are not judged."""
         returned = tuple(
-            replace(part, value=_patched(part.value, clean, rows, part.out))
+            replace(part, value=_patched(part.value, clean, rows, part.call.token_dims, part.out))
             for part, clean in zip(observation.returned, self._parts, strict=False)
         )
         merged: OutputAndLse | None = observation.merged
         if merged is not None and self._merged is not None:
-            merged = _patched(merged, self._merged, rows)
+            merged = _patched(merged, self._merged, rows, KernelCall.token_dims)
         return replace(observation, returned=returned, merged=merged)
 
 
-def _patched(value: Any, clean: Sequence[torch.Tensor], rows: slice, out: Guarded | None = None) -> Any:
-    """Output [T, N, V], and LSE [N, T] if there is one, with the rows of ``clean``; anything else as it is."""
+def _patched(
+    value: Any, clean: Sequence[torch.Tensor], rows: slice, dims: Sequence[int], out: Guarded | None = None
+) -> Any:
+    """The parts of a result, which count tokens in ``dims``, with the rows of ``clean``; anything else as it is."""
     parts = parts_of(value)
     if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
         return value
     # What lies in the output tensor that was handed in must stay there.
     patched = [part if out and _within(part, out) else part.clone() for part in parts]
-    for mine, theirs, dim in zip(patched, clean, (0, 1), strict=False):  # they count tokens in different dimensions
+    for mine, theirs, dim in zip(patched, clean, dims, strict=False):
         count = rows.stop - rows.start
         mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
     return tuple(patched) if len(patched) > 1 else patched[0]

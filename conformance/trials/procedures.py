@@ -3,54 +3,31 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import NoReturn
 
 import torch
 
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call
-from mla_conformance.driving.driver import Observation
+from mla_conformance.driving.driver import Observation, merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials.bounds import memory_bounds
+from mla_conformance.trials.call_order import call_order
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.streams import side_stream, two_streams
-from mla_conformance.trials.transform import of_size, overwrite, regroup, scale_cache, scale_values
+from mla_conformance.trials.transform import regroup, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
 
 REPEATS = 20
 _ENDS_AND_A_PAIR = 4
 """Requests of a batch that has two of them between its first and its last."""
-
-
-def call_order(trial: Trial) -> None:
-    """Calls before and between must not matter."""
-    trial.conforms(step="first call")
-    trial.conforms(trial.relaid_problem(), step="same shapes in another memory layout")
-    trial.conforms(trial.other_problem(), step="other lengths")
-    trial.conforms(step="first call again")
-    if trial.case.role is not Role.LAYER:  # whose batch is bound to its order and workspace
-        _other_sizes(trial)
-    trial.interleaved(trial.other_problem())
-    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
-    if trial.case.call in (Call.DECODE, Call.SPARSE_DECODE):
-        trial.conforms(scale_cache(trial.problem, 2.0), step="another k_scale, everything else the same")
-    trial.conforms(overwrite(trial.problem, trial.redrawn_problem()), step="same addresses, other contents")
-
-
-def _other_sizes(trial: Trial) -> None:
-    """More requests than the first call had, fewer again, a single one, and the first call."""
-    sizes = [len(trial.case.q), 2 * len(trial.case.q) + 1, len(trial.case.q) + 1, 1]
-    for before, requests in pairwise(sizes):
-        batch = trial.build(of_size(trial.case, requests))
-        trial.conforms(batch, step=f"a batch of {requests} after one of {before}")
-    trial.conforms(step="first call again, after a batch of 1")
 
 
 def determinism(trial: Trial) -> None:
@@ -67,7 +44,7 @@ def batch_invariance(trial: Trial) -> None:
     for request, rows in enumerate(segments(trial.problem.query_start_loc)):
         alone = results(trial.conforms(regroup(trial.problem, [request]), step=f"request {request} alone"))
         if trial.declaration.batch_invariant:
-            pairs = zip(whole, alone, (0, 1), strict=False)  # output and LSE count tokens in different dimensions
+            pairs = zip(whole, alone, trial.problem.calls[0].token_dims, strict=False)
             same = all(torch.equal(x.narrow(dim, rows.start, rows.stop - rows.start), y) for x, y, dim in pairs)
             trial.require(same, Check.BATCH_DEPENDENCE, f"request {request} alone has other bits than in its batch")
     if len(trial.case.q) >= _ENDS_AND_A_PAIR:
@@ -103,6 +80,24 @@ def split_invariance(trial: Trial) -> None:
     for workspace in (64, 128, 2048):
         other = trial.build(replace(trial.case, workspace=workspace))
         trial.conforms(other, step=f"workspace of {workspace} tokens")
+
+
+def merge_states(trial: Trial) -> None:
+    """The backend's merge of the states that its calls return, then with NaN behind every LSE of -inf."""
+    problem, expectation = trial.problem, trial.expect(trial.problem)
+    seen = trial.conforms(step="as the calls return them")
+    if not (trial.case.is_merged and trial.case.own_merge):
+        return
+    states = [(_spoiled(output, lse), lse) for output, lse in states_of(problem, seen.returned)]
+    step = partial(merged_by_its_own, trial.backend, problem.case.merges_in_place, states)
+    what = "with NaN behind every LSE of -inf"
+    merged = trial.call(f"{what}: merge_attn_states", step)
+    trial.judged(problem, expectation, replace(seen, merged=merged), what)
+
+
+def _spoiled(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Output [T, N, V] with NaN where the LSE [N, T] says that a row has no key."""
+    return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan)
 
 
 def v_linearity(trial: Trial) -> None:
@@ -154,10 +149,13 @@ def streams(trial: Trial) -> None:
 def refuses_or_conforms(trial: Trial) -> None:
     """What a backend declares unsupported must be refused before anything is launched; what it declares must run."""
     reasons = trial.unsupported()
-    if reasons:
-        must_refuse(trial, "; ".join(reasons))
-    else:
+    if not reasons:
         trial.conforms()
+    elif trial.case.role in (Role.DECODE, Role.SPARSE) and set(reasons) == {NO_LSE}:
+        # Their interface does not ask for an LSE, so that there is nothing to refuse.
+        trial.settle(Verdict(Status.UNSUPPORTED, NO_LSE))
+    else:
+        must_refuse(trial, "; ".join(reasons))
 
 
 def must_refuse(trial: Trial, declared: str) -> None:
@@ -211,8 +209,9 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     procedure.__name__: procedure
     for procedure in (
         Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
-        v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
-        neighbours, neighbour_keys, refuses_or_conforms, selection_order, selection_padding, selection_rows,
+        merge_states, v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
+        neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
+        selection_order, selection_padding, selection_rows,
     )
 } | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

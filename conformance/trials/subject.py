@@ -18,6 +18,7 @@ from mla_conformance.backends.platform import DeviceCapability, get_device_capab
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.problems.memory import whole_memory
@@ -185,6 +186,8 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     capability = find_capability(case.capability)
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
+    if capability.is_array and device.type == "cpu" and work_of(case) > CPU_WORK:
+        return [f"due on a GPU: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     return _memory_reasons(case, device) if case.far != "none" else []

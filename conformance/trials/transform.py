@@ -6,12 +6,15 @@ What is drawn for another batch is drawn by the id of its case, so that a line t
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse.call import SparseCall
 
 
@@ -50,9 +53,34 @@ def overwrite(problem: Problem, other: Problem) -> Problem:
     return replace(problem, key=other.key, calls=calls, whole=other.whole)
 
 
+def other_contents(case: Case) -> Case:
+    """The same batch in the same blocks, of which queries, keys and values are others."""
+    data = Data.OUTLIERS if case.data == Data.INTEGERS else Data.INTEGERS
+    if isinstance(case, LayerCase):
+        return replace(case, data=data, latents=data)
+    return replace(case, data=data)
+
+
+def over_metadata(problem: Problem, owner: Problem) -> Problem:
+    """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks.
+
+    A layer's call holds none.
+    """
+    pairs: Any = zip(problem.calls, owner.calls, strict=True)
+    return replace(problem, calls=tuple(replace(call, metadata=owned.metadata) for call, owned in pairs))
+
+
 def of_size(case: Case, requests: int) -> Case:
     """So many requests as long as those of the case, in an order drawn anew, with other values."""
     known = range(len(case.q))
     rows = Random(f"{case.id}|{requests}").sample([*known] * -(-requests // len(known)), requests)
     q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
     return replace(case, q=q, kv=kv, seed=case.seed + 100 + requests)
+
+
+def shortened(case: Case, number: int) -> Case:
+    """The same number of requests, shorter by chance, with other values; another batch for each ``number``."""
+    draw, seed = Random(f"{case.id}|{number}"), case.seed + 100 * number
+    if case.kv:
+        return replace(case, kv=tuple(draw.randint(0, length) for length in case.kv), seed=seed)
+    return replace(case, q=tuple(draw.randint(min(1, length), length) for length in case.q), seed=seed)

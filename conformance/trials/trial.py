@@ -12,11 +12,13 @@ from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.work import operations_of
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, operations_of
+from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
@@ -156,21 +158,33 @@ class Trial:
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
 
-    def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
+    def conforms(self, problem: Problem | None = None, step: str = "", prepare: bool = True) -> Observation:
         """Run a problem, by default the case's own, and judge everything that comes back.
 
         Args:
             problem: what to run.
             step: where in a sequence of calls this is, for the message.
+            prepare: as for :meth:`run`.
         """
         problem = problem or self.problem
         expectation = self.expect(problem)
-        return self.judged(problem, expectation, self.run(self.backend, problem), step)
+        return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
 
-    def run(self, instance: Any, problem: Problem, prepare: bool = True) -> Observation:
-        """Make the problem's calls on an instance."""
+    def run(
+        self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
+    ) -> Observation:
+        """Make the problem's calls on an instance.
+
+        Args:
+            instance: a kernel, or a layer.
+            problem: whose calls.
+            prepare: whether its metadata are handed over first; those of ranks are before each call in any case, since
+                the ranks share the instance.
+            perform: makes each call, as for :func:`run_calls`.
+        """
+        ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare, self.subject.executor)
+            observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
@@ -185,12 +199,11 @@ class Trial:
             (instance, problem, self.expect(problem))
             for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
-        for instance, problem, _ in both:
-            self.make("prepare_metadata", partial(problem.calls[0].prepare, instance))
+        # In one step, so that metadata that they share are one object wherever it is carried out.
+        pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
+        self.make("prepare_metadata", partial(_prepare_each, pairs))
         for instance, problem, expectation in both:
-            ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
-            # Ranks share an instance here, so each of them is prepared just before its call.
-            observation = self.run(instance, problem, prepare=ranks)
+            observation = self.run(instance, problem, prepare=False)
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
             self.judged(problem, expectation, observation, step)
 
@@ -276,6 +289,11 @@ def results(observation: Observation) -> list[torch.Tensor]:
 def prepare(backend: Any, problem: Problem) -> None:
     """Hand over the metadata of the problem's only call."""
     problem.calls[0].prepare(backend)
+
+
+def _prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
+    for instance, call in pairs:
+        call.prepare(instance)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:

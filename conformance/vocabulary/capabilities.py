@@ -9,22 +9,23 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.resources import files
 from itertools import chain
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
+from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.roles.decode.space import DECODE
-from mla_conformance.roles.layer.space import LAYER
-from mla_conformance.roles.prefill.space import PREFILL
-from mla_conformance.roles.sparse.space import SPARSE
+from mla_conformance.cases.space import Space
+from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary import lists
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _FIRST = 2
+CONFORMS = "conforms"
+"""The procedure of one call, judged."""
 
 
 def smoke_cases(cases: Sequence[Case]) -> tuple[Case, ...]:
@@ -52,7 +53,7 @@ class Tier(StrEnum):
     FULL = "full"
     """All cases; they hold every pair of these values."""
     NIGHTLY = "nightly"
-    """Those and every triple, and long contexts."""
+    """Those, triples and long contexts."""
 
 
 class CapabilityError(ValueError):
@@ -67,8 +68,7 @@ class Capability:
         name: as in ids, markers and reports.
         clause: clause of SPEC.md that the definition rests on.
         definition: one sentence.
-        cases: the cases that decide it, the most telling first.
-        smoke: those of them that the smoke tier takes.
+        lists: the functions that list its cases; none where they are a covering array.
         procedure: what is done with a backend, by its name in ``trials/procedures.py``.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
@@ -79,13 +79,36 @@ class Capability:
     name: str
     clause: str
     definition: str
-    cases: tuple[Case, ...]
-    smoke: tuple[Case, ...]
-    procedure: str = "conforms"
+    lists: tuple[str, ...] = ()
+    procedure: str = CONFORMS
     probes_refusals: bool = False
     needs: str = ""
     needs_cuda: bool = False
     captures: bool = False
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases that decide it, the most telling first."""
+        if self.is_array:
+            return array_of(self.name)
+        made = chain.from_iterable(_case_list(function)() for function in self.lists)
+        return tuple(Case.of(capability=self.name, **fields) for fields in made)
+
+    @cached_property
+    def smoke(self) -> tuple[Case, ...]:
+        """Those of them that the smoke tier takes."""
+        if not self.is_array:
+            return smoke_cases(self.cases)
+        space = SPACES[self.name]
+        light = [case for case in self.cases if work_of(case) <= CPU_WORK]
+        given = (space.row_of(case) for case in counted(space, Tier.SMOKE))
+        chosen = choose([space.row_of(case) for case in light], given)
+        return with_killing(self.cases, {light[number] for number in chosen})
+
+    @property
+    def is_array(self) -> bool:
+        """Whether its cases are the covering array of a role's space."""
+        return self.name in SPACES
 
     @property
     def profile(self) -> str:
@@ -100,12 +123,10 @@ class Capability:
 
 
 def _vocabulary() -> Iterator[Capability]:
-    """The entries of the table, each with its cases made."""
+    """The entries of the table."""
     table = (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
     for name, entry in tomllib.loads(table).items():
-        made = chain.from_iterable(_case_list(function)() for function in entry.pop("cases"))
-        cases = tuple(Case.of(capability=name, **fields) for fields in made)
-        yield Capability(name, cases=cases, smoke=smoke_cases(cases), **entry)
+        yield Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
 
 
 def _case_list(name: str) -> Callable[[], Iterable[Fields]]:
@@ -116,40 +137,37 @@ def _case_list(name: str) -> Callable[[], Iterable[Fields]]:
     return made
 
 
-_VOCABULARY = tuple(_vocabulary())
-_LISTED = [case for entry in _VOCABULARY for case in entry.cases]
-_LISTED_SMOKE = [case for entry in _VOCABULARY for case in entry.smoke]
+def load_lists() -> None:
+    """Import every module that lists cases, which otherwise is when the first case of its capability is asked for."""
+    for entry in CAPABILITIES.values():
+        for name in entry.lists:
+            _case_list(name)
 
 
-def _together(space: Space, clause: str, definition: str) -> Capability:
-    pairs = space.further_cases(_LISTED, PAIRS)
-    smoke = with_killing(pairs, space.telling_cases(pairs, _LISTED_SMOKE))
-    return Capability(space.capability, clause, definition, pairs, smoke)
+CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _vocabulary()}
 
 
-# The last, since they show that something fails together with others, where any other capability says what it is.
-_COMBINED = (
-    _together(PREFILL, "3.1", "What other capabilities vary one by one is computed right together."),
-    _together(DECODE, "6.2", "What other capabilities vary one by one is computed right together, of a decode."),
-    _together(LAYER, "6.7", "What other capabilities vary one by one is computed right together, of a layer."),
-    _together(SPARSE, "7.2", "What other capabilities vary one by one is computed right together, of selected keys."),
-)
+def counted(space: Space, tier: Tier) -> Iterator[Case]:
+    """The listed cases of a role that are judged by one right call anywhere, as those of its array are."""
+    for entry in CAPABILITIES.values():
+        if counts(entry.name) and not entry.is_array:
+            yield from (case for case in entry.select(tier) if case.role is space.role)
 
-SPACES: dict[str, Space] = {space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE)}
 
-CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in (*_VOCABULARY, *_COMBINED)}
+def counts(capability: str) -> bool:
+    """Whether cases of a capability are judged by one right call anywhere."""
+    entry = find_capability(capability)
+    return entry.procedure == CONFORMS and not entry.needs_cuda
+
+
+def listed(space: Space) -> tuple[Case, ...]:
+    """The cases of a role that everybody is asked, as far as they count: those of the lists and of the array."""
+    return (*counted(space, Tier.FULL), *array_of(space.capability))
 
 
 def nightly_cases(capability: str) -> tuple[Case, ...]:
     """What the nightly tier adds to a capability's cases."""
-    if capability in SPACES:
-        return _triples(capability)
     return tuple(case for case in lists.LONG_CONTEXTS if case.capability == capability)
-
-
-@cache
-def _triples(capability: str) -> tuple[Case, ...]:
-    return SPACES[capability].further_cases([case for entry in CAPABILITIES.values() for case in entry.cases], TRIPLES)
 
 
 def find_capability(name: str) -> Capability:

@@ -1,24 +1,63 @@
-"""What the tiers hold: their number of cases and, role by role, the combinations that these reach. No torch."""
+"""What the tiers hold: their number of cases and, role by role, the pairs of classes that these reach. No torch."""
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator
 
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.combinations import PAIRS, TRIPLES, Space
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
+from mla_conformance.cases.covering import Pair, Pairs
+from mla_conformance.cases.space import ClassOf, Space
+from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
 
-STRENGTHS = {1: "values", PAIRS: "pairs", TRIPLES: "triples"}
+_WIDTH = 80
 
 
 def tier_lines() -> Iterator[str]:
-    """One line per tier, and one below it for each role."""
+    """One line per tier, and one for each role."""
     for tier in Tier:
-        cases = [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
-        yield f"tier {tier:<8} {len(cases):>5} cases"
-        yield from (f"  {_reached(space, cases)}" for space in SPACES.values())
+        yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases"
+    yield from map(_reached, SPACES.values())
 
 
-def _reached(space: Space, cases: Sequence[Case]) -> str:
-    counts = {strength: (space.count(strength), len(space.lacking(cases, strength))) for strength in STRENGTHS}
-    full = max((strength for strength, (_, lacking) in counts.items() if not lacking), default=0)
-    reported = (f"{n - lacking} of {n} {STRENGTHS[strength]}" for strength, (n, lacking) in counts.items())
-    return f"{space.role:<7} strength {full} over {len(space.dimensions)} dimensions: {', '.join(reported)}"
+def _reached(space: Space) -> str:
+    """The full tier holds every pair that is possible."""
+    smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
+    light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
+    in_smoke, in_light = (len(Pairs(space, map(space.row_of, cases))) for cases in (smoke, light))
+    full = len(_held(space))
+    return (
+        f"  {space.role:<7} {full:,} pairs possible: smoke {in_smoke:,}, full {full:,}, "
+        f"{full - in_light:,} due on a GPU"
+    )
+
+
+def _held(space: Space) -> Pairs:
+    return Pairs(space, map(space.row_of, listed(space)))
+
+
+def excluded_lines() -> Iterator[str]:
+    """Of each role, the pairs of classes that no case can hold, by the rule that excludes them."""
+    for space in SPACES.values():
+        by_reason: dict[str, list[Pair]] = {}
+        excluded = Pairs.every(space) - _held(space)
+        for pair in excluded:
+            by_reason.setdefault(space.reason(pair), []).append(pair)
+        yield f"{space.role}: {len(excluded)} pairs excluded"
+        for reason, pairs in by_reason.items():
+            yield from wrapped(f"{reason}: {len(pairs)} pairs", 2)
+            yield from _partners(pairs)
+
+
+def _partners(pairs: Iterable[Pair]) -> Iterator[str]:
+    """A line for each class, with those that it never meets."""
+    found: dict[ClassOf, list[ClassOf]] = {}
+    for first, second in pairs:
+        found.setdefault(first, []).append(second)
+    for value, others in found.items():
+        yield from wrapped(f"{'='.join(value)} with {', '.join(map('='.join, others))}", 4)
+
+
+def wrapped(text: str, indent: int) -> list[str]:
+    """Lines of a text, as wide as a terminal."""
+    first, further = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)

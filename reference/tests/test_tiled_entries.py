@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mla_conformance.reference.cache_layout import decode_rows, decode_tiles, encode, encode_tiles, entry_width
+from mla_conformance.reference.cache_layout import decode_rows, decode_tiles, encode, encode_tiles, entry_width, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.kv_cache import page_parts, write_entries
+from mla_conformance.reference.kv_cache import page_parts, read_entries, write_entries
 from mla_conformance.reference.quantization import dequantize_e2m1, quantize_e2m1
 
 BF16 = torch.bfloat16
@@ -26,7 +26,11 @@ def test_widths_are_those_of_the_published_formats() -> None:
         "fp8_v4": 584,
         "fp8_v41": 528,
         "fp4_v41": 288,
+        "nvfp4_ds_mla": 352,
+        "nvfp4_v4": 384,
         "fp8_index": 132,
+        "fp8_index_flat": 132,
+        "fp8_index_shuffled": 132,
     }
     v4 = TILED_FORMATS["fp8_v4"]
     assert v4.parts == (576, 8)
@@ -57,6 +61,57 @@ def test_an_entry_of_four_bits_by_hand() -> None:
     assert row[8].item() == 7 | (8 + 3) << 4  # -2.6 / 2 rounds to -1.5
     scales = row[256:].view(torch.float8_e4m3fn).float()
     assert scales[:3].tolist() == [1.0, 2.0, 2.0**-9]
+
+
+def test_an_entry_of_nvfp4_by_hand() -> None:
+    rope = torch.zeros(1, 64, dtype=BF16)
+    rope[0, 0], rope[0, 63] = 1.0, -500.0
+    row = encode(key(c0=6.0, c1=-1.5, c16=12.0), rope, "nvfp4_ds_mla", 1.0)[0]
+    assert (row[0].item(), row[8].item()) == (7 | 11 << 4, 7)
+    assert row[256:320].view(torch.float8_e4m3fn).float()[[0, 1, 63]].tolist() == [1.0, 0.0, -448.0]
+    assert row[320:].view(torch.float8_e4m3fn).float()[:3].tolist() == [1.0, 2.0, 2.0**-9]
+    kv_c, k_pe = decode_rows(row[None], "nvfp4_ds_mla", 1.0, 512, 64)
+    assert kv_c[0, [0, 1, 16]].tolist() == [6.0, -1.5, 12.0] and k_pe[0, [0, 63]].tolist() == [1.0, -448.0]
+
+
+def test_an_entry_of_v4_in_four_bits_by_hand() -> None:
+    row = encode_tiles(key(c0=6.0, c1=-1.5, c447=12.0, c448=-2.0, c511=7.0), TILED_FORMATS["nvfp4_v4"])[0]
+    assert (row[0].item(), row[223].item()) == (7 | 11 << 4, 7 << 4)
+    assert row[224:352].view(BF16)[[0, 1, 63]].tolist() == [-2.0, 0.0, 7.0]
+    assert row[352:380].view(torch.float8_e4m3fn).float()[[0, 1, 27]].tolist() == [1.0, 2.0**-9, 2.0]
+    assert row[380:].tolist() == [0] * 4
+    v4 = TILED_FORMATS["nvfp4_v4"]
+    assert (v4.parts, v4.page_bytes(64)) == ((352, 32), 64 * 384)
+
+
+def test_the_scale_of_an_index_key_by_hand() -> None:
+    keys = torch.tensor([[448.0], [-450.0], [1e-5]]).to(BF16).expand(3, 128)
+    for kind, scales in (("float32", [1.0, 450 / 448]), ("pow2", [1.0, 2.0, 2.0**-22])):
+        rows = encode(keys, keys[:, :0], "fp8_index", 1.0, kind)
+        found = rows[:, 128:].contiguous().view(torch.float32)[:, 0]
+        assert torch.equal(found[: len(scales)], torch.tensor(scales))
+
+
+def test_tiles_on_the_edge_of_a_scale_are_not_steady() -> None:
+    found = steady(key(c0=448.0, c32=446.0, c64=450.0), TILED_FORMATS["fp8_v41"], "float32", 2.0**-20)
+    assert found[0].tolist() == [False, *[True] * 15]
+    ties = steady(key(c0=6 * 17 / 16, c16=6.0), TILED_FORMATS["fp4_v41"], "float32", 2.0**-20)
+    assert ties[0, :2].tolist() == [False, True]
+    keys = key(c0=448.0)[:, :128]
+    assert bool(steady(keys, TILED_FORMATS["fp8_index"], "float32", 2.0**-20).all())
+    assert not bool(steady(keys, TILED_FORMATS["fp8_index"], "pow2", 2.0**-20).all())
+
+
+def test_shuffled_codes_stand_in_tiles_of_16_tokens_and_columns() -> None:
+    cache, row = torch.zeros(2, 32, 132, dtype=torch.uint8), torch.arange(1, 133, dtype=torch.uint8)[None]
+    write_entries(cache, row, torch.tensor([32 + 17]), "fp8_index_shuffled")
+    block = cache[1].flatten()
+    # The second token of the second 16: columns 0 to 15 follow those of the first, the next 16 follow all 16 tokens'.
+    tile = 16 * 128
+    assert block[tile + 16 : tile + 32].tolist() == [*range(1, 17)]
+    assert block[tile + 256 + 16 : tile + 256 + 32].tolist() == [*range(17, 33)]
+    assert block[32 * 128 + 17 * 4 :][:4].tolist() == [129, 130, 131, 132]
+    assert int((cache > 0).sum()) == 132
 
 
 def test_the_meaning_of_a_byte_is_its_code_times_its_scale() -> None:
@@ -94,6 +149,17 @@ def test_values_come_back_within_a_rounding_of_their_codes(layout: str) -> None:
 def test_zeros_stay_zeros(layout: str) -> None:
     zeros = torch.zeros(2, 512, dtype=BF16)
     assert not decode_rows(encode(zeros, zeros[:, :0], layout, 1.0), layout, 1.0, 512, 0)[0].any()
+
+
+@pytest.mark.parametrize("layout", ["auto", "fp8_index_shuffled"])
+def test_slots_are_read_as_they_were_written(layout: str) -> None:
+    width = entry_width(layout, 128, 0)
+    rows = torch.randn(5, width).to(BF16) if layout == "auto" else torch.randint(256, (5, width)).to(torch.uint8)
+    cache, slots = torch.zeros(3, 16, width, dtype=rows.dtype), torch.tensor([47, 0, -1, 16, 30])
+    write_entries(cache, rows, slots, layout)
+    kept = slots >= 0
+    assert torch.equal(read_entries(cache, slots[kept], layout), rows[kept])
+    assert bool((read_entries(cache, torch.tensor([1, 46]), layout) == 0).all())
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla", *WITHOUT_ROPE])

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, output_of
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
@@ -53,7 +53,7 @@ class DecodeCall(AttentionCall):
         k_scale: float32 scalar.
         metadata: of the batch on this rank.
         holds_codes: whether the cache stores codes, not values of the model's dtype.
-        lse: whether the LSE counts; a case that is about outputs leaves it to others.
+        lse: whether the LSE is asked for; a case that is about outputs leaves it to others.
     """
 
     ql_nope: torch.Tensor
@@ -73,13 +73,8 @@ class DecodeCall(AttentionCall):
 
     @property
     def returns_lse(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def judges_lse(self) -> bool:
-        """As the case says."""
-        return self.lse
+        """As the case says; a rank's always, which is merged by it."""
+        return self.lse or self.metadata.dcp_world_size > 1
 
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands, and every tensor of the metadata."""
@@ -114,9 +109,10 @@ class DecodeCall(AttentionCall):
         """Before every call: each rank has metadata of its own."""
         backend.prepare_metadata(self.metadata)
 
-    def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``run_decode``."""
-        return backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
+    def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:
+        """``run_decode``, whose LSE is left aside where it is not asked for."""
+        result = backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
+        return result if self.returns_lse else output_of(result)
 
     def operands(self) -> AttentionOperands:
         """The attention that the call computes."""

@@ -42,6 +42,7 @@ def outputs() -> Iterator[Fields]:
             single(200, 9, dims="glm", heads=8),
             single(300, 9, **_SMALL, data="needle"),
             single(9000, **_SMALL, data="hot_tail"),
+            single(*(9,) * 8, 1100, **_SMALL),
             single(*(17,) * 60, *(63,) * 50, *(64,) * 40, dims="small", heads=1, data="needle"),
             single(300, 40, dtype="fp16", data="needle"),
             single(300, 40, dtype="fp32", data="needle"),
@@ -77,6 +78,8 @@ def lses() -> Iterator[Fields]:
         yield single(300, 40, dtype=dtype)
     yield single(900, 2000, 64, heads=64, data="needle")
     yield single(*(17, 40) * 70, heads=32, dims="small")
+    yield decode((16,) * 40, (3,) * 40, heads=112, dims="4-4-4-4")
+    yield single(300, **_SMALL, dtype="fp16", data="zero_keys")
 
 
 def several_tokens() -> Iterator[Fields]:
@@ -98,6 +101,11 @@ def several_tokens() -> Iterator[Fields]:
     for page in (16, 32, 128):
         yield decode((4,) * 4, (0, 63, 255, 600), page=page, data="needle")
     yield decode((3, 1, 2), (300, 40, 0), page=1, data="needle")
+    # Just past a tile, so that the rows before see nothing of the last one: a maximum that it raises shows below 0.
+    yield decode((2,) * 3, (31, 63, 127), **_SMALL, data="negative")
+    for lse in (True, False):
+        yield decode((4, 4), (61, 125), heads=8, data="negative", lse=lse)
+    yield decode((1, 4, 2), (64, 5, 130), heads=2, pad=2, data="needle")
 
 
 def pages() -> Iterator[Fields]:
@@ -149,6 +157,7 @@ def fp8() -> Iterator[Fields]:
     yield single(300, 40, kscale=2_300_000)
     yield decode((2, 2), (300, 40), kscale=70)
     yield decode((5, 5), (64, 300), **_SMALL, cache="fp8")
+    yield decode((9, 9), (40, 64), **_SMALL, cache="fp8", data="needle")
 
 
 def fp8_ds_mla() -> Iterator[Fields]:
@@ -179,6 +188,7 @@ def fp8_ds_mla() -> Iterator[Fields]:
         ],
         cache="fp8_ds_mla",
     )
+    yield single(64, 140, heads=1, cache="fp8_ds_mla")
 
 
 def dcp() -> Iterator[Fields]:
@@ -205,6 +215,7 @@ def dcp() -> Iterator[Fields]:
     yield decode((4, 4), (300, 62), ranks=2, cache="fp8_ds_mla", interleave=64, data="needle")
     yield decode((3, 1, 2), (64, 5, 300), ranks=4, cache="fp8_ds_mla")
     yield decode((4, 4), (900, 62), heads=16, ranks=8, data="needle")
+    yield decode((4, 4), (300, 62), **_SMALL, ranks=16, data="needle")
 
 
 def call_order() -> Iterator[Fields]:
@@ -239,6 +250,18 @@ def neighbours() -> Iterator[Fields]:
     yield decode((2,) * 3, (62, 300, 9), heads=2)
     yield single(64, 5, 130, heads=2, cache="fp8")
     yield single(64, 5, 130, heads=2, ranks=2)
+
+
+def fenced() -> Iterator[Fields]:
+    """Three and four requests, as for a prefill; every layout of the cache, rows of padding, ranks."""
+    yield single(64, 5, 300, 17, heads=2)
+    yield decode((2,) * 3, (62, 300, 9), heads=2)
+    yield single(63, 5, 128, 17, heads=2, cache="fp8", page=64)
+    yield single(63, 5, 130, heads=2, cache="fp8_ds_mla")
+    yield single(127, 5, 130, heads=2, page=128, tails="huge")
+    yield single(64, 5, heads=2, pad=2, tails="minus")
+    yield single(64, 5, 130, heads=2, ranks=2)
+    yield decode((3, 1, 2), (64, 5, 130), heads=2, page=1)
 
 
 def loose_maxima() -> Iterator[Fields]:

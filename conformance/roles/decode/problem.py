@@ -38,7 +38,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         q = torch.randn(sum(case.q), case.heads, keys.shape[-1], generator=self.generator)
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             k = keys[seen].expand(-1, case.heads, -1)
-            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case)))
+            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True))
         padding = poison((case.pad, *q.shape[1:]), self.dtype, torch.device("cpu"), case.poison)
         return torch.cat([q.to(self.dtype), padding]).to(self.device)
 

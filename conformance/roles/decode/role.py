@@ -12,8 +12,14 @@ from mla_conformance.roles.decode.problem import decode_problem
 from mla_conformance.roles.definition import RoleDefinition, kernel_sizes, validated
 
 
-def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConfig:
-    """What the decodes of a case ask of a backend: of all of its requests, or of some of a layer's batch."""
+def decode_config(case: CachedCase, dtype: torch.dtype, lse: bool) -> MLADecodeSelectorConfig:
+    """What the decodes of a case ask of a backend: of all of its requests, or of some of a layer's batch.
+
+    Args:
+        case: gives lengths, cache and ranks, whose states are merged by their LSE.
+        dtype: of the model.
+        lse: whether the LSE is asked for where there is one rank.
+    """
     queries = case.decode_queries
     return MLADecodeSelectorConfig(
         dtype=dtype,
@@ -25,7 +31,12 @@ def decode_config(case: CachedCase, dtype: torch.dtype) -> MLADecodeSelectorConf
         uniform=len(set(queries)) == 1,
         dcp_world_size=case.ranks,
         tile_scales=case.scales,
+        lse=lse or case.ranks > 1,
     )
+
+
+def _config(case: DecodeCase, dtype: torch.dtype) -> MLADecodeSelectorConfig:
+    return decode_config(case, dtype, case.lse)
 
 
 def decode_kernel(kernel: Any, case: DecodeCase, *_: Any) -> Any:
@@ -33,6 +44,4 @@ def decode_kernel(kernel: Any, case: DecodeCase, *_: Any) -> Any:
     return kernel(**kernel_sizes(case), kv_cache_dtype=case.cache, vllm_config=None)
 
 
-DECODE = RoleDefinition(
-    role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=validated(decode_config)
-)
+DECODE = RoleDefinition(role=Role.DECODE, problem=decode_problem, kernel=decode_kernel, reasons=validated(_config))

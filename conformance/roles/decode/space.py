@@ -1,78 +1,69 @@
 """What varies in the cases of a decode backend. No torch."""
 
-from collections.abc import Mapping
-from itertools import cycle, islice
-from typing import Any
-
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.combinations import DimensionValues, Row, Space
-
-_LENGTHS: Mapping[str, tuple[int, ...]] = {
-    "ragged": (64, 5, 1000, 17),
-    "edges": (63, 127, 62, 128, 255),
-    "long": (2100, 3),
-    "many": (16,) * 4 + (3,) * 6,
-    "one": (300,),
-}
-"""Context tokens of each request."""
-
-_QUERIES: Mapping[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "4": (4,), "uneven": (3, 1, 2)}
-"""Query tokens of the requests, over and over."""
-
-_RANKS = ((2, 1), (4, 64), (8, 1))
-"""Ranks and interleave."""
-
-_FIELDS: Mapping[str, DimensionValues] = {
-    "heads": {str(heads): {"heads": heads} for heads in (16, 128, 32, 64, 96, 20, 1)},
-    "lengths": {name: {} for name in _LENGTHS},
-    "page": {str(page): {"page": page} for page in (64, 16, 32, 128, 1)},
-    "layout": {layout.value: {"layout": layout.value} for layout in Layout},
-    "data": {name: {"data": name} for name in ("needle", "normal", "hot_tail", "large_logits", "outliers")},
-    "queries": {name: {} for name in _QUERIES},
-    "ranks": {"1": {"ranks": 1}} | {f"{n}/{s}": {"ranks": n, "interleave": s} for n, s in _RANKS},
-    "excluded": {"none": {"pad": 0}} | {name: {"pad": 3, "poison": name} for name in ("nan", "inf", "large")},
-    "tails": {name: {"tails": name} for name in ("stale", "null", "minus", "huge")},
-    "cache": {name: {"cache": name} for name in ("auto", "fp8", "fp8_ds_mla")},
-    "dims": {name: {"dims": name} for name in ("r1", "small", "64-64-128-256")},
-    "dtype": {name: {"dtype": name} for name in ("bf16", "fp16", "fp32")},
-    "scale": {str(scale): {"scale": scale} for scale in (159, 50, 237)},
-    "layers": {"1": {"layers": 1}, "2": {"layers": 2}},
-    "lse": {"asked": {"lse": True}, "not asked": {"lse": False}},
-    "maxima": {"true": {"inflate": 1}, "loose": {"inflate": 100}},
-}
+from mla_conformance.cases.batches import (
+    BATCH_RULES,
+    DECODE_QUERIES,
+    LONE_PADDING,
+    PAGE_RULES,
+    SMALL_BATCHES,
+    batch,
+    batch_fields,
+    pages,
+    shapes_of,
+)
+from mla_conformance.cases.cached import CACHES
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.dimensions import (
+    LAYOUT,
+    LSE,
+    MAXIMA,
+    PADDING,
+    POISONS,
+    SCALE,
+    SEVERAL_RANKS,
+    cache,
+    data,
+    ranks,
+    room,
+    spare_blocks,
+    storage,
+)
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import Pick, Row, Rule, Space, never, values
 
 
-def _shape(row: Row) -> Mapping[str, Any]:
-    context = _LENGTHS[row["lengths"]]
-    return {"call": Call.DECODE, "q": tuple(islice(cycle(_QUERIES[row["queries"]]), len(context))), "kv": context}
-
-
-def _possible(row: Row) -> bool:
-    """An ``fp8_ds_mla`` entry has one shape; rows of padding have one query token each, so others have one too."""
-    if row.get("cache") == "fp8_ds_mla" and (row.get("dims", "r1") != "r1" or row.get("dtype") == "fp32"):
-        return False
-    if row.get("lengths") == "one" and row.get("queries") == "uneven":
-        return False
-    return row.get("excluded", "none") == "none" or row.get("queries", "1") == "1"
+def _fields(row: Row, pick: Pick) -> Fields:
+    fields = batch_fields(row, pick(tuple(shapes_of(row))))
+    return {"call": Call.DECODE, **fields, **spare_blocks(row, fields["page"])}
 
 
 DECODE = Space(
     role=Role.DECODE,
     capability="decode_combinations",
-    counted=(
-        "decode",
-        "decode_lse",
-        "decode_multi_token",
-        "paged_cache",
-        "kv_cache_fp8",
-        "kv_cache_fp8_ds_mla",
-        "dcp",
+    dimensions=(
+        *cache(*CACHES),
+        values("dims", "dims", "r1", "small", "64-64-128-256", "128-0-128-512"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        *batch("16", *DECODE_QUERIES),
+        *pages(),
+        *ranks(),
+        PADDING,
+        POISONS,
+        LSE,
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        *storage(),
+        MAXIMA,
     ),
-    fields=_FIELDS,
-    shaped=("lengths", "queries"),
-    shape=_shape,
-    possible=_possible,
-    # FlashMLA and kernels like it take no more.
-    parts=({"page": ("64",), "cache": ("auto",), "dims": ("r1",), "dtype": ("bf16", "fp16")}, {}),
+    rules=(
+        Rule("an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model", ("cache", "dims", "dtype"), room),
+        LONE_PADDING,
+        never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)}),
+        *BATCH_RULES,
+        *PAGE_RULES,
+    ),
+    shape=_fields,
+    small=SMALL_BATCHES,
 )

@@ -1,8 +1,4 @@
-"""The judge of an indexer: scores element by element, selected tokens one by one and then by their scores (SPEC 8).
-
-A faithful kernel knows each score up to its budget. So it may leave out a token with a larger score than one that it
-selects, as long as the two could have changed places; which of equals it takes is its own affair.
-"""
+"""The judge of an indexer: scores element by element, selected tokens one by one and then by their scores (SPEC 8)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,17 +7,17 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.diagnosis import Position, extent
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
+from mla_conformance.judging.selection import SelectionSteps, selected
+from mla_conformance.judging.steps import Form, share_of, worst_of
 from mla_conformance.judging.tolerance import Tolerance, roundoffs
-from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
+from mla_conformance.judging.verdict import BudgetUse, Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.roles.indexer.call import IndexerCall
-from mla_conformance.roles.indexer.selected_tokens import positions_of, wrong_tokens
+from mla_conformance.roles.indexer.selected_tokens import positions_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def golden_scores(problem: Problem) -> GoldenScores:
     return GoldenScores(rows, tuple(found))
 
 
-class IndexJudge(Steps):
+class IndexJudge(SelectionSteps):
     """The steps of an indexer's verdict."""
 
     def __init__(
@@ -63,8 +59,14 @@ class IndexJudge(Steps):
         self.allowed = roundoffs(problem.output_dtype, declared, numbers, dequantised=codes)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
-        """Nothing: no mistakes are emulated to compare with."""
-        return iter(())
+        """Visible scores, or how often each token was selected; of an observation whose form is right."""
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                yield selected(positions_of(call, self.rows, got.long()), golden, budget)
+            else:
+                seen = golden.visible
+                got = got[:, : seen.shape[1]].double()
+                yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
 
     def _expected_form(self, returned: Returned) -> Form:
         """Scores, or numbers of tokens."""
@@ -74,13 +76,21 @@ class IndexJudge(Steps):
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
         """Scores, or which tokens were selected."""
-        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
-            call, rows = _call(returned), self.rows.pick(returned.value)
-            budget = golden.budget(self.allowed) * self.numbers.element_limit
+        for call, got, golden, budget in self._called(observation):
             if call.selects:
-                yield from self._selection(call, rows.long(), golden, budget)
+                numbers = got.long()
+                positions = positions_of(call, self.rows, numbers)
+                yield from self._selection(call.name, numbers, positions, golden, budget)
             else:
-                yield self._scores(call.name, rows[:, : golden.scores.shape[1]].double(), golden, budget)
+                yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+
+    def _called(
+        self, observation: Observation
+    ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
+        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            budget = golden.budget(self.allowed) * self.numbers.element_limit
+            yield _call(returned), self.rows.pick(returned.value), golden, budget
 
     def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
         """Every score below a row's bound against its budget."""
@@ -95,52 +105,6 @@ class IndexJudge(Steps):
             f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
             (share > 1).any(dim=1),
         )
-
-    def _selection(
-        self, call: IndexerCall, numbers: torch.Tensor, golden: IndexScores, budget: torch.Tensor
-    ) -> Iterator[Verdict | None]:
-        """What the numbers name, then whether better tokens were left out."""
-        positions = positions_of(call, self.rows, numbers)
-        for reason, wrong in wrong_tokens(numbers, positions, golden.bounds):
-            if bool(wrong.any()):
-                row = int(wrong.nonzero()[0])
-                place = Position.of(self.rows, [row, 0])
-                message = f"{call.name}: {reason(row)}, at {self._at(row)}, {extent(self.rows, wrong)}"
-                yield failed(Check.SELECTION, message, {"request": place.request, "query": place.position})
-        yield self._margin(call.name, positions, golden, budget)
-
-    def _margin(self, name: str, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
-        """No token that was left out may be better than one that was selected by more than both their budgets."""
-        if not golden.scores.numel():
-            return None
-        chosen = torch.zeros_like(golden.visible)
-        rows, columns = (positions >= 0).nonzero().unbind(1)
-        chosen[rows, positions[rows, columns]] = True
-        best = (golden.scores + budget).masked_fill(~chosen, torch.inf).argmin(dim=1, keepdim=True)
-        left = (golden.scores - budget).masked_fill(chosen | ~golden.visible, -torch.inf).argmax(dim=1, keepdim=True)
-        compared = chosen.any(dim=1) & (golden.visible & ~chosen).any(dim=1)
-        gap = golden.scores.gather(1, left) - golden.scores.gather(1, best)
-        allowed = budget.gather(1, left) + budget.gather(1, best)
-        share = share_of(gap.clamp(min=0.0), allowed)[:, 0].masked_fill(~compared, 0.0)
-        self._use(BudgetUse(element=worst_of(share)))
-        if self.used.element <= 1:
-            return None
-        row = int(share.argmax())
-        out, inside = int(left[row]), int(best[row])
-        return self._wrong(
-            f"{name}: token {out} with score {golden.scores[row, out]:.5g} is left out for token {inside} with "
-            f"{golden.scores[row, inside]:.5g} at {self._at(row)}: {share[row]:.3g} × the error budget of both",
-            share > 1,
-        )
-
-    def _wrong(self, message: str, wrong: torch.Tensor) -> Verdict:
-        place = Position.of(self.rows, [int(wrong.nonzero()[0]), 0])
-        where = {"request": place.request, "query": place.position}
-        return failed(Check.SCORE, f"{message}, {extent(self.rows, wrong)}", where, self.used)
-
-    def _at(self, row: int) -> str:
-        place = Position.of(self.rows, [row, 0])
-        return f"request {place.request}, query {place.position}"
 
 
 def _call(returned: Returned) -> IndexerCall:

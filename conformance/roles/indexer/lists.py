@@ -14,6 +14,8 @@ from mla_conformance.roles.indexer.case import PLAIN
 _PLAIN = {"cache": PLAIN}
 _GATHERED = {"gathered": True}
 _FEW_HEADS = {"heads": 4}
+_LONG = 2**17 + 62
+_BEYOND_64 = (63, 5, 200) * 23
 
 
 def scores(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
@@ -27,7 +29,7 @@ def best(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
 
 
 def logits() -> Iterator[Fields]:
-    """Heads, lengths at edges, pages, padding, memory layouts, regimes."""
+    """Heads, lengths at edges, pages, padding, memory layouts, regimes, many requests."""
     yield from each(
         [
             scores((1, 1, 1), (63, 5, 200)),
@@ -48,12 +50,13 @@ def logits() -> Iterator[Fields]:
             scores((1, 1), (200, 40), dtype="fp16", **_PLAIN),
             scores((1, 1), (200, 40), dtype="fp32", **_PLAIN, **_FEW_HEADS),
             scores((1,), (1500,), data="large_logits", **_FEW_HEADS),
+            scores((1,) * 70, (*_BEYOND_64, 130)),
         ]
     )
 
 
 def selections() -> Iterator[Fields]:
-    """Margins, ties, fewer tokens than are asked for, numbers that are no multiple of a tile."""
+    """Margins, ties, fewer tokens than are asked for, numbers that are no multiple of a tile, many rows, a long one."""
     yield from each(
         [
             best((1, 1, 1), (63, 5, 200)),
@@ -66,9 +69,12 @@ def selections() -> Iterator[Fields]:
             best((1, 1), (300, 63), data="hot_ones"),
             best((1, 1), (300, 63), data="zero_keys"),
             best((1, 1), (300, 63), data="low_rank"),
+            best((1, 1, 1), (1000, 300, 63), data="integers", topk=256),
             best((1, 1), (300, 63), pad=2, tails="huge", inflate=3),
             best((1, 1), (300, 63), **_PLAIN),
             best((90, 20), (0, 60), **_GATHERED),
+            best((1,) * 70, (*_BEYOND_64, 130)),
+            best((1,), (_LONG,), topk=2048, dims="64-0-64-64", **_PLAIN, **_FEW_HEADS),
         ]
     )
 
@@ -120,3 +126,25 @@ def repeated() -> Iterator[Fields]:
     """Batches that are called again, changed, cut or reordered."""
     yield best((2, 1, 3, 1), (100, 3, 40, 70), space="slot", **_FEW_HEADS)
     yield scores((1, 1, 1, 1), (100, 3, 40, 70), heads=32)
+
+
+def determinism() -> Iterator[Fields]:
+    """Those, and ties that several blocks of a long row could break in any order."""
+    yield from repeated()
+    yield best((1, 1), (3000, 300), topk=512, data="zero_keys", **_FEW_HEADS)
+
+
+def fenced() -> Iterator[Fields]:
+    """Three and four requests, scored and selected, paged and gathered."""
+    yield best((2, 1, 3, 1), (100, 3, 40, 70), space="slot", **_FEW_HEADS)
+    yield scores((1, 1, 1), (63, 5, 127), **_FEW_HEADS)
+    yield scores((20, 1, 9), (50, 0, 3), heads=32, **_GATHERED)
+    yield best((2, 1, 3), (100, 3, 40), **_FEW_HEADS, **_GATHERED)
+    yield scores((2, 1, 1), (200, 40, 5), **_PLAIN, **_FEW_HEADS)
+
+
+def many_rows() -> Iterator[Fields]:
+    """Hundreds of requests beside one of 2^17 tokens, and as many rows of one request as a prefill has."""
+    yield scores((1,) * 257, (_LONG, *(63, 5, 200, 64) * 64))
+    yield best((1,) * 257, (_LONG, *(63, 5, 200, 64) * 64), topk=2048)
+    yield scores((4096,), (0,), **_GATHERED)

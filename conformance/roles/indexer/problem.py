@@ -38,7 +38,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             k = keys[seen].expand(-1, case.heads, -1)
-            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case)))
+            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True))
         return q.to(self.dtype)
 
     @cached_property

@@ -205,10 +205,14 @@ class LayerCall(AttentionCall):
         shape = (self.query.shape[0], self.q.shape[1] * self.width)
         return Guarded.allocate(shape, self.query.dtype, self.query.device)
 
-    def prepare(self, backend: LayerDriver) -> None:
-        """Weights and metadata."""
+    def load(self, backend: LayerDriver) -> None:
+        """Weights alone, where another layer's metadata are to serve."""
         dense = as_linear(self.weight, self.query.dtype, self.query.device)
         backend.load(PackedLinear(dense) if self.packed else dense)
+
+    def prepare(self, backend: LayerDriver) -> None:
+        """Weights and metadata."""
+        self.load(backend)
         backend.prepare(self)
 
     def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
@@ -226,7 +230,13 @@ class LayerCall(AttentionCall):
     def operands(self) -> AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
         starts, case = (self.query_start_loc, self.key_start_loc), self.case
-        whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=case.holds_codes)
+        value_weights = self.weight[..., -self.width :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
+        whole = AttentionOperands(
+            *(self.q, self.k, self.v, *starts),
+            causal=True,
+            dequantised=case.holds_codes,
+            value_weights=value_weights,
+        )
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
@@ -320,4 +330,6 @@ class RankedCall(AttentionCall):
 
     def operands(self) -> AttentionOperands:
         """As of one rank with all heads."""
-        return replace(self.parts[0].operands(), q=self.q, k=self.k, v=self.v)
+        own = [part.operands() for part in self.parts]
+        value_weights = torch.cat([each.value_weights for each in own if each.value_weights is not None])
+        return replace(own[0], q=self.q, k=self.k, v=self.v, value_weights=value_weights)

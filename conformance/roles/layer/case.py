@@ -56,9 +56,19 @@ class LayerCase(CachedCase):
         return range(first, first + self.decodes)
 
     @property
+    def padding_counts(self) -> bool:
+        """Whether rows of padding are requests; behind prefills that come last, no decode can follow."""
+        return self.order == Order.PREFILLS_FIRST or self.decodes == len(self.q)
+
+    @property
     def decode_queries(self) -> tuple[int, ...]:
-        """New tokens of each request that decodes."""
-        return self.q[self.decoding.start : self.decoding.stop]
+        """New tokens of each request that decodes, rows of padding among them."""
+        return self.q[self.decoding.start : self.decoding.stop] + (1,) * (self.pad * self.padding_counts)
+
+    @property
+    def prefill_contexts(self) -> tuple[int, ...]:
+        """Context tokens of each request that prefills."""
+        return tuple(kv for index, kv in enumerate(self.kv) if index not in self.decoding)
 
     @property
     def is_merged(self) -> bool:

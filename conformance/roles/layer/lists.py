@@ -83,6 +83,7 @@ def _large() -> Iterator[Fields]:
     yield layer((5, 1, 1), (60, 40, 0), 2, heads=128, dims="16-8-16-32", data="needle")
     yield layer((5, 9, 1), (300, 130, 63), 1, cache="fp8_ds_mla", heads=2, workspace=128, data="needle")
     yield layer((1, 1, 9, 5), (33, 63, 300, 0), 2, cache="fp8_ds_mla", heads=2, workspace=64, page=64, **first)
+    yield layer((65, 65, 1, 1), (0, 0, 65, 5), 2, page=64, data="huge_logits", **{**_LATENT, "heads": 16})
 
 
 def cache_write() -> Iterator[Fields]:
@@ -109,6 +110,7 @@ def cache_write() -> Iterator[Fields]:
             layer((5, 1), (12, 15), 1, layout=Layout.ODD, cache="fp8", layers=2, **_LATENT),
             layer((1, 5), (15, 12), 1, layout=Layout.SLICED, out=True, pad=4, order=Order.DECODES_FIRST, **_LATENT),
             layer((300, 65, 1), (1, 100, 255), 1, page=128, layers=2, **_LATENT),
+            layer((200,), (0,), 0, page=64, spare=600, dims="4-4-4-4", heads=1),
         ]
     )
 
@@ -161,6 +163,7 @@ def dcp() -> Iterator[Fields]:
     yield layer((5, 9, 20), (333, 5, 130), 0, ranks=4, interleave=16, workspace=128, data="needle", **small)
     yield layer((5, 9, 1), (150, 17, 63), 1, ranks=2, interleave=64, page=64, cache="fp8", data="needle", **_LATENT)
     yield layer((1, 1, 9), (63, 7, 140), 2, ranks=2, order=Order.DECODES_FIRST, cache="fp8_ds_mla", heads=2, pad=2)
+    yield layer((4, 4), (130, 62), 2, ranks=16, data="needle", **{**_LATENT, "heads": 16})
 
 
 def call_order() -> Iterator[Fields]:
@@ -179,6 +182,13 @@ def no_side_effects() -> Iterator[Fields]:
 def determinism() -> Iterator[Fields]:
     """Prefills with context beside decodes."""
     yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, **_LATENT)
+
+
+def fenced() -> Iterator[Fields]:
+    """Prefills with context beside decodes, over plain pages and codes, on one rank and on two."""
+    yield layer((5, 9, 1), (40, 0, 130), 1, workspace=64, out=True, **_LATENT)
+    yield layer((1, 3, 2, 1), (63, 0, 40, 15), 4, cache="fp8", **_LATENT)
+    yield layer((5, 1), (140, 63), 1, cache="fp8_ds_mla")
 
 
 def batches() -> Iterator[Fields]:

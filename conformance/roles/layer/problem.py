@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
 from mla_conformance.problems.memory import poison
@@ -18,7 +19,7 @@ from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
 from mla_conformance.roles.layer.call import LayerCall, RankedCall, draw_weights
-from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.case import LayerCase
 
 _TILE, _TILES = 128, slice(512, 528)
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
@@ -104,15 +105,10 @@ def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
 class LayerBatch(Draw[LayerCase]):
     """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
-    @property
-    def padding_counts(self) -> bool:
-        """Whether rows of padding are requests; behind prefills that come last, no decode can follow."""
-        return self.case.order == Order.PREFILLS_FIRST or self.case.decodes == len(self.case.q)
-
     @cached_property
     def query_lens(self) -> tuple[int, ...]:
         """New tokens of each request, rows of padding that count last."""
-        return self.case.q + (1,) * (self.case.pad if self.padding_counts else 0)
+        return self.case.q + (1,) * (self.case.pad if self.case.padding_counts else 0)
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -161,7 +157,7 @@ class LayerBatch(Draw[LayerCase]):
         case, k = self.case, self.keys[0]
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case))
+            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case), causal=True)
             q[rows] = self.regime.queries(site)
         return self._padded(q.to(self.dtype))
 
@@ -184,6 +180,7 @@ class LayerBatch(Draw[LayerCase]):
         expected, heads = self._expected(held, stored), case.heads_of(rank)
         k, v = (x[:, heads].to(self.device) for x in self.keys)
         queries = self.queries[:, heads]
+        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace, page_size=case.page)
         return LayerCall(
             q=queries[: self.query_start_loc[-1]],
             k=k,
@@ -197,9 +194,9 @@ class LayerBatch(Draw[LayerCase]):
             latents=self.seen[0].to(self.device),
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
-            padding_counts=self.padding_counts,
+            padding_counts=self.case.padding_counts,
             image=expected.image(),
-            chunks=len(plan_context_chunks(self._contexts, workspace_tokens=case.workspace, page_size=case.page)),
+            chunks=len(chunks),
             rank=rank,
         )
 
@@ -207,10 +204,6 @@ class LayerBatch(Draw[LayerCase]):
     def _prefills(self) -> list[bool]:
         """Whether each request of the case prefills."""
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-    @property
-    def _contexts(self) -> list[int]:
-        return [kv for kv, prefill in zip(self.case.kv, self._prefills, strict=True) if prefill]
 
     def _rows_of_prefills(self) -> torch.Tensor:
         """[S] bool: tokens that a prefill attends to without reading them from the cache."""
@@ -251,7 +244,7 @@ class LayerBatch(Draw[LayerCase]):
         return tuple(LayerRequest(q, kv, ids, prefill) for q, kv, ids, prefill in batch)
 
 
-def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: LayerCase) -> tuple[torch.Tensor, torch.Tensor]:
+def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:
     """The same values as slices of one wider projection, as a model has them, if the layout says so."""
     if case.layout not in (Layout.SLICED, Layout.ODD):
         return kv_c, k_pe

@@ -1,5 +1,6 @@
 """What the role layer is: its support and its roundings, told from its class and the kernels that it is composed of."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from mla_conformance.roles.layer.driver import Layer, LayerOnRanks
 from mla_conformance.roles.layer.problem import layer_problem
 from mla_conformance.roles.prefill.role import prefill_config
 
-_COARSER = (Precision.FLOAT32, Precision.FLOAT16, Precision.MODEL, Precision.SCALED_E4M3, Precision.E4M3)
+_COARSER = (
+    Precision.FLOAT32,
+    Precision.FLOAT16,
+    Precision.MODEL,
+    Precision.MODEL_OR_FLOAT16,
+    Precision.SCALED_E4M3,
+    Precision.E4M3,
+)
 
 _ASKED = {
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
@@ -38,13 +46,21 @@ def _declared(layer: Any) -> Declaration:
     return Declaration(
         rounding=Rounding(
             lse=max((r.lse for r in declared), key=list(LseClass).index),
-            p=max((r.p for r in declared), key=_COARSER.index),
-            partial_outputs=max((r.partial_outputs for r in declared), key=_COARSER.index),
+            p=_coarsest(r.p for r in declared),
+            partial_outputs=_coarsest(r.partial_outputs for r in declared),
             dequantised_keys=Precision.MODEL,
         ),
         emulated=any(kernel.emulated for kernel in kernels),
         deterministic=all(kernel.deterministic for kernel in kernels),
     )
+
+
+def _coarsest(classes: Iterable[Precision]) -> Precision:
+    """The class that allows what any of ``classes`` does: fp16 is finer than bfloat16, and ends earlier."""
+    found = set(classes)
+    if found >= {Precision.FLOAT16, Precision.MODEL}:
+        found.add(Precision.MODEL_OR_FLOAT16)
+    return max(found, key=_COARSER.index)
 
 
 def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
@@ -81,11 +97,10 @@ def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: Device
 
 
 def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
-    counted = case.order == Order.PREFILLS_FIRST or case.decodes == len(case.q)
     return BatchForm(
-        decodes=case.decode_queries,
+        decodes=tuple(case.q[index] for index in case.decoding),
         prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
-        padding=case.pad if counted else 0,
+        padding=case.pad * case.padding_counts,
         kv_cache_dtype=case.cache,
         dtype=dtype,
         dimensions=case.dimensions,
@@ -103,8 +118,10 @@ def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability:
     if prefill is not None and case.decodes < len(case.q):
         asked = reasons_of(prefill.validate_configuration(capability, prefill_config(case, dtype)))
         reasons += (f"prefill: {reason}" for reason in asked)
+        if any(case.prefill_contexts) and not getattr(prefill, "returns_lse", True):
+            reasons.append("prefill: LSE not declared, by which contexts are merged")
     if decode is not None and case.decodes:
-        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype)))
+        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype, lse=False)))
         reasons += (f"decode: {reason}" for reason in asked)
     return reasons
 

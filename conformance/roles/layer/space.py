@@ -1,70 +1,288 @@
 """What varies in the cases of a layer. No torch."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice, product
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.batches import (
+    BEYOND,
+    DECODE_QUERIES,
+    HEADS,
+    LONE_PADDING,
+    LONE_RULES,
+    LONGEST,
+    MIXED,
+    MIXED_QUERIES,
+    OTHERS,
+    PAGES,
+    QUERIES,
+    REQUESTS,
+    SMALL_BATCHES,
+    TILE_CLASSES,
+    context_of,
+    ends,
+    ends_anywhere,
+    fills,
+    in_tile,
+    lengths,
+    others_class,
+    pages,
+    query_class,
+    tile_class,
+    totals,
+)
+from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.combinations import DimensionValues, Row, Space
-from mla_conformance.roles.layer.case import Order
+from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.dimensions import (
+    LAYOUT,
+    PADDING,
+    POISONS,
+    RANKS,
+    SCALE,
+    SEVERAL_RANKS,
+    cache,
+    data,
+    ranks,
+    room,
+    spare_blocks,
+    storage,
+)
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.roles.layer.case import LATENTS, LayerCase, Order
 
-_CONTEXTS: Mapping[str, tuple[int, ...]] = {
-    "pages": (15, 16, 63, 64),
-    "short": (0, 33, 7, 5),
-    "chunks": (300, 150, 0, 700),
-}
-"""Context tokens of each request."""
-
-_BATCHES: Mapping[str, Mapping[str, Any]] = {
-    "decodes first": {"q": (1, 1, 9, 40), "decodes": 2, "order": Order.DECODES_FIRST},
-    "prefills first": {"q": (40, 9, 1, 1), "decodes": 2, "order": Order.PREFILLS_FIRST},
-    "prefills": {"q": (5, 70, 1, 20), "decodes": 0},
-    "decodes": {"q": (1, 1, 1, 1), "decodes": 4},
-    "several tokens": {"q": (3, 3, 20, 9), "decodes": 2, "order": Order.DECODES_FIRST},
-    "uneven tokens": {"q": (20, 9, 2, 5), "decodes": 2, "order": Order.PREFILLS_FIRST},
-}
-"""New tokens of each request, and which of them decode."""
-
-_PAGING = ((64, 256), (16, 64), (1, 96), (32, 1024), (128, 512))
-
-_FIELDS: Mapping[str, DimensionValues] = {
-    "batch": {name: {} for name in _BATCHES},
-    "contexts": {name: {} for name in _CONTEXTS},
-    "paging": {f"{page}/{room}": {"page": page, "workspace": room} for page, room in _PAGING},
-    "heads": {str(heads): {"heads": heads} for heads in (16, 4, 1, 5)},
-    "data": {name: {"data": name} for name in ("needle", "normal", "hot_tail", "large_logits")},
-    "cache": {name: {"cache": name} for name in ("auto", "fp8", "fp8_ds_mla")},
-    "dims": {name: {"dims": name} for name in ("r1", "glm", "32-16-32-64")},
-    "dtype": {name: {"dtype": name} for name in ("bf16", "fp16", "fp32")},
-    "excluded": {"none": {"pad": 0}} | {name: {"pad": 3, "poison": name} for name in ("nan", "inf", "large")},
-    "tails": {name: {"tails": name} for name in ("stale", "null", "minus", "huge")},
-    "layers": {"1": {"layers": 1}, "3": {"layers": 3}},
-    "scale": {str(scale): {"scale": scale} for scale in (159, 50)},
-}
-
-
-def _shape(row: Row) -> Mapping[str, Any]:
-    return {"call": Call.LAYER, "kv": _CONTEXTS[row["contexts"]], **_BATCHES[row["batch"]]}
+TOKENS = Numbers(
+    {
+        "17 to 64": (range(17, 65),),
+        "1": (range(1, 2),),
+        "2 to 16": ((9,), range(2, 17)),
+        "65 to 256": (range(65, 257),),
+        "257 to 1,024": (range(257, 1025),),
+    }
+)
+CHUNKS = Numbers({**exactly(1, 0, 2), "3 to 8": (range(3, 9),), "9 to 64": (range(9, 65),)})
+_KINDS = ("both", "decodes", "prefills")
+_MOST_KEYS = 2**20
+_WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
+_WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
+_TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
+_SHORT = 17
 
 
-def _possible(row: Row) -> bool:
-    """An ``fp8_ds_mla`` entry has one latent dim and 16-bit rope values; padding is for batches that decode."""
-    if row.get("cache") == "fp8_ds_mla" and (row.get("dims") == "32-16-32-64" or row.get("dtype") == "fp32"):
-        return False
-    return row.get("batch") != "prefills" or row.get("excluded", "none") == "none"
+def _kind(case: LayerCase) -> str:
+    return "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both"
+
+
+def _new(case: LayerCase) -> list[tuple[int, int]]:
+    """New tokens and context of the requests that prefill."""
+    return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
+
+
+def _chunks(case: LayerCase) -> str | None:
+    contexts = [kv for _, kv in _new(case)]
+    return CHUNKS.class_of(len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page)))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the shape of a batch follows from.
+
+    Attributes:
+        queries: query tokens of its decodes, over and over; none without decodes.
+        tokens: new tokens of its longest prefill; 0 without prefills.
+        page: tokens of a page.
+        longest: tokens of its longest request, which prefills unless no prefill has a context.
+        share: tokens of a context in a chunk.
+    """
+
+    queries: Lengths
+    tokens: int
+    page: int
+    longest: int
+    share: int
+
+
+def _batches(
+    order: str, queries: str, tokens: str, others: str, chunks: str, longest: str, tile: str, page: str, last: str
+) -> Iterator[_Batch]:
+    """Those of these classes."""
+    for pattern, size in product(_patterns(queries), PAGES.some[page]):
+        if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
+            *_, whole = TOKENS.parts[tokens]
+            same = in_tile(range(whole[0], whole[-1] + 1), tile, size, last)
+            yield from (_Batch(pattern, n, size, n, size) for n in same if n > 1 and LONGEST.class_of(n) == longest)
+            continue
+        known = max(pattern, default=1) + 1 if order == Order.DECODES_FIRST else 0
+        for new in filter(lambda new: new >= known, TOKENS.some[tokens]) if tokens else (0,):
+            least = max(max(pattern, default=0), new) + max(BEYOND[others], 1 if tokens else 0)
+            for length in lengths(longest, tile, least, size, last):
+                share = _share(length - new, size, chunks)
+                if share:
+                    yield _Batch(pattern, new, size, length, share)
+
+
+def _patterns(queries: str) -> Sequence[Lengths]:
+    if queries in (NOTHING, MIXED):
+        return MIXED_QUERIES if queries else ((),)
+    return [(number,) for number in QUERIES.some[queries]]
+
+
+def _share(context: int, page: int, chunks: str) -> int:
+    """Whole pages of a context in a chunk, so that there are so many; 0 where there is no such number."""
+    if chunks in (NOTHING, "0"):
+        return page
+    shares = (-(-context // (number * page)) * page for number in CHUNKS.some[chunks])
+    return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
+
+
+_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
+
+
+def _exists(*classes: str) -> bool:
+    return next(_batches(*classes), None) is not None
+
+
+def _heads(heads: str, ranks: str) -> list[int]:
+    """Heads that so many ranks have equal shares of."""
+    return [number for number in HEADS.some[heads] if number % RANKS.first(ranks) == 0]
+
+
+def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
+    each = LONGEST.least(longest) if others == "equal" else _SHORT
+    keys = LONGEST.least(longest) + REQUESTS.least(requests) * each
+    return keys * HEADS.first(heads) <= _MOST_KEYS
+
+
+def _longer(order: str, queries: str, tokens: str) -> bool:
+    """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
+    if order == Order.PREFILLS_FIRST or tokens == NOTHING:
+        return True
+    most = max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries or "1")
+    return TOKENS.first(tokens) > most
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    batch, requests = pick(tuple(_batches(*(row[name] for name in _SHAPE)))), REQUESTS.first(row["requests"])
+    decodes = {"decodes": requests, "prefills": 0, "both": -(-requests // 2)}[row["requests that"]]
+    prefills = _prefills(batch, requests - decodes, row)
+    decoding = _decodes(batch, decodes, row)
+    with_context = sum(kv > 0 for _, kv in prefills)
+    joined = decoding + prefills if row["order"] == Order.DECODES_FIRST else prefills + decoding
+    return {
+        "call": Call.LAYER,
+        "heads": pick(_heads(row["heads"], row["ranks"])),
+        "q": tuple(q for q, _ in joined),
+        "kv": tuple(kv for _, kv in joined),
+        "decodes": decodes,
+        "page": batch.page,
+        **({"workspace": with_context * batch.share} if with_context else {}),
+        **spare_blocks(row, batch.page),
+    }
+
+
+def _prefills(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
+    """New tokens and context of each prefill, the longest first."""
+    if row["chunks"] == "0" or not requests:
+        return [(batch.tokens, 0)] * requests
+    longest = (batch.tokens, batch.longest - batch.tokens)
+    if row["others"] == "equal":
+        return [longest] * requests
+    new = min(batch.tokens, max(batch.queries, default=1) + 1)
+    most = min(longest[1], batch.longest - new - 1)
+    return [longest, *((new, context_of(row["others"], number, requests, most)) for number in range(1, requests))]
+
+
+def _decodes(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
+    """Query tokens and context of each decode; one of them is the longest where no prefill has a context."""
+    q = tuple(islice(cycle(batch.queries), requests))
+    if row["others"] == "equal":
+        return [(new, batch.longest - new) for new in q]
+    found = [
+        (new, context_of(row["others"], number, requests, batch.longest - new - 1)) for number, new in enumerate(q)
+    ]
+    if requests and row["chunks"] in (NOTHING, "0"):
+        found[q.index(max(q))] = (max(q), batch.longest - max(q))
+    return found
 
 
 LAYER = Space(
     role=Role.LAYER,
     capability="layer_combinations",
-    counted=("mixed_batch", "graph_padding"),
-    fields=_FIELDS,
-    shaped=("batch", "contexts"),
-    shape=_shape,
-    possible=_possible,
-    # A layer over kernels that read one page size and no codes.
-    parts=(
-        {"paging": ("64/256",), "cache": ("auto",), "dims": ("r1", "glm"), "dtype": ("bf16", "fp16")},
-        {},
+    dimensions=(
+        measured("requests that", _KINDS, _kind),
+        values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
+        *cache(*CACHES),
+        values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        measured("heads", HEADS, lambda case: HEADS.class_of(case.heads)),
+        *ranks(),
+        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("queries", DECODE_QUERIES, lambda case: query_class(case.decode_queries), _WITH_DECODES),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), _WITH_PREFILLS),
+        measured("others", OTHERS, others_class),
+        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
+        measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
+        *pages(),
+        measured("chunks", CHUNKS, _chunks, _WITH_PREFILLS),
+        values("latents", "latents", *LATENTS),
+        values("weights", "weights", "selection", "dense"),
+        plain("out", {"none": {"out": False}, "given": {"out": True}}),
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        *storage(),
+        PADDING,
+        POISONS,
     ),
+    rules=(
+        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
+        never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
+        never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
+        never(
+            "weights of such dims are dense, which ranks do not share",
+            {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS},
+        ),
+        never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
+        Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
+        *LONE_RULES,
+        never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
+        never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
+        never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
+        LONE_PADDING,
+        Rule(
+            "prefills behind decodes are longer, by which they are known",
+            ("order", "queries", "tokens"),
+            _longer,
+            always=True,
+        ),
+        never("without contexts of prefills some have none", {"chunks": ("0",), "others": ("shorter", "equal")}),
+        Rule(
+            _TOO_MANY,
+            ("others", "longest", "heads"),
+            lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest),
+        ),
+        Rule(_TOO_MANY, ("requests", "others", "longest", "heads"), _few_keys),
+        Rule(
+            _TOO_MANY,
+            ("ranks", "longest"),
+            lambda ranks, longest: RANKS.first(ranks) * LONGEST.least(longest) <= _MOST_KEYS,
+        ),
+        Rule(
+            "a request is no shorter than its new tokens",
+            ("tokens", "longest"),
+            lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1],
+        ),
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+        ),
+        Rule("no page of this size is filled so far", ("page", "last page"), fills),
+        Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
+        Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+        Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
+    ),
+    shape=_fields,
+    small={**SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64", "64-16-96-64")},
 )

@@ -1,6 +1,6 @@
 """Cases of a prefill backend: new tokens, a chunk of context, or a context in chunks merged with the new tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -10,7 +10,7 @@ from mla_conformance.cases.grammar import CaseError
 from mla_conformance.reference.chunking import PLANNERS
 
 _LONGER = 3
-_MOST_SLICES = 2**18
+MOST_SLICES = 2**18
 """Slices of contexts that a plan may have; those of the suite have up to 138."""
 
 
@@ -104,10 +104,15 @@ class PrefillCase(Case):
         Raises:
             CaseError: there are so many that planning them takes long.
         """
-        with_context = sum(map(bool, self.kv))
-        share = max(1, self.workspace // max(1, with_context))
-        slices = len(self.kv) * (max(self.kv) // share + with_context)
-        if slices > _MOST_SLICES:
+        slices = slices_of(self.kv, self.workspace)
+        if slices > MOST_SLICES:
             raise CaseError(
-                f"field workspace: expected room for contexts in at most {_MOST_SLICES:,} slices, got {slices:,}"
+                f"field workspace: expected room for contexts in at most {MOST_SLICES:,} slices, got {slices:,}"
             )
+
+
+def slices_of(contexts: Sequence[int], workspace: int) -> int:
+    """Slices of contexts in the chunks that equal shares of a workspace make."""
+    with_context = sum(map(bool, contexts))
+    share = max(1, workspace // max(1, with_context))
+    return len(contexts) * (max(contexts) // share + with_context)

@@ -373,6 +373,18 @@ def neighbours() -> Iterator[Fields]:
     yield new((5, 64, 5, 64), heads=2, dtype="fp16")
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests: either way the ends of some tensors of metadata are multiples of 16 bytes."""
+    yield new((5, 33, 1, 64), heads=2, out=True)
+    yield new((9, 130, 5), heads=2, dtype="fp16")
+    yield chunk((5, 9, 3), (64, 5, 300), heads=2)
+    yield chunk((3, 1, 2, 6), (40, 129, 0, 7), heads=2)
+    yield chunked((5, 9, 3), (64, 0, 300), heads=2, workspace=96)
+    yield chunked((5, 9, 3, 2), (64, 0, 130, 5), heads=2, workspace=256, page=64)
+    yield new((33, 5, 9), heads=2, out=True, quant="fp8")
+    yield new((33, 5, 9), heads=2, dtype="e4m3")
+
+
 def prefixes() -> Iterator[Fields]:
     """New tokens only: the first rows of a request do not know the later ones."""
     yield new((130, 65), data="needle")

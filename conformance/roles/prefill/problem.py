@@ -16,7 +16,7 @@ from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, o
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.context import ContextKeys, latent_context
 
-_COUNTED_ELEMENTS = 2**30
+_COUNTED_ELEMENTS = 2**27
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
@@ -91,7 +91,7 @@ class PrefillBatch(Draw[PrefillCase]):
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
         for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-            site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case))
+            site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
             q[rows] = self.regime.queries(site)
         return q.to(self.dtype)
 

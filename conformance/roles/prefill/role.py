@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.foreign import reasons_of, yes_or_no
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
@@ -31,7 +32,7 @@ def _reasons(
     """What of ``case`` a prefill class declares unsupported."""
     reasons = reasons_of(kernel.validate_configuration(capability, prefill_config(case, dtype)))
     if (case.lse or case.has_context) and not getattr(kernel, "returns_lse", True):
-        reasons.append("LSE not declared")
+        reasons.append(NO_LSE)
     if case.own_merge and not hasattr(kernel, "merge_attn_states"):
         reasons.append("no merge_attn_states of its own")
     if case.quant == "none" and not _writes_unquantised(kernel, dtype):

@@ -1,77 +1,215 @@
 """What varies in the cases of a prefill backend. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, CaseError, Layout
-from mla_conformance.cases.combinations import DimensionValues, Row, Space
+from mla_conformance.cases.batches import (
+    HEADS,
+    LONGEST,
+    PAGES,
+    REQUESTS,
+    SEVERAL,
+    TILE_CLASSES,
+    in_tile,
+    lengths,
+    tile_class,
+)
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.classes import Numbers
+from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.reference.chunking import PLANNERS
+from mla_conformance.roles.prefill.case import MOST_SLICES, PrefillCase, slices_of
 
-_ENTRIES = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
+TOKENS = Numbers(
+    {
+        "65 to 256": (range(65, 257),),
+        "1": ((1,),),
+        "2 to 16": (range(2, 17),),
+        "17 to 64": (range(17, 65),),
+        "257 to 1,024": (range(257, 1025),),
+        "> 2^10": (range(1025, 2049),),
+        "> 2^11": (range(2049, 4097),),
+    }
+)
+CHUNKS = Numbers(
+    {
+        "2": ((2,),),
+        "1": ((1,),),
+        "3 to 8": (range(3, 9),),
+        "9 to 64": (range(9, 65),),
+        "more than 64": (range(65, 2**16),),
+    }
+)
+OUTPUT_SCALES = Numbers(
+    {
+        "usual": ((13_000,), range(5_000, 100_000)),
+        "small": ((300,), range(1, 5_000)),
+        "large": ((1_000_000,), range(100_000, 2**31)),
+    }
+)
+_SHORT = 17
+_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
+"""Rows and keys times heads, of a batch in the covering arrays."""
+_NEW = Only("call", (Call.NEW_TOKENS,), "only new tokens are asked without an LSE, or with quantised results")
+_GIVEN = Only("call", (Call.NEW_TOKENS, Call.CHUNKED_CONTEXT), "a chunk of context is handed no output")
+_CONTEXT = Only("call", (Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT), "new tokens alone have no context")
+_CHUNKED = Only("call", (Call.CHUNKED_CONTEXT,), "only a context in chunks is planned, paged and merged")
+_QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
 
-_LENGTHS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "one": ((1,), (257,)),
-    "tiles": ((64, 65), (128, 129)),
-    "ragged": ((5, 9, 3, 33), (64, 0, 300, 17)),
-    "many": ((3,) * 12, tuple(range(5, 17))),
-    "empty": ((3, 0, 5), (0, 40, 17)),
-}
-"""New tokens and context tokens of each request."""
 
-_FIELDS: Mapping[str, DimensionValues] = {
-    "call": {call.value: {"call": call.value} for call in _ENTRIES},
-    "data": {name: {"data": name} for name in ("normal", "needle", "hot_tail", "large_logits", "outliers", "rising")},
-    "lengths": {name: {} for name in _LENGTHS},
-    "dims": {name: {"dims": name} for name in ("r1", "glm", "small", "128-0-128-512", "16-8-40-32")},
-    "layout": {layout.value: {"layout": layout.value} for layout in Layout},
-    "dtype": {name: {"dtype": name} for name in ("bf16", "fp16", "fp32")},
-    "heads": {str(heads): {"heads": heads} for heads in (1, 4, 16)},
-    "scale": {str(scale): {"scale": scale} for scale in (50, 159, 237)},
-    "cache": {f"{page}/{room}": {"page": page, "workspace": room} for page, room in ((16, 256), (1, 96), (64, 320))},
-    "excluded": {"none": {"pad": 0}} | {name: {"pad": 3, "poison": name} for name in ("nan", "inf", "large")},
-    "lse": {"asked": {"lse": True}, "not asked": {"lse": False}},
-    "out": {"given": {"out": True}, "made": {"out": False}},
-    "maxima": {"true": {"inflate": 1}, "loose": {"inflate": 100}},
-}
+def _others(lengths: Lengths) -> str:
+    """What there is beside the longest request."""
+    if len(lengths) == 1:
+        return "alone"
+    return "empty" if 0 in lengths else "equal" if len(set(lengths)) == 1 else "shorter"
 
 
-def _shape(row: Row) -> Mapping[str, Any]:
-    new, context = _LENGTHS[row["lengths"]]
-    return {"q": new, "kv": () if row["call"] == Call.NEW_TOKENS else context}
+_BESIDE = ("shorter", "equal", "empty")
+_OTHERS = ("shorter", "alone", "equal", "empty")
 
 
-def _possible(row: Row) -> bool:
-    call = row.get("call")
-    if call is None:
-        return True
-    if call != Call.CHUNKED_CONTEXT and row.get("cache", "16/256") != "16/256":
-        return False
-    if call != Call.NEW_TOKENS and row.get("lse") == "not asked":
-        return False
-    if call == Call.CONTEXT_CHUNK and row.get("out") == "given":
-        return False
-    return not {"lengths", "cache"} <= set(row) or _planned(call, row["lengths"], row["cache"])
+def _chunks(case: PrefillCase) -> str | None:
+    return CHUNKS.class_of(_count(case.planner, case.kv, case.workspace, case.page))
 
 
 @cache
-def _planned(call: str, lengths: str, paging: str) -> bool:
-    """Whether the workspace holds a page of each request."""
-    try:
-        PREFILL.case_of({"call": call, "lengths": lengths, "cache": paging})
-    except CaseError:
-        return False
-    return True
+def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
+    return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
+
+
+def _tokens(tokens: str, tile: str) -> Sequence[int]:
+    (whole,) = TOKENS.parts[tokens]
+    return in_tile(range(whole[0], whole[-1] + 1), tile)
+
+
+def _spread(requests: int, longest: int, others: str) -> Lengths:
+    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short."""
+    if others == "equal":
+        return (longest,) * requests
+    short = [
+        0 if others == "empty" and index % 2 == 0 else min(_SHORT, longest - 1) for index in range(min(requests, 2))
+    ]
+    middle = requests // 2
+    first, last = short[0], short[-1]
+    return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
+
+
+def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str) -> Iterator[int]:
+    """Workspaces in which so many chunks are planned."""
+    with_context, whole = sum(map(bool, contexts)), sum(contexts)
+    for number in CHUNKS.some[chunks]:
+        share = -(-max(contexts) // number)
+        room = {"equal": with_context * page * -(-share // page), "greedy": max(page, -(-whole // number))}[planner]
+        planned = slices_of(contexts, room) <= MOST_SLICES
+        if planned and CHUNKS.class_of(_count(planner, contexts, room, page)) == chunks:
+            yield room
+
+
+def _contexts(requests: str, others: str, context: str, tile: str) -> Lengths:
+    """Contexts of the fewest requests of a class."""
+    return _spread(REQUESTS.first(requests), lengths(context, tile, _BEYOND[others])[0], others)
+
+
+def _planned(requests: str, others: str, context: str, tile: str, planner: str, page: str, chunks: str) -> bool:
+    contexts = _contexts(requests, others, context, tile)
+    return any(any(_workspaces(contexts, planner, size, chunks)) for size in PAGES.some[page])
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    tokens, heads = pick(_tokens(row["tokens"], row["tile"])), pick(HEADS.some[row["heads"]])
+    requests = REQUESTS.first(row["requests"])
+    fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"])}
+    if row["context"] == NOTHING:
+        return fields
+    contexts = _spread(
+        requests, pick(lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"]
+    )
+    if row["chunks"] == NOTHING:
+        return {**fields, "kv": contexts}
+    return {**fields, "kv": contexts, **pick(tuple(_plans(row, contexts)))}
+
+
+def _plans(row: Row, contexts: Lengths) -> Iterator[Fields]:
+    for page in PAGES.some[row["page"]]:
+        for room in _workspaces(contexts, row["planner"], page, row["chunks"]):
+            yield {"page": page, "workspace": room}
+
+
+_BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
+
+
+def _few_rows(requests: str, others: str, tokens: str, heads: str) -> bool:
+    each = TOKENS.least(tokens) if others == "equal" else _SHORT
+    return HEADS.first(heads) * (REQUESTS.least(requests) * each + TOKENS.least(tokens)) <= _MOST_ROWS
+
+
+def _few_keys(requests: str, others: str, context: str, heads: str) -> bool:
+    each = LONGEST.least(context) if others == "equal" else _SHORT
+    return HEADS.first(heads) * (REQUESTS.least(requests) * each + LONGEST.least(context)) <= _MOST_KEYS
 
 
 PREFILL = Space(
     role=Role.PREFILL,
     capability="combinations",
-    counted=_ENTRIES,
-    fields=_FIELDS,
-    shaped=("lengths",),
-    shape=_shape,
-    possible=_possible,
-    # Many kernels for GPUs take no more than the second; the whole comes first since its ids are older.
-    parts=({}, {"dtype": ("bf16",), "dims": ("r1",)}),
+    dimensions=(
+        values("call", "call", *PrefillCase.calls),
+        values("dims", "dims", "r1", "glm", "small", "128-0-128-512", "16-8-40-32", "64-64-128-256"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32", "e4m3"),
+        measured("heads", HEADS, lambda case: HEADS.class_of(case.heads)),
+        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("others", _OTHERS, lambda case: _others(case.q)),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(case.q))),
+        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.q))),
+        measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
+        measured("context", LONGEST, lambda case: LONGEST.class_of(max(case.kv)), _CONTEXT),
+        measured("context tile", TILE_CLASSES, lambda case: tile_class(max(case.kv)), _CONTEXT),
+        values("planner", "planner", *PLANNERS, only=_CHUNKED),
+        measured("page", PAGES, lambda case: PAGES.class_of(case.page), _CHUNKED),
+        measured("chunks", CHUNKS, _chunks, _CHUNKED),
+        values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
+        plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
+        values("quant", "quant", "none", "fp8", only=_NEW),
+        numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
+        plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}}, _NEW),
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        PADDING,
+        POISONS,
+        MAXIMA,
+    ),
+    rules=(
+        never("one request has no others", {"requests": ("1",), "others": _BESIDE}),
+        never("one request has no others", {"requests": ("1",), "contexts": _BESIDE}),
+        never("one request has no others", {"others": ("alone",), "contexts": _BESIDE}),
+        never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
+        never("of several requests none is alone", {"requests": SEVERAL, "contexts": ("alone",)}),
+        never("of several requests none is alone", {"others": _BESIDE, "contexts": ("alone",)}),
+        Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
+        never("no length is shorter than one, but none", {"tokens": ("1",), "others": ("shorter",)}),
+        Rule(
+            "no length is in both classes",
+            ("contexts", "context", "context tile"),
+            lambda others, context, tile: bool(lengths(context, tile, _BEYOND[others])),
+        ),
+        Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
+        Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),
+        Rule(
+            "no workspace makes so many chunks",
+            ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"),
+            _planned,
+        ),
+    ),
+    shape=_fields,
+    small={
+        "heads": ("16", "1", "odd", "8", "24", "even"),
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"),
+        "others": ("shorter", "alone", "empty"),
+        "contexts": ("shorter", "alone", "empty"),
+        "context": ("65 to 256", "1 to 16", "17 to 64"),
+    },
 )

@@ -58,6 +58,7 @@ def decodes() -> Iterator[Fields]:
                 *(single(300, 40, page=page, heads=16) for page in (1, 16, 32, 128)),
                 single(200, 9, layers=2, heads=16),
                 single(200, 9, spare=300),
+                single(600, spare=900, topk=512, dims="small", heads=2),
                 single(300, 40, **_SMALL, topk=40),
                 *(single(300, 40, dtype=dtype, heads=16) for dtype in ("fp16", "fp32")),
                 single(*(17, 300) * 20, dims="small", heads=1, topk=32),
@@ -181,6 +182,7 @@ def spaces() -> Iterator[Fields]:
     yield prefill((5, 9, 2), (0, 300, 64), space="position", fill="ragged", length=True, behind="huge", heads=16)
     yield single(300, 70, space="position", pad=3, data="needle", layers=2, heads=16)
     yield single(300, 70, spare=500, data="needle")
+    yield prefill((1,) * 66, (3,) * 66, space="position", dims="small", heads=2)
 
 
 def unselected() -> Iterator[Fields]:
@@ -337,6 +339,16 @@ def neighbours() -> Iterator[Fields]:
     yield single(64, 5, 130, heads=16, cache="fp8_ds_mla", space="position")
 
 
+def fenced() -> Iterator[Fields]:
+    """Three and four requests; lists with lengths, sinks, a second cache, every layout, gathered keys."""
+    yield single(64, 5, 300, 17, heads=16, fill="ragged")
+    yield prefill((2, 3, 1), (64, 5, 130), heads=16)
+    yield single(64, 5, 130, heads=16, cache="fp8_ds_mla", sink="drawn")
+    yield prefill((2, 7, 1, 3), (30, 0, 40, 129), heads=16, fill="ragged")
+    yield single(64, 5, 130, 3, heads=16, cache="fp8", space="position")
+    yield single(130, 64, 5, fill="ragged", length=True, extra="auto", extra_topk=100, **_SMALL)
+
+
 def loose_maxima() -> Iterator[Fields]:
     """Maxima in the metadata a hundred times the true ones."""
     yield single(64, 5, 333, inflate=100, heads=16)
@@ -383,10 +395,12 @@ def streams() -> Iterator[Fields]:
 
 
 def large_offsets() -> Iterator[Fields]:
-    """Blocks beyond 2^31 elements, and beyond 2^32."""
+    """Blocks beyond 2^31 elements, and beyond 2^32; the queries of 65,536 tokens before those that are judged."""
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle")
     yield single(2000, 700, 64, topk=128, far="cache31", data="needle", cache="fp8_ds_mla", scales="pow2")
     yield single(2000, 700, 64, topk=128, far="cache32", data="needle")
+    for heads, far in ((64, "rows31"), (128, "rows32")):
+        yield prefill((40,), (300,), heads=heads, topk=512, far=far, data="needle")
 
 
 def many_rows() -> Iterator[Fields]:

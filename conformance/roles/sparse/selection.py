@@ -37,8 +37,9 @@ class Lists:
 
     def renumbered(self, numbers: torch.Tensor) -> "Lists":
         """The same lists where key k has the number ``numbers[k]``; -1 for one that is not there."""
-        there = self.keys != NO_KEY
-        return replace(self, keys=torch.where(there, numbers[self.keys.clamp(min=0)], NO_KEY))
+        there, keys = self.keys != NO_KEY, torch.full_like(self.keys, NO_KEY)
+        keys[there] = numbers[self.keys[there]]  # a rank may have no keys at all
+        return replace(self, keys=keys)
 
     def handed(self, numbers: torch.Tensor, behind: str, generator: torch.Generator) -> torch.Tensor:
         """[T, K] int32 as they are handed over.

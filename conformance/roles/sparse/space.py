@@ -1,108 +1,103 @@
 """What varies in the cases of a sparse backend. No torch."""
 
-from collections.abc import Mapping
-from itertools import cycle, islice
-from typing import Any
-
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.combinations import DimensionValues, Row, Space
+from mla_conformance.cases.batches import (
+    BATCH_RULES,
+    DECODE_QUERIES,
+    LONE_PADDING,
+    PAGE_RULES,
+    SMALL_BATCHES,
+    batch,
+    batch_fields,
+    pages,
+)
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.classes import Numbers
+from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
+from mla_conformance.cases.dimensions import (
+    LAYOUT,
+    LSE,
+    MAXIMA,
+    PADDING,
+    POISONS,
+    SCALE,
+    SEVERAL_RANKS,
+    cache,
+    data,
+    numbers,
+    ranks,
+    room,
+    spare_blocks,
+    storage,
+)
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.roles.sparse.case import EXTRA_CACHES, MAIN_CACHES, SparseCase
 
-_LENGTHS: Mapping[str, tuple[int, ...]] = {
-    "ragged": (64, 5, 400, 17),
-    "edges": (63, 127, 62, 128),
-    "long": (2100, 3),
-    "one": (300,),
+PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
+_SECOND = Only("extra", EXTRA_CACHES[1:], "there is no second cache")
+
+
+def _second_columns(case: SparseCase) -> str:
+    return "as long" if case.extra_topk == case.topk else "longer" if case.extra_topk > case.topk else "shorter"
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    shape, columns = pick(tuple(shapes_with_columns(row)))
+    second = {"as long": columns, "longer": 2 * columns, "shorter": max(1, columns // 2)}
+    listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
+    return {**batch_fields(row, shape), **listed, **spare_blocks(row, shape.page)}
+
+
+_LENGTHS = {"none": {"length": False}} | {
+    name: {"length": True, "behind": name} for name in ("minus", "huge", "stale", "zero")
 }
-"""Context tokens of each request."""
-
-_QUERIES: Mapping[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "uneven": (3, 1, 2)}
-"""Query tokens of the requests, over and over."""
-
-_RANKS = ((2, 1), (4, 16))
-"""Ranks and interleave."""
-
-_FIELDS: Mapping[str, DimensionValues] = {
-    "call": {call.value: {"call": call.value} for call in (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)},
-    "heads": {str(heads): {"heads": heads} for heads in (64, 16, 128, 32)},
-    "topk": {str(topk): {"topk": topk} for topk in (64, 128, 100, 512, 2048, 63)},
-    "lengths": {name: {} for name in _LENGTHS},
-    "queries": {name: {} for name in _QUERIES},
-    "fill": {name: {"fill": name} for name in ("ragged", "full")},
-    "holes": {name: {"holes": name} for name in ("end", "front", "scattered")},
-    "length": {"none": {"length": False, "behind": "minus"}}
-    | {behind: {"length": True, "behind": behind} for behind in ("huge", "stale", "zero")},
-    "data": {name: {"data": name} for name in ("needle", "normal", "hot_tail", "large_logits")},
-    "page": {str(page): {"page": page} for page in (64, 16, 1)},
-    "cache": {name: {"cache": name} for name in ("auto", "fp8_ds_mla", "fp8_v4", "fp8_v41", "fp8")},
-    "dims": {name: {"dims": name} for name in ("r1", "128-0-128-512")},
-    "dtype": {name: {"dtype": name} for name in ("bf16", "fp16")},
-    "space": {name: {"space": name} for name in ("slot", "position", "rank_local")},
-    "ranks": {"1": {"ranks": 1, "interleave": 1}} | {f"{n}/{s}": {"ranks": n, "interleave": s} for n, s in _RANKS},
-    "sink": {name: {"sink": name} for name in ("none", "drawn", "extreme")},
-    "extra": {name: {"extra": name} for name in ("none", "auto", "fp8_v4", "fp4_v41")},
-    "unselected": {"drawn": {"unselected": "drawn"}}
-    | {name: {"unselected": "poison", "poison": name} for name in ("nan", "inf")},
-    "layout": {layout.value: {"layout": layout.value} for layout in (Layout.PACKED, Layout.SLICED, Layout.ODD)},
-    "lse": {"asked": {"lse": True}, "not asked": {"lse": False}},
-}
-
-_PLAIN = {"cache": "auto", "extra": "none", "ranks": "1", "page": "64"}
-"""What gathered keys leave of the dimensions of a cache."""
-
-
-def _shape(row: Row) -> Mapping[str, Any]:
-    context = _LENGTHS[row["lengths"]]
-    return {"q": tuple(islice(cycle(_QUERIES[row["queries"]]), len(context))), "kv": context}
-
-
-def _possible(row: Row) -> bool:
-    """Gathered keys are plain and on one rank; V4's entries have no rope beside them; ranks share no sink."""
-    plain = all(row.get(name, value) == value for name, value in _PLAIN.items())
-    if row.get("call") == Call.SPARSE_PREFILL and (not plain or row.get("space") == "rank_local"):
-        return False
-    v4 = {row.get("cache"), row.get("extra")} & {"fp8_v4", "fp8_v41", "fp4_v41"}
-    if v4 and row.get("dims", "128-0-128-512") != "128-0-128-512":
-        return False
-    if row.get("ranks", "1") != "1" and not all(
-        row.get(name, wanted) == wanted for name, wanted in (("sink", "none"), ("extra", "none"), ("lse", "asked"))
-    ):
-        return False
-    return row.get("lengths") != "one" or row.get("queries") != "uneven"
-
 
 SPARSE = Space(
     role=Role.SPARSE,
     capability="sparse_combinations",
-    counted=(
-        "sparse_decode",
-        "sparse_prefill",
-        "sparse_lse",
-        "selection_length",
-        "index_spaces",
-        "unselected_keys",
-        "attention_sinks",
-        "second_cache",
-        "sparse_fp8",
-        "sparse_fp8_ds_mla",
-        "sparse_fp8_v4",
-        "sparse_fp8_v41",
-        "sparse_fp4_v41",
-        "sparse_dcp",
+    dimensions=(
+        values("call", "call", *SparseCase.calls),
+        *cache(*MAIN_CACHES, only=PAGED),
+        values("extra", "extra", *EXTRA_CACHES, only=PAGED),
+        measured("second list", ("as long", "longer", "shorter"), _second_columns, _SECOND),
+        numbers("second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND),
+        values("dims", "dims", "r1", "128-0-128-512", "small"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        *batch("64", *DECODE_QUERIES, "17 to 4,096"),
+        *pages(PAGED),
+        *list_dimensions(),
+        *ranks(PAGED),
+        values("fill", "fill", "ragged", "full"),
+        values("holes", "holes", "end", "front", "scattered"),
+        plain("length", _LENGTHS),
+        values("order", "order", "drawn", "ascending", "descending"),
+        plain("repeats", {"none": {"repeats": False}, "some": {"repeats": True}}),
+        values("unselected", "unselected", "drawn", "poison"),
+        values("sink", "sink", "none", "drawn", "extreme"),
+        values("space", "space", *IndexSpace),
+        LSE,
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        *storage(PAGED),
+        PADDING,
+        POISONS,
+        MAXIMA,
     ),
-    fields=_FIELDS,
-    shaped=("lengths", "queries"),
-    shape=_shape,
-    possible=_possible,
-    # FlashMLA and kernels like it take no more.
-    parts=(
-        {
-            "heads": ("64", "128"),
-            "topk": ("64", "128", "512", "2048"),
-            "page": ("64",),
-            "dtype": ("bf16",),
-            "space": ("slot",),
-        },
-        {},
+    rules=(
+        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
+        Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), room),
+        LONE_PADDING,
+        never("ranks share no sinks", {"ranks": SEVERAL_RANKS, "sink": ("drawn", "extreme")}),
+        never("ranks share no second cache", {"ranks": SEVERAL_RANKS, "extra": EXTRA_CACHES[1:]}),
+        never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)}),
+        never("gathered keys are on one rank", {"call": (Call.SPARSE_PREFILL,), "space": (IndexSpace.RANK_LOCAL,)}),
+        *BATCH_RULES,
+        *PAGE_RULES,
+        *LIST_RULES,
     ),
+    shape=_fields,
+    small={**SMALL_BATCHES, "columns": ("64", "128", "no tiles of 64")},
 )

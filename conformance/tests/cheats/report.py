@@ -177,7 +177,8 @@ def markdown(report: CheatReport) -> str:
 
 def _row(entry: Cheat, found: Outcome) -> str:
     salted = " (with a salt)" if entry.salted else ""
-    cells = (f"`{entry.name}`", entry.attempt, entry.claims, _short(found.alone), _short(found.apart) + salted)
+    apart = "likewise" if found.alone and found.apart == found.alone else _short(found.apart)
+    cells = (f"`{entry.name}`", entry.attempt, entry.claims, _short(found.alone), apart + salted)
     return f"| {' | '.join(cells)} |"
 
 

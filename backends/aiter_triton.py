@@ -1,0 +1,178 @@
+"""AITER_TRITON_MLA: AITER's Triton kernels of MLA over a paged cache, which run on NVIDIA's GPUs as well.
+
+Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla_decode_fwd`` splits the keys; variant
+``prefill`` is ``mla_prefill_fwd``, absorbed as well, for any numbers of query tokens. Both read a page at once.
+"""
+
+import os
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary, interpreted_declaration
+from mla_conformance.backends.paged_output import PagedOutputBackend
+from mla_conformance.backends.platform import DeviceCapability
+
+PAGES: list[int | MultipleOf] = [16, 32, 64]
+"""Page sizes, which are the kernels' tiles of keys."""
+DISTRIBUTIONS = ("amd-aiter", "triton")
+_COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
+_COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+https://github.com/ROCm/aiter@{_COMMIT}"
+_FOR_AMD_ALONE = ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel")
+"""Kernels that the launchers give an option which Triton knows on AMD's GPUs alone."""
+
+
+class AiterLibrary(Library):
+    """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported."""
+
+    def load(self) -> ModuleType:
+        """Import the module.
+
+        Raises:
+            ImportError: it is missing or broken.
+        """
+        with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
+            module = super().load()
+        for name in _FOR_AMD_ALONE:
+            kernel = vars(module).get(name)
+            if kernel is not None and torch.version.hip is None and not isinstance(kernel, _WithoutWaves):
+                setattr(module, name, _WithoutWaves(kernel))
+        return module
+
+
+class _WithoutWaves:
+    """A kernel that is launched without ``waves_per_eu``."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda waves_per_eu, **arguments: self._kernel[grid](**arguments)
+
+
+class _WithoutDevice(AiterLibrary):
+    """The same on a machine without a GPU, whose kind and size AITER asks for."""
+
+    def load(self) -> ModuleType:
+        """See :class:`AiterLibrary`."""
+        from triton.runtime import driver
+
+        driver.set_active(SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch="")))
+        module = super().load()
+        driver.set_active(None)
+        vars(module).update(get_num_sms=lambda: 1)
+        return module
+
+
+class _InterpretedAiter(InterpretedLibrary, _WithoutDevice):
+    """The same with interpreted kernels."""
+
+
+def aiter_library(module: str) -> AiterLibrary:
+    """A module of ``aiter.ops.triton.attention``."""
+    return AiterLibrary(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
+
+
+def interpreted_aiter(module: str) -> InterpretedLibrary:
+    """The same, interpreted."""
+    return _InterpretedAiter(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
+
+
+class AiterTritonDecodeBackend(PagedOutputBackend):
+    """Batches whose requests have as many query tokens each."""
+
+    libraries: ClassVar[tuple[Library, ...]] = (aiter_library("mla"),)
+    function: ClassVar[str] = "mla_decode_fwd"
+    needed_capability: ClassVar[str] = "8.0 or newer"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supported_query_len: ClassVar[int | None] = None
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=DISTRIBUTIONS,
+        deviations=(
+            Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
+            Deviation("returns no LSE", "declared unsupported"),
+            Deviation("hands waves_per_eu to kernels that Triton knows it for on AMD's GPUs alone", "drops it"),
+            Deviation("divides by a length of 0", "0 in the rows that the lengths say see no key"),
+            Deviation("reads a page at once", "pages of 16, 32 and 64 tokens are declared"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "AITER_TRITON_MLA"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """See :data:`PAGES`."""
+        return PAGES
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """What Triton compiles for."""
+        return device_capability is not None and device_capability >= (8, 0)
+
+    def outputs(
+        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
+    ) -> torch.Tensor:
+        """See :class:`PagedOutputBackend`."""
+        metadata, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
+        getattr(self.libraries[0].load(), self.function)(
+            q=torch.cat([ql_nope, q_pe], dim=-1),
+            kv_buffer=kv_cache.unsqueeze(2),
+            out=output,
+            cu_seqlens_q=metadata.query_start_loc,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_kv=metadata.max_seq_len,
+            block_tables=metadata.block_table,
+            softmax_scale=self.scale,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            causal=True,
+            q_descale=None,
+            kv_descale=k_scale if self.kv_cache_dtype == "fp8" else None,
+        )
+        return output
+
+
+class AiterTritonPrefill(AiterTritonDecodeBackend):
+    """Any numbers of query tokens, whose keys are not split."""
+
+    variant: ClassVar[str] = "prefill"
+    function: ClassVar[str] = "mla_prefill_fwd"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supports_nonuniform_queries: ClassVar[bool] = True
+    declaration: ClassVar[Declaration] = replace(
+        AiterTritonDecodeBackend.declaration,
+        deviations=(
+            *AiterTritonDecodeBackend.declaration.deviations,
+            Deviation(
+                "rounds P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
+                "declared unsupported",
+            ),
+        ),
+    )
+
+
+class AiterTritonInterpreted(InterpretedKernel, AiterTritonDecodeBackend):
+    """The same source by Triton's interpreter."""
+
+    libraries: ClassVar[tuple[Library, ...]] = (interpreted_aiter("mla"),)
+    declaration: ClassVar[Declaration] = interpreted_declaration(AiterTritonDecodeBackend.declaration)
+
+
+class AiterTritonPrefillInterpreted(InterpretedKernel, AiterTritonPrefill):
+    """The same source by Triton's interpreter."""
+
+    variant: ClassVar[str] = "prefill-interpreted"
+    libraries: ClassVar[tuple[Library, ...]] = (interpreted_aiter("mla"),)
+    declaration: ClassVar[Declaration] = interpreted_declaration(AiterTritonPrefill.declaration)

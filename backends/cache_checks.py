@@ -1,0 +1,141 @@
+"""What cache operations of ours check before they launch: the refusals of SPEC 9.6, with expected and got."""
+
+import torch
+
+from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
+from mla_conformance.reference.cache_layout import cache_dtype, entry_width
+
+_SLOTS = (torch.int64, torch.int32)
+
+
+def check_cache(backend: MLACacheBackend, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> None:
+    """Refuse a cache of another width or dtype than its layout's.
+
+    Raises:
+        ValueError: it has, or the layout has no room for such a model.
+    """
+    width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
+    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(backend.kv_cache_dtype, model_dtype))
+
+
+def check_slots(slots: torch.Tensor, kv_cache: torch.Tensor, **rows: torch.Tensor) -> None:
+    """Refuse slots that are no slots of a cache, and fewer rows than there are slots; reads the slots.
+
+    Raises:
+        ValueError: with the first number that is none.
+    """
+    if slots.dim() != 1 or slots.dtype not in _SLOTS:
+        raise ValueError(f"slot_mapping: expected [T] of int64 or int32, got {list(slots.shape)} of {slots.dtype}")
+    for name, x in rows.items():
+        if x.dim() != 2 or len(x) < len(slots):
+            raise ValueError(f"{name}: expected a row for each of {len(slots)} slots, got shape {list(x.shape)}")
+    count = kv_cache.shape[0] * kv_cache.shape[1]
+    _refuse("slot_mapping: slot", slots, (slots < NO_SLOT) | (slots >= count), f"-1 or 0..{count - 1}")
+
+
+def check_gather(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    seq_starts: torch.Tensor,
+    compress_ratio: int,
+    **workspaces: torch.Tensor,
+) -> None:
+    """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them.
+
+    Raises:
+        ValueError: another shape, dtype or number than expected.
+    """
+    requests, page = len(block_table), kv_cache.shape[1]
+    expect("block_table", block_table, (requests, *block_table.shape[1:2]), torch.int32)
+    expect("cu_seq_lens", cu_seq_lens, (requests + 1,), torch.int32)
+    expect("seq_starts", seq_starts, (requests,), torch.int32)
+    lengths = cu_seq_lens.diff()
+    _refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
+    for name, workspace in workspaces.items():
+        if len(workspace) < int(cu_seq_lens[-1]):
+            raise ValueError(f"{name}: expected at least {int(cu_seq_lens[-1])} rows, got {len(workspace)}")
+    pages = -(-(seq_starts // compress_ratio + lengths) // page) * (lengths > 0)
+    columns = block_table.shape[1]
+    _refuse("block_table: pages of a request", pages, pages > columns, f"at most the table's {columns}")
+    named = torch.arange(columns, device=pages.device) < pages.unsqueeze(1)
+    named &= torch.arange(columns, device=pages.device) >= (seq_starts // compress_ratio // page).unsqueeze(1)
+    outside = named & ((block_table < 0) | (block_table >= len(kv_cache)))
+    _refuse("block_table: block", block_table, outside, f"0..{len(kv_cache) - 1}")
+
+
+def check_workspace(backend: MLACacheBackend, kv_cache: torch.Tensor, workspace: torch.Tensor) -> None:
+    """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    as_stored = workspace.dtype == kv_cache.dtype
+    check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
+    width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
+    if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
+        raise ValueError(
+            f"workspace: expected rows of {width} in {kv_cache.dtype} or in the model's dtype, got "
+            f"{list(workspace.shape)} of {workspace.dtype}"
+        )
+
+
+def check_mapping(
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    tokens_of_a_page: int,
+) -> None:
+    """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
+
+    Args:
+        slot_mapping: what is filled.
+        query_start_loc: of the batch.
+        positions: of its tokens.
+        block_table: of its requests.
+        tokens_of_a_page: on all ranks, with what is compressed.
+
+    Raises:
+        ValueError: with expected and got; reads the positions.
+    """
+    expect("query_start_loc", query_start_loc, (len(block_table) + 1,), torch.int32)
+    expect("block_table", block_table, (*block_table.shape[:2],), torch.int32)
+    expect("positions", positions, (*positions.shape[:1],), torch.int64)
+    counted = int(query_start_loc[-1])
+    for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
+        if len(x) < counted:
+            raise ValueError(f"{name}: expected one for each of {counted} tokens, got {len(x)}")
+    if slot_mapping.dtype not in _SLOTS:
+        raise ValueError(f"slot_mapping: expected int64 or int32, got {slot_mapping.dtype}")
+    room, given = block_table.shape[1] * tokens_of_a_page, positions[:counted]
+    _refuse(
+        "positions: position", given, (given < 0) | (given >= room), f"0..{room - 1}, which the table has blocks for"
+    )
+
+
+def check_lists(out: torch.Tensor, req_id_per_token: torch.Tensor, token_indices: torch.Tensor, requests: int) -> None:
+    """Refuse lists of another dtype than int32, results of another shape, and requests that the table has no row for.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    expect("token_indices", token_indices, (len(req_id_per_token), *token_indices.shape[1:2]), torch.int32)
+    expect("out", out, tuple(token_indices.shape), torch.int32)
+    wrong = (req_id_per_token < 0) | (req_id_per_token >= requests)
+    _refuse("req_id_per_token: request", req_id_per_token, wrong, f"0..{requests - 1}")
+
+
+def expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor of another shape or dtype.
+
+    Raises:
+        ValueError: it has.
+    """
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+
+
+def _refuse(name: str, numbers: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+    if bool(wrong.any()):
+        raise ValueError(f"{name}: expected {expected}, got {int(numbers[wrong][0])}")

@@ -1,0 +1,182 @@
+"""The abstract preparation of an indexer's inputs: queries and keys behind their projections, to codes and scales.
+
+What DeepSeek's ``Indexer`` does between its projections and its scores, and what vLLM's ``fused_indexer_q_rope_quant``
+and AITER's ``indexer_qk_rope_quant_and_cache`` do in one kernel. A preparation of ours checks each call before it
+launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+
+SCALE_FORMATS = ("float32", "pow2")
+"""Any float32 numbers, or powers of two (UE8M0)."""
+BLOCK = 128
+"""Columns that share a scale; a narrower head is one block."""
+
+
+class IndexPreparation(NamedTuple):
+    """The conventions of a model's indexer, as data.
+
+    Attributes:
+        head_dim: D, columns of a query head and of a key.
+        rope_dim: R, columns that are rotated.
+        rope_first: whether they are the first R columns, not the last.
+        is_neox_style: whether pairs are R/2 columns apart, not neighbours.
+        hadamard: whether queries and keys pass through the orthonormal Hadamard transform, in Sylvester's order.
+        scale_format: one of :data:`SCALE_FORMATS`.
+        fold_scales: whether the weights take the scales of the queries; else these are returned.
+        eps: of the keys' LayerNorm.
+    """
+
+    head_dim: int
+    rope_dim: int
+    rope_first: bool
+    is_neox_style: bool
+    hadamard: bool
+    scale_format: str
+    fold_scales: bool
+    eps: float
+
+
+class MLAPrepareSelectorConfig(NamedTuple):
+    """What a preparation is validated against; hashable.
+
+    Attributes:
+        dtype: of the model.
+        num_heads: H.
+        preparation: the model's conventions.
+    """
+
+    dtype: torch.dtype
+    num_heads: int
+    preparation: IndexPreparation
+
+
+@dataclass
+class PrepareMetadata:
+    """The positions of a batch's tokens, which all layers of a step share.
+
+    Attributes:
+        positions: [T] int64.
+        cos_sin_cache: [P, R] float32, for each position the cosines of the R/2 pairs, then the sines.
+    """
+
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+
+
+class MLAPrepareBackend(KernelBackend):
+    """Index queries and keys in codes. Symbols: T tokens, H heads of the indexer, D their columns, C blocks of them.
+
+    Attributes:
+        supported_head_dims: columns of a head; empty means any.
+        supported_scale_formats: those of :data:`SCALE_FORMATS` that it writes.
+        supports_neox_style: values of ``is_neox_style`` that it rotates by; and so for the other conventions.
+    """
+
+    supported_head_dims: ClassVar[list[int]] = []
+    supported_scale_formats: ClassVar[list[str]] = list(SCALE_FORMATS)
+    supports_neox_style: ClassVar[list[bool]] = [True, False]
+    supports_rope_first: ClassVar[list[bool]] = [True, False]
+    supports_hadamard: ClassVar[list[bool]] = [True, False]
+    supports_fold_scales: ClassVar[list[bool]] = [True, False]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLAPrepareSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        asked = selector_config.preparation
+        if cls.supported_head_dims and asked.head_dim not in cls.supported_head_dims:
+            reasons.append(f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})")
+        if asked.scale_format not in cls.supported_scale_formats:
+            reasons.append(f"scales {asked.scale_format} not supported")
+        conventions = {
+            "is_neox_style": cls.supports_neox_style,
+            "rope_first": cls.supports_rope_first,
+            "hadamard": cls.supports_hadamard,
+            "fold_scales": cls.supports_fold_scales,
+        }
+        given = asked._asdict()
+        refused = [name for name, served in conventions.items() if given[name] not in served]
+        return reasons + [f"{name}={given[name]} not supported" for name in refused]
+
+    def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
+        if preparation.scale_format not in SCALE_FORMATS:
+            raise ValueError(
+                f"scale_format: expected one of {', '.join(SCALE_FORMATS)}, got {preparation.scale_format!r}"
+            )
+        self.num_heads = num_heads
+        self.scale = scale
+        self.preparation = preparation
+        self.vllm_config = vllm_config
+
+    def prepare_metadata(self, prepare_metadata: PrepareMetadata) -> None:
+        """Take the positions of the next calls; called once per batch, outside of any graph capture."""
+        self._prepare_metadata = prepare_metadata
+
+    @abstractmethod
+    def run_prepare_index(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        weights: torch.Tensor,
+        k_norm_weight: torch.Tensor,
+        k_norm_bias: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
+
+        Args:
+            q: [T, H, D] of the model's dtype; any strides.
+            k: [T, D] of the model's dtype; any row stride, since a projection may hold the weights beside it.
+            weights: [T, H] float32 or of the model's dtype; any row stride.
+            k_norm_weight: [D] float32.
+            k_norm_bias: [D] float32.
+
+        Returns:
+            The codes of q [T, H, D] and of k [T, D] in float8_e4m3fn, the scales of k [T, C] float32, and last, in
+            float32, the weights [T, H] times the scale of their query, the softmax scale and H^-1/2; or where they are
+            not folded the scales of q [T, H, C].
+        """
+
+
+def check_prepare_call(
+    backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[torch.Tensor, ...]
+) -> None:
+    """Refuse operands that do not fit, and what is not declared; reads no device memory.
+
+    Args:
+        backend: which is called.
+        metadata: of the batch.
+        operands: q, k, weights, and weight and bias of the keys' norm.
+
+    Raises:
+        ValueError: another shape or dtype than expected.
+        UnsupportedConfiguration: the backend does not declare it.
+    """
+    q, k, weights, *norm = operands
+    asked, tokens, float32 = backend.preparation, len(metadata.positions), torch.float32
+    _expect("q", q, (tokens, backend.num_heads, asked.head_dim), q.dtype)
+    _expect("k", k, (tokens, asked.head_dim), q.dtype)
+    _expect("weights", weights, (tokens, backend.num_heads), q.dtype if weights.dtype == q.dtype else float32)
+    for name, x in zip(("k_norm_weight", "k_norm_bias"), norm, strict=True):
+        _expect(name, x, (asked.head_dim,), float32)
+    _expect("positions", metadata.positions, (tokens,), torch.int64)
+    table = metadata.cos_sin_cache
+    _expect("cos_sin_cache", table, (*table.shape[:1], asked.rope_dim), float32)
+    config = MLAPrepareSelectorConfig(q.dtype, backend.num_heads, asked)
+    reasons = backend.validate_configuration(get_device_capability(q.device), config)
+    if reasons:
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+
+
+def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")

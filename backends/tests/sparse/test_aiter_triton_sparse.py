@@ -1,0 +1,59 @@
+"""The adapter of AITER's sparse kernel against a stand-in that follows its source."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.aiter_triton_sparse import AiterTritonSparseBackend, AiterTritonSparseInterpreted
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.sparse import MLASparseSelectorConfig
+
+_MODULE = "aiter.ops.triton.attention.unified_attention_sparse_mla"
+
+
+@pytest.fixture
+def library(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> None:
+    """Lists of slots; NaN in a row whose list names none."""
+
+    def call(a: Any) -> None:
+        cache, lists = a["kv"], a["topk_indices"]
+        assert cache.shape[2] == 1 and lists.is_contiguous() and a["q"].is_contiguous() and a["kv_lora_rank"] == 512
+        assert (a["max_seqlen_q"], len(a["seqused_k"])) == (1, len(a["q"]))
+        found, _ = sparse_kernel(a["q"], slots_of(cache[:, :, 0], "auto"), lists.long(), a["softmax_scale"])
+        a["out"].copy_(found)
+        a["out"][(lists == -1).all(dim=1)] = torch.nan
+
+    function = f"{_MODULE.replace('.', '/')}.py:unified_attention_sparse_mla"
+    call = recorded("amd-aiter 0.1.21.dev46+ge4048607a", function, call)
+    installed(_MODULE, unified_attention_sparse_mla=call)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("page", [16, 64])
+def test_conventions(page: int, selects: Any) -> None:
+    selects(AiterTritonSparseBackend, "auto", page=page, heads=16, lse=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        ({}, []),
+        ({"num_heads": 24}, ["24 heads not supported (supported: [16, 32, 48, 64, 80, 96, 112, 128])"]),
+        ({"block_size": 1}, ["block_size 1 not supported"]),
+        ({"lse": True}, ["LSE not declared"]),
+        ({"topk_length": True}, ["topk_length not supported"]),
+        ({"call": "prefill"}, ["sparse prefill not supported"]),
+    ],
+)
+def test_says_what_it_does_not_do(change: Any, reasons: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(AiterTritonSparseBackend, "libraries", ())
+    config = MLASparseSelectorConfig("decode", torch.bfloat16, "auto", 64, 512, 64, 16, 100, lse=False)
+    changed = config._replace(**change)
+    assert AiterTritonSparseBackend.validate_configuration(DeviceCapability(9, 0), changed) == reasons
+
+
+def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
+    variant = AiterTritonSparseInterpreted
+    assert variant.supports_compute_capability(None) and variant.declaration.emulated
+    assert torch.bfloat16 not in variant.supported_dtypes

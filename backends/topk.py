@@ -1,0 +1,113 @@
+"""The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
+
+What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``. A
+top-k of ours checks each call before it launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+
+
+@dataclass
+class TopKMetadata:
+    """The windows of a batch's rows, which all layers of a step share.
+
+    Attributes:
+        lengths: [T] int32, columns that each row sees; 0 of rows of padding.
+        row_starts: [T] int32, the first of them; None where every row begins at column 0.
+        max_seq_len: no length is larger.
+    """
+
+    lengths: torch.Tensor
+    row_starts: torch.Tensor | None
+    max_seq_len: int
+
+
+class MLATopKSelectorConfig(NamedTuple):
+    """What a top-k is validated against; hashable.
+
+    Attributes:
+        dtype: of the logits.
+        topk_tokens: K, columns that are selected for a row.
+        row_starts: whether windows begin elsewhere than at column 0.
+    """
+
+    dtype: torch.dtype
+    topk_tokens: int
+    row_starts: bool
+
+
+class MLATopKBackend(KernelBackend):
+    """The columns with the largest logits, of each row within its window.
+
+    Attributes:
+        supported_topk: numbers of columns that are selected.
+        supports_row_starts: whether a window may begin elsewhere than at column 0.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supports_row_starts: ClassVar[bool] = True
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLATopKSelectorConfig
+    ) -> list[str]:
+        """Reasons why the backend cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        if not accepts_block_size(cls.supported_topk, selector_config.topk_tokens):
+            reasons.append(f"topk {selector_config.topk_tokens} not supported")
+        if selector_config.row_starts and not cls.supports_row_starts:
+            reasons.append("rows that start elsewhere than at column 0 not supported")
+        return reasons
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    def prepare_metadata(self, topk_metadata: TopKMetadata) -> None:
+        """Take the windows of the next calls; called once per batch, outside of any graph capture."""
+        self._topk_metadata = topk_metadata
+
+    @abstractmethod
+    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+        """The columns with the largest logits.
+
+        Args:
+            logits: [T, C] float32, of rows whose stride may exceed C; anything outside of a row's window.
+            topk_tokens: K, which may exceed a row's length.
+
+        Returns:
+            [T, K] int32, as many columns of each row's window as it has, at most K, none twice, -1 behind them; they
+            count from the row's start. What is declared of them otherwise is data: ``Declaration.selection``.
+        """
+
+
+def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: torch.Tensor, topk_tokens: int) -> None:
+    """Refuse operands that do not fit, and what is not declared; reads no device memory.
+
+    Raises:
+        ValueError: another shape or dtype than expected.
+        UnsupportedConfiguration: the backend does not declare it.
+    """
+    if logits.dim() != 2 or logits.stride(1) != 1:
+        got = f"{list(logits.shape)} of strides {list(logits.stride())}"
+        raise ValueError(f"logits: expected [T, C] with neighbouring columns, got {got}")
+    for name, x in (("lengths", metadata.lengths), ("row_starts", metadata.row_starts)):
+        if x is not None and (x.shape != logits.shape[:1] or x.dtype != torch.int32):
+            got = f"{list(x.shape)} of {x.dtype}"
+            raise ValueError(f"{name}: expected [{logits.shape[0]}] of torch.int32, one for each row, got {got}")
+    if metadata.max_seq_len > logits.shape[1]:
+        raise ValueError(f"max_seq_len: expected at most the {logits.shape[1]} columns, got {metadata.max_seq_len}")
+    if topk_tokens < 1:
+        raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
+    config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None)
+    reasons = backend.validate_configuration(get_device_capability(logits.device), config)
+    if reasons:
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")

@@ -1,0 +1,201 @@
+"""VLLM_CACHE: the compiled kernels with which vLLM writes latents and index keys to its caches and gathers them again.
+
+Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``concat_and_cache_mla``,
+``indexer_k_quant_and_cache``, ``gather_and_maybe_dequant_cache``, ``cp_gather_cache``,
+``cp_gather_indexer_k_quant_cache`` and ``cp_gather_and_upconvert_fp8_kv_cache``. What computes slots there is written
+in Triton, and is not among them.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import pad
+
+from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
+from mla_conformance.backends.cache_checks import check_cache, check_gather, check_slots, check_workspace, expect
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
+
+_MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
+_INDEX_PAGE = 64
+"""As vLLM's indexer has them on NVIDIA's GPUs."""
+_WIDTHS = (320, 512, 576)
+"""Of the rows that are gathered and dequantised at once."""
+_SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
+
+
+class VllmCacheBackend(LibraryKernel, MLACacheBackend):
+    """Entries alone; any slots in int64."""
+
+    libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
+    needed_capability: ClassVar[str] = "7.5 or newer"
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", _MIXED, _INDEX]
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=("vllm", "torch"),
+        deviations=(
+            Deviation("writes as many index keys as it is handed", "those without a slot are cut off, as in vLLM"),
+            Deviation("reads latents of mixed entries and index keys in units of 16 and 8 bytes", "others are copied"),
+            Deviation("upconverts mixed entries of every row that it is handed", "the workspace is cut, as in vLLM"),
+            Deviation("gathers index keys from the first of a request on", "whole pages, of which the rows are taken"),
+            Deviation("knows no compression", "starts are divided by it"),
+            Deviation("writes powers of two alone into mixed entries", "other scales declared unsupported"),
+        ),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend."""
+        return "VLLM_CACHE"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """What the wheel has code for."""
+        return device_capability is not None and device_capability >= (7, 5)
+
+    @classmethod
+    def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
+        """As everywhere; each kernel has limits of its own besides."""
+        yield from super()._reasons(config)
+        layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
+        if layout == _INDEX and config.block_size != _INDEX_PAGE:
+            yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
+        if config.call in CACHE_CALLS[:2] and layout in (_MIXED, _INDEX) and config.dtype == torch.float32:
+            yield f"{layout} of models in torch.float32 not supported"
+        if config.call == "write_latent" and layout == _MIXED and config.tile_scales != "pow2":
+            yield f"{_MIXED} with {config.tile_scales} scales not supported (writes pow2)"
+        if config.dequantise and layout == _MIXED and (width, config.dtype) != (576, torch.bfloat16):
+            yield f"{_MIXED} becomes keys of 576 columns in torch.bfloat16 alone"
+        if config.dequantise and layout == "fp8" and width not in _WIDTHS:
+            yield f"keys of {width} columns are not dequantised (supported: {', '.join(map(str, _WIDTHS))})"
+
+    def run_write_latent(
+        self,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """See :class:`MLACacheBackend`."""
+        self._refuse("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
+        check_cache(self, kv_cache, kv_c.dtype)
+        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
+        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
+        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        if self.kv_cache_dtype == _MIXED:
+            kv_c, k_pe = aligned(kv_c), aligned(k_pe)
+        if len(slot_mapping):
+            _operators().concat_and_cache_mla(
+                kv_c, k_pe, kv_cache, slot_mapping.contiguous(), self.kv_cache_dtype, k_scale
+            )
+
+    def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """See :class:`MLACacheBackend`."""
+        self._refuse("write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
+        check_cache(self, kv_cache, k.dtype)
+        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
+        check_slots(slot_mapping, kv_cache, k=k)
+        if len(slot_mapping):
+            keys, columns = aligned(k[: len(slot_mapping)].contiguous()), k.shape[1]
+            scales = _SCALE_FORMATS[self.tile_scales]
+            _operators().indexer_k_quant_and_cache(keys, kv_cache, slot_mapping.contiguous(), columns, scales)
+
+    def run_gather_latent(
+        self,
+        kv_cache: torch.Tensor,
+        workspace: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seq_lens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        k_scale: torch.Tensor,
+        compress_ratio: int = 1,
+    ) -> None:
+        """See :class:`MLACacheBackend`."""
+        as_stored = workspace.dtype == kv_cache.dtype
+        dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
+        self._refuse("gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
+        check_workspace(self, kv_cache, workspace)
+        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
+        operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
+        rows, requests = int(cu_seq_lens[-1]), len(block_table)
+        if layout == _MIXED and not as_stored:
+            operators.cp_gather_and_upconvert_fp8_kv_cache(
+                kv_cache, workspace[:rows], block_table, cu_seq_lens[:-1], requests, starts
+            )
+        elif workspace.shape[1] in _WIDTHS and (layout == "auto" or not as_stored):
+            operators.gather_and_maybe_dequant_cache(
+                kv_cache, workspace, block_table, cu_seq_lens, _request_of(cu_seq_lens), rows, layout, k_scale, starts
+            )
+        else:
+            operators.cp_gather_cache(kv_cache, workspace, block_table, cu_seq_lens, requests, starts)
+
+    def run_gather_index(
+        self,
+        kv_cache: torch.Tensor,
+        k: torch.Tensor,
+        k_scale: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seq_lens: torch.Tensor,
+        seq_starts: torch.Tensor,
+        compress_ratio: int = 1,
+    ) -> None:
+        """See :class:`MLACacheBackend`."""
+        self._refuse("gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
+        check_cache(self, kv_cache, torch.bfloat16)
+        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
+        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
+        start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
+        aside, table = start % page, _columns_from(block_table, start // page)
+        ends = (lengths + aside * (lengths > 0)).cumsum(0, dtype=torch.int32)
+        if rows := int(ends[-1]):
+            codes, scales = k.new_empty(rows, k.shape[1]), k_scale.new_empty(rows, 1)
+            _operators().cp_gather_indexer_k_quant_cache(
+                kv_cache, codes, scales.view(torch.uint8), table, pad(ends, (1, 0))
+            )
+            request = _request_of(cu_seq_lens)
+            asked = torch.arange(len(request), device=k.device) + (ends - cu_seq_lens[1:])[request]
+            k.view(torch.uint8)[: len(asked)] = codes.view(torch.uint8)[asked]
+            k_scale[: len(asked)] = scales[asked, 0]
+
+    def _refuse(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
+        """Raise for what is not declared."""
+        config = MLACacheSelectorConfig(
+            call=call,
+            dtype=dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=kv_cache.shape[1],
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            tile_scales=self.tile_scales,
+            **asked,
+        )
+        if reasons := self.validate_configuration(get_device_capability(kv_cache.device), config):
+            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
+
+
+def _operators() -> Any:
+    """Those that vLLM's compiled library registers."""
+    VLLM_OPERATORS.load()
+    return torch.ops._C_cache_ops
+
+
+def _columns_from(block_table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The table from a column of each request on, since those before it may hold anything; behind it anything."""
+    columns = torch.arange(block_table.shape[1], device=first.device) + first.unsqueeze(1)
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+
+
+def _request_of(cu_seq_lens: torch.Tensor) -> torch.Tensor:
+    """[S] int32, the request of each row."""
+    requests = torch.arange(len(cu_seq_lens) - 1, dtype=torch.int32, device=cu_seq_lens.device)
+    return requests.repeat_interleave(cu_seq_lens.diff())

@@ -1,0 +1,236 @@
+"""Golden results of one's own tensors, in float64, each with the error that a faithful kernel may have (SPEC 4.2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.tolerance import roundoffs, tolerance
+from mla_conformance.problems.operands import segments, start_loc
+from mla_conformance.reference.attention import AttentionState
+from mla_conformance.reference.blockwise import blockwise_attention
+from mla_conformance.reference.cache_layout import decode_rows
+from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.reference.error_budget import element_budget, lse_budget
+from mla_conformance.reference.index_scores import index_scores as reference_scores
+from mla_conformance.reference.kv_cache import gather_latents
+from mla_conformance.reference.selected import NO_KEY, selected_attention
+
+_STRICTEST = Declaration()
+
+
+@dataclass(frozen=True)
+class GoldenResult:
+    """What is right, and how far from it a kernel may be. Float64, on the device of the inputs.
+
+    Attributes:
+        output: [T, N, V].
+        lse: [N, T], natural logarithm; -inf where a row sees no key.
+        budget: [T, N, V], the largest error of an output element.
+        lse_budget: [N, T], the largest error of the LSE.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    budget: torch.Tensor
+    lse_budget: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GoldenIndexScores:
+    """Scores of an indexer. Float64, on the device of the inputs.
+
+    Attributes:
+        scores: [T, longest request], by position in the request; -inf for tokens that a row does not see.
+        budget: of the same shape, the largest error of a score.
+    """
+
+    scores: torch.Tensor
+    budget: torch.Tensor
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    cu_seqlens_q: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: torch.Tensor | Sequence[int] | None = None,
+    declaration: Declaration = _STRICTEST,
+) -> GoldenResult:
+    """Attention of queries to keys, request by request; causal ones are aligned bottom-right (SPEC 1.5).
+
+    Args:
+        q: [T, N, P + R] of any float dtype; the budget is that of a kernel with operands of this dtype.
+        k: [S, N, P + R], or [S, 1, P + R] shared by all heads.
+        v: [S, N, V] or [S, 1, V].
+        scale: softmax scale.
+        causal: whether query i of a request sees all keys but its last (queries - 1 - i).
+        cu_seqlens_q: first query of each request, and the end; None for one request.
+        cu_seqlens_k: first key of each request, and the end; by default as of the queries where there are as many.
+        declaration: where the kernel rounds; by default the strictest classes.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    queries = _starts(cu_seqlens_q, len(q))
+    same = cu_seqlens_k is None and len(q) == len(k)
+    return _attention(q, k, v, queries, queries if same else _starts(cu_seqlens_k, len(k)), scale, causal, declaration)
+
+
+def decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int = 512,
+    cu_seqlens_q: torch.Tensor | Sequence[int] | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | float = 1.0,
+    declaration: Declaration = _STRICTEST,
+) -> GoldenResult:
+    """Attention of absorbed queries to the cached latents of their requests, which end with the queries (SPEC 6.2).
+
+    Args:
+        q: [T, N, L + R], absorbed and rotated.
+        kv_cache: [blocks, page, width], one entry a token.
+        block_table: [B, max blocks] integers; entries past a request's last page are not read.
+        seq_lens: [B] integers, tokens of each request, its queries included.
+        scale: softmax scale.
+        kv_lora_rank: L, the columns of an entry that are its value.
+        cu_seqlens_q: first query of each request, and the end; by default one query a request.
+        kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
+        k_scale: what code 1.0 of an ``fp8`` cache stands for.
+        declaration: as of :func:`prefill`.
+
+    Raises:
+        ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
+    """
+    queries = list(range(len(q) + 1)) if cu_seqlens_q is None else _starts(cu_seqlens_q, len(q))
+    lengths = seq_lens.tolist()
+    chunk = ContextChunk((0,) * len(lengths), tuple(lengths))
+    rows, _ = gather_latents(kv_cache, block_table, chunk, kv_lora_rank=kv_cache.shape[-1])
+    keys = _meaning(rows, kv_cache_dtype, k_scale, kv_lora_rank, q)
+    codes = kv_cache_dtype != "auto"
+    return _attention(
+        q, keys, keys[..., :kv_lora_rank], queries, start_loc(lengths), scale, True, declaration, codes
+    )  # fmt: skip
+
+
+def sparse(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    topk_indices: torch.Tensor,
+    *,
+    scale: float,
+    kv_lora_rank: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | float = 1.0,
+    declaration: Declaration = _STRICTEST,
+) -> GoldenResult:
+    """Attention of each query to the keys that its list names (SPEC 7).
+
+    Args:
+        q: [T, N, L + R], absorbed and rotated.
+        kv: gathered keys [S, 1, width], or a cache [blocks, page, width], whose slots are block · page + offset.
+        topk_indices: [T, K] integers, rows or slots of ``kv``; -1 names none, and a key named twice counts twice.
+        scale: softmax scale.
+        kv_lora_rank: L.
+        attn_sink: [N], the logit of each head's sink.
+        kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
+        k_scale: as of :func:`decode`.
+        declaration: as of :func:`prefill`.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a list that names a key which is not there.
+    """
+    rows, codes = kv.reshape(-1, kv.shape[-1]), kv_cache_dtype != "auto"
+    keys = _meaning(rows, kv_cache_dtype, k_scale, kv_lora_rank, q)
+    values = keys[..., :kv_lora_rank]
+    state = selected_attention(
+        q, keys, values, topk_indices, scale=scale, sink=attn_sink, with_terms=True, with_key_terms=codes
+    )
+    most = int((topk_indices != NO_KEY).sum(dim=1).amax()) if topk_indices.numel() else 0
+    return _result(state, q, most, declaration, codes)
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: torch.Tensor | Sequence[int] | None = None,
+    declaration: Declaration = _STRICTEST,
+) -> GoldenIndexScores:
+    """Σ_h weights · relu(q · k) for the tokens of each query's request up to its own (SPEC 8).
+
+    Args:
+        q: [T, H, D] of any float dtype.
+        weights: [T, H], whatever scales queries and heads in them.
+        k: [S, D], what the keys mean: codes times their scales.
+        cu_seqlens_q: as of :func:`prefill`.
+        cu_seqlens_k: as of :func:`prefill`.
+        declaration: as of :func:`prefill`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    queries = _starts(cu_seqlens_q, len(q))
+    same = cu_seqlens_k is None and len(q) == len(k)
+    keys = queries if same else _starts(cu_seqlens_k, len(k))
+    found = reference_scores(q, weights, k, query_start_loc=queries, key_start_loc=keys)
+    allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), tolerance())
+    return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
+
+
+def _starts(given: torch.Tensor | Sequence[int] | None, tokens: int) -> list[int]:
+    """First row of each request, and the end."""
+    if given is None:
+        return [0, tokens]
+    starts = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+    if not starts or starts[-1] != tokens:
+        raise InputError(f"expected cumulative lengths that end with the {tokens} rows, got {starts}")
+    return starts
+
+
+def _meaning(
+    rows: torch.Tensor, layout: str, k_scale: torch.Tensor | float, kv_lora_rank: int, q: torch.Tensor
+) -> torch.Tensor:
+    """[S, 1, L + R] float64, what entries mean."""
+    parts = decode_rows(rows, layout, float(k_scale), kv_lora_rank, q.shape[-1] - kv_lora_rank, q.dtype)
+    return torch.cat(parts, dim=-1).unsqueeze(1)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    scale: float,
+    causal: bool,
+    declaration: Declaration,
+    codes: bool = False,
+) -> GoldenResult:
+    state = blockwise_attention(
+        q, k, v, query_start_loc=queries, key_start_loc=keys, scale=scale, causal=causal, with_terms=True,
+        with_key_terms=codes,
+    )  # fmt: skip
+    longest = max((part.stop - part.start for part in segments(keys)), default=0)
+    return _result(state, q, longest, declaration, codes)
+
+
+def _result(state: AttentionState, q: torch.Tensor, keys: int, declaration: Declaration, codes: bool) -> GoldenResult:
+    numbers = tolerance()
+    allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), numbers, keys=keys, dequantised=codes)
+    element = element_budget(state, allowed) * numbers.element_limit
+    return GoldenResult(state.output, state.lse, element, lse_budget(state, allowed) * numbers.lse_limit)

@@ -1,0 +1,112 @@
+"""Inputs that are handed out, and what is remembered of them until results are judged."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_conformance.api.kernels import kernel_around
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.cases.case import Case
+from mla_conformance.engine.describe import find_device
+from mla_conformance.files.inputs import InputError
+from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
+from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import definition_of
+from mla_conformance.trials.context import Clock, Context
+from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
+
+
+@dataclass(frozen=True)
+class HandedInputs:
+    """What was handed out last.
+
+    Attributes:
+        case: of which case.
+        problem: the inputs that were handed out.
+        context: makes them again as they were, and what is expected.
+        out: the output tensor among them, if the case asks for one.
+        before: their bytes.
+    """
+
+    case: Case
+    problem: Problem
+    context: Context
+    out: Guarded | None
+    before: Snapshot
+
+
+class _Last(threading.local):
+    """One for each thread; no earlier ones, since they may hold most of a GPU's memory."""
+
+    handed: HandedInputs | None = None
+
+
+_LAST = _Last()
+
+
+def find_torch_device(wanted: str | torch.device) -> torch.device:
+    """The device of this name; by default CUDA where there is a GPU.
+
+    Raises:
+        InputError: it is not there.
+    """
+    kind, _, number = str(wanted).partition(":")
+    if kind not in ("", "cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
+        raise InputError(f"device: expected cpu, cuda or a GPU such as cuda:1, got {str(wanted)!r}")
+    device, count = find_device(kind), torch.cuda.device_count()
+    if device is None or int(number or 0) >= max(1, count):
+        raise InputError(f"device {wanted!s}: expected cpu, or one of the CUDA devices that torch sees: {count}")
+    return torch.device(kind, int(number)) if number else device
+
+
+def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
+    """The named inputs of a case's only call, in memory of their own.
+
+    Raises:
+        InputError: no such device, or a case that takes several calls.
+    """
+    where, context = find_torch_device(device), Context()
+    procedure = find_capability(case.capability).procedure
+    problem = context.problem(case, where, Clock()) if procedure == CONFORMS else None
+    if problem is None or len(problem.calls) > 1:
+        raise InputError(f"{case.id}: decided by several calls; expected mla.judge(case, function), which makes them")
+    call = problem.calls[0]
+    out = call.output_buffer()
+    inputs = _inputs_of(problem, out)
+    _LAST.handed = HandedInputs(case, problem, context, out, Snapshot(_watched(problem, inputs)))
+    poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
+    return inputs
+
+
+def _inputs_of(problem: Problem, out: Guarded | None) -> dict[str, Any]:
+    """What a function is called with for the only call of a problem."""
+    seen: dict[str, Any] = {}
+    kernel = kernel_around(lambda **inputs: seen.update(inputs), problem.case.role, Declaration())
+    instance = definition_of(problem.case.role).kernel(kernel, problem.case, problem.dtype, problem.device)
+    problem.calls[0].prepare(instance)
+    problem.calls[0].invoke(instance, out)
+    return seen
+
+
+def _watched(problem: Problem, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor that must not be written, and once: what is owned, and what was joined from it."""
+    owned = problem.caller_owned
+    known = {x.untyped_storage().data_ptr() for x in owned.values()}
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
+    return owned | {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
+
+
+def handed_last(case: Case) -> HandedInputs:
+    """What :func:`hand_out` remembers.
+
+    Raises:
+        InputError: nothing was handed out in this thread, or the inputs of another case.
+    """
+    last = _LAST.handed
+    if last is None or last.case != case:
+        got = "nothing was handed out" if last is None else f"those of {last.case.id} were handed out last"
+        raise InputError(f"assert_conforms: expected results of the inputs of {case.id}, but {got}; call x = "
+                         "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
+    return last

@@ -1,0 +1,211 @@
+"""The verdict over a plain function, by the judge that ``certify`` has: as data, or as a failed assertion."""
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mla_conformance.api.function_case import FunctionCase
+from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
+from mla_conformance.api.kernels import Function, kernel_around, name_of
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.decode import output_of
+from mla_conformance.backends.references import BackendReference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.explain import explain as explained
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.record import Record, describe_failure
+from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Trial
+from mla_conformance.vocabulary.capabilities import find_capability
+
+_STRICTEST = Declaration()
+
+
+@dataclass(frozen=True)
+class FunctionVerdict:
+    """What was found of a function on a case.
+
+    Attributes:
+        status: ``pass``, ``fail``, ``unsupported`` or ``unavailable`` (by device or memory) or ``harness_error``.
+        case: the case id.
+        call: which call it is about, such as ``decode``.
+        check: what failed, such as ``lse``; empty if nothing did.
+        where: request, query, head and column of the worst element, as far as there is one.
+        used: largest share of the error budget, by rule; 1 is the limit.
+        message: of a failure what ``certify`` prints, with a line that runs it again; empty of a pass.
+        detail: the traceback of a function that raised.
+    """
+
+    status: Status
+    case: str
+    call: str
+    check: str
+    where: Mapping[str, int]
+    used: BudgetUse
+    message: str
+    detail: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the function is right on this case."""
+        return self.status is Status.PASS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSubject(Subject):
+    """A kernel that is known by its class alone, since nothing has to load it again.
+
+    Attributes:
+        kernel: a class of the case's role.
+        role: the role.
+    """
+
+    kernel: Any
+    role: Role
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The only role."""
+        return (self.role,)
+
+    def missing_role(self, case: Case) -> list[str]:
+        """Nothing is missing."""
+        return []
+
+    def class_of(self, role: Role) -> Any:
+        """The only class."""
+        return self.kernel
+
+    def declaration_of(self, role: Role) -> Declaration:
+        """What was said of the function."""
+        declared: Declaration = self.kernel.declaration
+        return declared
+
+    def unsupported(self, case: Case) -> list[str]:
+        """What a case needs of device and declaration; whoever asks for one case has the time that it takes."""
+        capability = find_capability(case.capability)
+        if capability.needs_cuda and self.device.type != "cuda":
+            return ["needs a CUDA device"]
+        lacks = capability.needs and not getattr(self.kernel.declaration, capability.needs)
+        return [f"not declared {capability.needs}"] if lacks else []
+
+
+def judge(
+    case: FunctionCase,
+    function: Function,
+    *,
+    device: str | torch.device = "",
+    declaration: Declaration = _STRICTEST,
+    explain: bool = False,
+) -> FunctionVerdict:
+    """The verdict over a function on a case, with as many calls as the case's capability takes.
+
+    Args:
+        case: the case.
+        function: takes the named inputs of docs/python-api.md, returns (output, lse), or what an indexer returns.
+        device: as for ``case.inputs``.
+        declaration: where the function rounds; by default the strictest classes (SPEC 4.2).
+        explain: compare a failure with known defects, which takes seconds.
+
+    Raises:
+        InputError: no such device.
+    """
+    subject = _subject(case.suite_case, function, find_torch_device(device), declaration)
+    trial, record = judged_trial(subject, case.suite_case, Context())
+    where = f", device={str(subject.device)!r}"
+    return _verdict(trial, record, explain, f"mla.judge({case!r}, {name_of(function)}{where})")
+
+
+def assert_conforms(
+    case: FunctionCase, *results: Any, declaration: Declaration = _STRICTEST, explain: bool = False
+) -> None:
+    """Assert that these are right results of the inputs that ``case.inputs`` handed out last in this thread.
+
+    Args:
+        case: the case.
+        results: output and LSE, or what an indexer returns; an LSE that the case does not ask for is left aside.
+        declaration: as for :func:`judge`.
+        explain: as for :func:`judge`.
+
+    Raises:
+        AssertionError: they are wrong; the message is that of ``certify``.
+        InputError: no inputs of this case were handed out.
+    """
+    __tracebackhide__ = True
+    handed = handed_last(case.suite_case)
+    verdict = _judged(handed, results, declaration, explain)
+    if not verdict.passed:
+        raise AssertionError(verdict.message)
+
+
+def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declaration, explain: bool) -> FunctionVerdict:
+    device, case = handed.problem.device, handed.case
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    trial = Trial(_subject(case, results, device, declaration), case, handed.context)
+    record = _record(trial, handed, given)
+    if record.failed and not handed.context.is_intact():
+        handed.context.forget()
+        record = _record(trial, handed, given)
+    return _verdict(trial, record, explain, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
+
+
+def _record(trial: Trial, handed: HandedInputs, given: tuple[Any, ...]) -> Record:
+    """The record of results that are there already; expected is what untouched inputs give."""
+    problem = handed.context.problem(trial.case, handed.problem.device, Clock())
+    (call,) = problem.calls
+    value = given[0] if len(given) == 1 else given
+    if isinstance(call, AttentionCall) and not call.returns_lse:
+        value = output_of(value)
+    observation = Observation((Returned(call, value, out=handed.out),), None, tuple(handed.before.changed()))
+    try:
+        trial.judged(problem, trial.expect(problem), observation)
+        verdict = trial.verdict
+    except Nonconformance as outcome:
+        verdict = outcome.verdict
+    blank = Record(trial.subject.name, "", trial.case.capability, trial.case.id, Status.HARNESS_ERROR)
+    return blank.with_verdict(verdict, seconds=0.0)
+
+
+def results(**inputs: Any) -> None:
+    """Stands for a function that was called by its own test."""
+
+
+def _subject(case: Case, function: Function, device: torch.device, declaration: Declaration) -> Subject:
+    name, role = name_of(function), case.role
+    kernel = kernel_around(function, role, declaration)
+    return FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
+
+
+def _verdict(trial: Trial, record: Record, explain: bool, expression: str) -> FunctionVerdict:
+    if explain:
+        record = record.with_fields(explanation=explained(trial, record))
+    message = record.message
+    if record.failed:
+        message = describe_failure(record).removesuffix(record.replay) + _replay(expression)
+    return FunctionVerdict(
+        status=record.status,
+        case=record.case,
+        call=trial.case.call,
+        check=str(record.check),
+        where=MappingProxyType(record.where),
+        used=BudgetUse(**record.shares),
+        message=message,
+        detail=record.detail,
+    )
+
+
+def _replay(expression: str) -> str:
+    """What runs the case again: the test that runs now, or outside of pytest an expression."""
+    test, _, _ = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")
+    return f"pytest {shlex.quote(test)}" if test else expression

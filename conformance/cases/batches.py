@@ -1,0 +1,292 @@
+"""What batches over a cache vary in: requests, their query tokens, and lengths by magnitude and by what tiles leave.
+
+Lengths are total ones, new tokens included, since those are what tiles, pages and splits are filled with. No torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle, islice, repeat
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.classes import SOME, Numbers, exactly
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured, never
+
+HEADS = Numbers(
+    {
+        **exactly(16, 128, 1),
+        "odd": ((5,), range(3, 128, 2)),
+        **exactly(8, 64, 32, 24, 40, 48, 56, 80, 96, 112),
+        "even": ((20, 2, 4, 12), range(2, 128, 2)),
+    }
+)
+REQUESTS = Numbers(
+    {
+        "2 to 7": ((4,), range(2, 8)),
+        "1": ((1,),),
+        "8 to 63": ((12,), range(8, 64)),
+        "64 to 299": ((72,), range(64, 300)),
+        "300 or more": (range(300, 2**20),),
+    }
+)
+QUERIES = Numbers(
+    {
+        **exactly(1, 2, 3, 4),
+        "5 to 8": (range(5, 9),),
+        "9 to 16": (range(9, 17),),
+        "17 to 4,096": ((40,), range(17, 4097)),
+    }
+)
+MIXED = "mixed"
+DECODE_QUERIES = ("1", "2", MIXED, "3", "4", "5 to 8", "9 to 16")
+LONGEST = Numbers(
+    {
+        "65 to 256": (range(65, 257),),
+        "1 to 16": (range(1, 17),),
+        "17 to 64": (range(17, 65),),
+        "257 to 1,024": (range(257, 1025),),
+        **{f"> 2^{power}": (range(2**power + 1, 2 ** (power + 1) + 1),) for power in range(10, 16)},
+        "> 2^16": (range(2**16 + 1, 2**20 + 1),),
+    }
+)
+TILES = (128, 64, 16)
+TILE_CLASSES = ("between", *(f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1)))
+LAST_PAGES = ("between", "full", "one token", "all but one")
+MIXED_QUERIES = ((3, 1, 2), (2, 1), (9, 4, 1, 1), (1, 16, 5))
+_SHORTER = (17, 5, 1, 64, 33)
+_MANY = 8
+MOST_TOKENS = 2**19
+"""Tokens of a batch in the covering arrays."""
+
+
+def _rest(length: int) -> str:
+    found = (f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0)
+    return next(found, "between")
+
+
+_RESTS = tuple(map(_rest, range(TILES[0])))
+
+
+def tile_class(length: int) -> str:
+    """What a length leaves of the largest tile that it fills, or fills but for one, or exceeds by one."""
+    return _RESTS[length % len(_RESTS)]
+
+
+def last_page(length: int, page: int) -> str:
+    """How full the last page of a request is."""
+    return {page - 1: "all but one", 1: "one token", 0: "full"}.get(length % page, "between")
+
+
+def totals(case: Case) -> list[int]:
+    """Tokens of each request, its new ones included."""
+    return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
+
+
+def query_class(q: Lengths) -> str | None:
+    """As many query tokens of each request, or mixed."""
+    return MIXED if len(set(q)) > 1 else QUERIES.class_of(q[0])
+
+
+def others_class(case: Case) -> str:
+    """What there is beside the longest request."""
+    if len(case.q) == 1:
+        return "alone"
+    if 0 in case.kv:
+        return "no context"
+    return "equal" if len(set(totals(case))) == 1 else "shorter"
+
+
+OTHERS = ("shorter", "alone", "equal", "no context")
+OTHERS_BESIDE = tuple(label for label in OTHERS if label != "alone")
+SEVERAL = tuple(label for label in REQUESTS if label != "1")
+ROWS_AND_HEADS = ("17 to 63", "up to 16", "multiple of 64", "beyond 64")
+
+
+def rows_and_heads_class(case: Case) -> str:
+    """Query tokens of a request times heads, which kernels tile together, against tiles of 64."""
+    return _product_class(max(case.q) * case.heads)
+
+
+def _product_class(product: int) -> str:
+    if product % 64 == 0:
+        return "multiple of 64"
+    return "up to 16" if product <= 16 else "17 to 63" if product < 64 else "beyond 64"
+
+
+def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
+    """Heads, these first, query tokens of these classes, requests and lengths."""
+    return (
+        measured("heads", dict.fromkeys((usual_heads, *HEADS)), lambda case: HEADS.class_of(case.heads)),
+        measured("queries", queries, lambda case: query_class(case.q)),
+        measured("rows x heads", ROWS_AND_HEADS, rows_and_heads_class),
+        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("others", OTHERS, others_class),
+        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
+        measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
+    )
+
+
+PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((8, 48, 2, 96), range(2, 256))})
+_SCANNED = 1024
+
+
+def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
+    """Tokens of a page, and how full the longest request leaves its last one."""
+    return (
+        measured("page", PAGES, lambda case: PAGES.class_of(case.page), only),
+        measured("last page", LAST_PAGES, lambda case: last_page(max(totals(case)), case.page), only),
+    )
+
+
+@cache
+def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Sequence[int]:
+    """The first few of these lengths that leave so much of a tile and of a page."""
+    found = (n for n in numbers[:_SCANNED] if tile_class(n) == tile and last_page(n, page) == last)
+    return tuple(islice(found, SOME))
+
+
+def lengths(longest: str, tile: str, least: int, page: int = 1, last: str = "full") -> Sequence[int]:
+    """A few lengths of these classes, the shortest first."""
+    (whole,) = LONGEST.parts[longest]
+    assert isinstance(whole, range)
+    return in_tile(range(max(least, whole.start), whole.stop), tile, page, last)
+
+
+@cache
+def rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Lengths, int]]:
+    """Query tokens, over and over, and heads of these classes."""
+    tokens: Sequence[Lengths] = (
+        MIXED_QUERIES if queries == MIXED else [(number,) for number in QUERIES.members(queries)]
+    )
+    found = (
+        (q, number) for number in HEADS.members(heads) for q in tokens if _product_class(max(q) * number) == product
+    )
+    return tuple(islice(found, SOME))
+
+
+BEYOND = {"alone": 0, "no context": 1, "equal": 1, "shorter": 2}
+"""Tokens of the longest request beyond its new ones that it has at least beside others of a class."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads, query tokens, page and longest request of a batch."""
+
+    heads: int
+    queries: Lengths
+    page: int
+    longest: int
+
+
+def shapes(
+    queries: str, heads: str, product: str, others: str, longest: str, tile: str, page: str = "1", last: str = "full"
+) -> Iterator[Shape]:
+    """Those of these classes; ``page`` and ``last`` as for a batch whose keys lie in no pages."""
+    for tokens, number in rows_and_heads(queries, heads, product):
+        for size in PAGES.some[page]:
+            for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last):
+                yield Shape(number, tokens, size, length)
+
+
+SHAPE = ("queries", "heads", "rows x heads", "others", "longest", "tile")
+PAGED_SHAPE = (*SHAPE, "page", "last page")
+
+
+def _exists(*classes: str) -> bool:
+    return next(shapes(*classes), None) is not None
+
+
+def _long_enough(queries: str, others: str, longest: str, tile: str) -> bool:
+    return bool(lengths(longest, tile, _fewest(queries) + BEYOND[others]))
+
+
+def _fewest(queries: str) -> int:
+    return min(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.least(queries)
+
+
+def ends(longest: str, tile: str, page: str, last: str) -> bool:
+    """Whether a length of these classes leaves so much of a tile and of a page."""
+    return any(lengths(longest, tile, 1, size, last) for size in PAGES.some[page])
+
+
+def ends_anywhere(tile: str, page: str, last: str) -> bool:
+    """Whether any length does."""
+    return ends("257 to 1,024", tile, page, last)
+
+
+def fills(page: str, last: str) -> bool:
+    """Whether the last page of this size can be so full."""
+    return any(last in map(last_page, range(size, 2 * size), repeat(size)) for size in PAGES.some[page])
+
+
+SMALL_BATCHES = {
+    "heads": ("16", "1", "odd", "8", "24", "even"),
+    "queries": ("1", "2", MIXED, "3", "4"),
+    "requests": ("2 to 7", "1", "8 to 63"),
+    "others": ("shorter", "alone", "no context"),
+    "longest": ("65 to 256", "1 to 16", "17 to 64"),
+    "unused": ("few",),
+}
+"""Classes of batches that are little work."""
+LONE_RULES: tuple[Rule, ...] = (
+    never("one request has no others", {"requests": ("1",), "others": OTHERS_BESIDE}),
+    never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
+    never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)}),
+    never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
+)
+"""Of batches of one request."""
+# The narrow ones say why; and without them the widest would be asked in vain very often.
+BATCH_RULES: tuple[Rule, ...] = (
+    *LONE_RULES,
+    Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
+    Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))),
+    Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
+    Rule("no such length has room for the query tokens", SHAPE, _exists),
+    Rule(
+        f"more than {MOST_TOKENS:,} tokens",
+        ("requests", "others", "longest"),
+        lambda n, others, longest: others != "equal" or REQUESTS.least(n) * LONGEST.least(longest) <= MOST_TOKENS,
+    ),
+)
+PAGE_RULES: tuple[Rule, ...] = (
+    Rule("no page of this size is filled so far", ("page", "last page"), fills),
+    Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
+    Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+    Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists),
+)
+
+
+LONE_PADDING = never(
+    "rows of padding have one query token each",
+    {"queries": tuple(label for label in QUERIES if label != "1"), "padding": ("some",)},
+)
+
+
+def shapes_of(row: Row) -> Iterator[Shape]:
+    """Those of a row."""
+    names = SHAPE if row.get("page", NOTHING) == NOTHING else PAGED_SHAPE
+    return shapes(*(row[name] for name in names))
+
+
+def batch_fields(row: Row, shape: Shape) -> Fields:
+    """Heads, page, new tokens and context of a row in a shape."""
+    requests = REQUESTS.first(row["requests"])
+    q = tuple(islice(cycle(shape.queries), requests))
+    longest = q.index(max(q), requests // 2) if max(q) in q[requests // 2 :] else q.index(max(q))
+    if row["others"] == "equal":
+        kv = [shape.longest - new for new in q]
+    else:
+        most = shape.longest - max(shape.queries) - 1
+        kv = [context_of(row["others"], number, requests, most) for number in range(requests)]
+        kv[longest] = shape.longest - q[longest]
+    paged = row.get("page", NOTHING) != NOTHING
+    return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if paged else {})}
+
+
+def context_of(others: str, number: int, requests: int, most: int) -> int:
+    """Context of a request that is not the longest; the same for most of many, so that ids stay short."""
+    if others == "no context" and number < requests - 1:
+        return 0
+    short = _SHORTER[number % len(_SHORTER) if requests < _MANY else 0]
+    return max(1, min(short, most))

@@ -1,0 +1,130 @@
+"""Cases that follow a kernel: rows that hold every pair of classes of the region which it declares. No torch."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.space import ClassOf, Row, Space, held
+
+Supports = Callable[[Sequence[Case]], Sequence[bool]]
+"""Which of some cases a kernel declares that it supports, on its device."""
+_BASES = 3
+"""Supported rows that are tried as what else a row is like, of each class of a pair."""
+
+
+@dataclass
+class Region:
+    """What a kernel declares of a space.
+
+    Attributes:
+        space: the space.
+        rows: rows that it supports.
+        fitted: those of them that hold pairs which no listed case holds.
+    """
+
+    space: Space
+    rows: list[Row]
+    fitted: list[Row]
+
+    @property
+    def classes(self) -> Mapping[str, list[str]]:
+        """Of each dimension, the classes that some supported row has, in the order of the dimension."""
+        found = {value for row in self.rows for value in held(row)}
+        return {
+            each.name: [label for label in each.classes if (each.name, label) in found]
+            for each in self.space.dimensions
+        }
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The fitted cases."""
+        return tuple(map(self.space.case_of, self.fitted))
+
+
+def fit(space: Space, listed: Sequence[Case], supports: Supports, reachable: Pairs) -> Region:
+    """The region of a kernel, found by asking.
+
+    Args:
+        space: of the kernel's role.
+        listed: cases that everybody is asked.
+        supports: what it says of cases.
+        reachable: the pairs that rows of the device's size hold.
+    """
+    asked = supports(listed)
+    rows = [space.row_of(case) for case, supported in zip(listed, asked, strict=True) if supported]
+    return _Fitting(Region(space, rows, []), supports, reachable).region if rows else Region(space, [], [])
+
+
+class _Fitting:
+    """Finding further rows; what is refused once is not asked again."""
+
+    def __init__(self, region: Region, supports: Supports, reachable: Pairs) -> None:
+        self.region, self._supports = region, supports
+        self._with: dict[ClassOf, list[Row]] = {}
+        for row in region.rows:
+            self._index(row)
+        self._decides = {each.name for each in region.space.dimensions}
+        refused = set(region.space.values)
+        while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
+            self._left = reachable - Pairs(region.space, region.rows)
+            refused = self._find_classes()
+            self._decides = {name for name, _ in refused}
+            self._find_pairs()
+
+    def _index(self, row: Row) -> None:
+        for value in held(row):
+            self._with.setdefault(value, []).append(row)
+
+    def _find_classes(self) -> set[ClassOf]:
+        """Try each class that no supported row has; those that are refused."""
+        refused: set[ClassOf] = set()
+        for value in self.region.space.values:
+            if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
+                refused.add(value)
+        self._left.leave(refused)
+        return refused
+
+    def _find_pairs(self) -> None:
+        while pair := next(iter(self._left), None):
+            bases = [row for value in pair for row in self._with[value][-_BASES:]]
+            while not self._try(pair, bases):
+                further = self._deciding(pair, bases)
+                if not further:
+                    self._left.drop(dict(pair))
+                    break
+                self._decides.add(further)
+
+    def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
+        """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
+        row = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
+        if row:
+            self.region.rows.append(row)
+            self.region.fitted.append(row)
+            self._index(row)
+            self._left.drop(row)
+        return row is not None
+
+    def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:
+        """A further dimension that decides: a row is refused, and supported once it is there like a base as well."""
+        free = [each.name for each in self.region.space.dimensions if each.name not in self._decides]
+        for base in bases:
+            if self._supported(wanted, base, {*self._decides, *free}):
+                few, enough = 0, len(free)
+                while enough - few > 1:
+                    middle = (few + enough) // 2
+                    supported = self._supported(wanted, base, {*self._decides, *free[:middle]})
+                    few, enough = (few, middle) if supported else (middle, enough)
+                return free[enough - 1]
+        return None
+
+    def _supported(self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str]) -> Row | None:
+        """A supported row with these classes: as the base in some dimensions, else with most of the missing pairs."""
+
+        def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
+            if name in alike:
+                return sorted(labels, key=lambda label: label != base.get(name))
+            return self._left.dense(name, labels, row, small=True)
+
+        row = self.region.space.completed(wanted, prefer)
+        return row if row and self._supports([self.region.space.case_of(row)])[0] else None

@@ -1,0 +1,276 @@
+"""The space of a role's cases: dimensions in boundary classes, and the rules for what goes together. No torch.
+
+One class stands for all of its members: a kernel that is right for one of them in a place is taken to be right for the
+others there. Lists, covering arrays, drawn cases and the account of what was judged all name cases by their classes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import chain
+from operator import contains
+from typing import Any
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.grammar import Fields
+
+NOTHING = ""
+"""The class of a dimension that has no say in a row."""
+Row = Mapping[str, str]
+"""Classes by dimension; a case outside of a dimension's classes lacks it."""
+ClassOf = tuple[str, str]
+"""A dimension and a class of it."""
+Pick = Callable[[Sequence[Any]], Any]
+"""Chooses a member of a class; covering arrays take the first."""
+Preference = Callable[[str, Sequence[str], Row], Iterable[str]]
+"""The order in which the classes of a dimension are tried behind a row."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """Where a dimension has a say.
+
+    Attributes:
+        name: another dimension, which stands before it; empty where it always has one.
+        classes: those of its classes beside which it has one.
+        why: why it has none beside the others.
+    """
+
+    name: str = ""
+    classes: tuple[str, ...] = ()
+    why: str = ""
+
+
+ALWAYS = Only()
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What varies.
+
+    Attributes:
+        name: its name.
+        classes: the fields that each class stands for by itself, the plainest first; none where the batch's shape
+            decides.
+        class_of: the class of a case; None outside of all.
+        only: where it has a say.
+    """
+
+    name: str
+    classes: Mapping[str, Fields]
+    class_of: Callable[[Any], str | None]
+    only: Only = ALWAYS
+
+    def has_say(self, row: Row) -> bool:
+        """Whether a row that has the dimension it depends on gives it a say."""
+        return not self.only.name or row.get(self.only.name) in self.only.classes
+
+
+def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dimension:
+    """A dimension whose classes are fields."""
+
+    def class_of(case: Case) -> str | None:
+        return next((label for label, fields in classes.items() if _has(case, fields)), None)
+
+    return Dimension(name, classes, class_of, only)
+
+
+def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension:
+    """A dimension whose classes are values of one field."""
+    return plain(name, {str(value): {field: value} for value in found}, only)
+
+
+def measured(
+    name: str, classes: Iterable[str], class_of: Callable[[Any], str | None], only: Only = ALWAYS
+) -> Dimension:
+    """A dimension that the shape of the batch decides."""
+    return Dimension(name, {label: {} for label in classes}, class_of, only)
+
+
+def _has(case: Case, fields: Fields) -> bool:
+    return all(getattr(case, name) == value for name, value in fields.items())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What excludes a row.
+
+    Attributes:
+        why: in a sentence.
+        over: dimensions.
+        holds: whether classes of these go together.
+        always: asked even where one of them has no say.
+    """
+
+    why: str
+    over: tuple[str, ...]
+    holds: Callable[..., bool]
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "holds", cache(self.holds))
+
+    def allows(self, row: Row) -> bool:
+        """Whether a row that may still lack dimensions can go on."""
+        classes = [row.get(name) for name in self.over]
+        return None in classes or (NOTHING in classes and not self.always) or self.holds(*classes)
+
+
+def never(why: str, together: Mapping[str, Sequence[str]]) -> Rule:
+    """The rule that no row has one of these classes of each of these dimensions."""
+    classes = tuple(together.values())
+    return Rule(why, tuple(together), lambda *labels: not all(map(contains, classes, labels)))
+
+
+_RulesOver = Mapping[str, Sequence[Rule]]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The dimensions of a role's cases.
+
+    Attributes:
+        role: whose cases they are.
+        capability: the one whose cases the covering arrays are.
+        dimensions: what varies; one that depends on another stands behind it.
+        rules: what does not go together.
+        shape: the fields of a row that no dimension gives by itself.
+        small: of the dimensions that decide how much work a case is, the classes that make it little.
+    """
+
+    role: Role
+    capability: str
+    dimensions: tuple[Dimension, ...]
+    rules: tuple[Rule, ...]
+    shape: Callable[[Row, Pick], Fields]
+    small: Mapping[str, Sequence[str]]
+    _orders: dict[frozenset[str], Sequence[Dimension]] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> tuple[ClassOf, ...]:
+        """Every class of every dimension."""
+        return tuple((each.name, label) for each in self.dimensions for label in each.classes)
+
+    def case_of(self, row: Row, pick: Pick = lambda members: members[0], further: Fields | None = None) -> Case:
+        """A case of a row that has every dimension, with further fields.
+
+        Raises:
+            CaseError: the space has a row that no case can be.
+        """
+        fields = {
+            name: value for each in self.dimensions for name, value in each.classes.get(row[each.name], {}).items()
+        }
+        return Case.of(**{"capability": self.capability, **fields, **self.shape(row, pick), **(further or {})})
+
+    def row_of(self, case: Case) -> Row:
+        """The classes of a case; one that it is in none of is missing."""
+        row: dict[str, str] = {}
+        for each in self.dimensions:
+            label = each.class_of(case) if each.has_say(row) else NOTHING
+            if label is not None:
+                row[each.name] = label
+        return row
+
+    def outside(self, case: Case) -> list[str]:
+        """The dimensions of which a case is in no class."""
+        row = self.row_of(case)
+        return [each.name for each in self.dimensions if each.name not in row]
+
+    def completed(
+        self,
+        wanted: Iterable[ClassOf],
+        prefer: Preference = lambda name, labels, row: labels,
+        rules: Sequence[Rule] | None = None,
+    ) -> Row | None:
+        """A row that holds the wanted classes and breaks no rule, each further class the first of those preferred.
+
+        Args:
+            wanted: classes.
+            prefer: the order in which others are tried.
+            rules: by default all.
+        """
+        row, asked = dict(wanted), self.all_rules if rules is None else rules
+        if not all(rule.allows(row) for rule in asked):
+            return None
+        over = {each.name: tuple(rule for rule in asked if each.name in rule.over) for each in self.dimensions}
+        if self._grow(self._order(frozenset(row)), row, prefer, over) is not None:
+            return None
+        return {each.name: row[each.name] for each in self.dimensions}
+
+    def _grow(
+        self, left: Sequence[Dimension], row: dict[str, str], prefer: Preference, over: _RulesOver
+    ) -> set[str] | None:
+        """Add a class of every dimension that is left; else the dimensions before them whose classes do not let it.
+
+        Other classes of a dimension that is not blamed would not help: the search goes back past it.
+        """
+        if not left:
+            return None
+        each, *rest = left
+        blamed = {each.only.name} if each.only.name else set()
+        for label in prefer(each.name, tuple(each.classes), row) if each.has_say(row) else (NOTHING,):
+            row[each.name] = label
+            broken = next((rule for rule in over[each.name] if not rule.allows(row)), None)
+            further = set(broken.over) if broken else self._grow(rest, row, prefer, over)
+            if further is None:
+                return None
+            del row[each.name]
+            if each.name not in further:
+                return further
+            blamed |= further
+        return blamed - {each.name}
+
+    def _order(self, wanted: frozenset[str]) -> Sequence[Dimension]:
+        """Other dimensions; first those that share a rule with what stands before, so that less is tried in vain."""
+        if wanted not in self._orders:
+            every, found = [each.name for each in self.dimensions], list[str]()
+            names = [name for name in every if name in wanted]
+            for name in chain(names, every):  # grows while it is gone through
+                names += [
+                    other for rule in self.all_rules if name in rule.over for other in rule.over if other not in names
+                ]
+            for name in dict.fromkeys((*names, *every)):
+                found += [other for other in self._depends(name) if other not in (*wanted, *found)]
+            self._orders[wanted] = tuple(self._named[name] for name in found)
+        return self._orders[wanted]
+
+    def _depends(self, name: str) -> list[str]:
+        """A dimension behind that on which it depends."""
+        before = self._named[name].only.name
+        return [*(self._depends(before) if before else ()), name]
+
+    @cached_property
+    def _named(self) -> Mapping[str, Dimension]:
+        return {each.name: each for each in self.dimensions}
+
+    def reason(self, pair: Iterable[ClassOf]) -> str:
+        """Why no row holds both: where their dimensions have a say, or else the first rule that excludes them."""
+        both, says = tuple(pair), list(self._says)
+        if self.completed(both, rules=says):
+            found = (rule.why for rule in self.rules if not self.completed(both, rules=(rule, *says)))
+            return next(found, "several rules together")
+        for say in self._says:
+            less = [other for other in says if other is not say]
+            says = says if self.completed(both, rules=less) else less
+        return "; ".join(dict.fromkeys(say.why for say in says))
+
+    @cached_property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """The rules, and that a dimension has its say beside some classes of another alone; small ones first."""
+        return tuple(sorted((*self._says, *self.rules), key=lambda rule: len(rule.over)))
+
+    @cached_property
+    def _says(self) -> tuple[Rule, ...]:
+        return tuple(map(_say, filter(lambda each: each.only.name, self.dimensions)))
+
+
+def _say(dimension: Dimension) -> Rule:
+    only = dimension.only
+    say = (only.name, dimension.name)
+    return Rule(only.why, say, lambda other, own: own == NOTHING or other in only.classes, always=True)
+
+
+def held(row: Row) -> Iterator[ClassOf]:
+    """The classes of a row that have a say."""
+    return ((name, label) for name, label in row.items() if label != NOTHING)

@@ -1,0 +1,295 @@
+"""Honest kernels of all roles whose tiles, splits and running states differ legitimately from EAGER's."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.defects.bases import EagerLayer, SplitDecode, declares, joined, joined_in_a_tree
+from mla_conformance.defects.known import Emulation
+from mla_conformance.reference.selected import NO_KEY
+
+_LOG2_E = math.log2(math.e)
+_LEAST = torch.finfo(torch.float32).min
+
+
+class _FiniteSentinel(OnlineSoftmax):
+    """The running maximum starts at the least float32; weights of masked scores are set to 0, not computed."""
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        masked = scores == -torch.inf
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True)).clamp(min=_LEAST)
+        decay = (state.maximum.clamp(min=_LEAST) - maximum).exp()
+        p = (scores - maximum).exp().masked_fill(masked, 0.0)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+
+class FinitePrefill(_FiniteSentinel, EagerPrefillBackend):
+    """A prefill in tiles of 64 keys whose running maximum starts at the least float32."""
+
+    key_tile = 64
+
+
+class FiniteDecode(_FiniteSentinel, EagerDecodeBackend):
+    """A decode in tiles of 32 tokens whose running maximum starts at the least float32."""
+
+    key_tile = 32
+
+
+class FiniteSparse(_FiniteSentinel, EagerSparseBackend):
+    """Tiles of 64 columns, and a running maximum that starts at the least float32."""
+
+    key_tile = 64
+
+
+class _LazyRescale(OnlineSoftmax):
+    """The running state is rescaled only where its maximum grows by more than a factor 2^8 of the weights."""
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        largest = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        stays = largest - state.maximum <= 8 / _LOG2_E
+        maximum = torch.where(stays, state.maximum, largest)
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay = (state.maximum - shift).exp()
+        p = (scores - shift).exp()
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+
+class LazyPrefill(_LazyRescale, EagerPrefillBackend):
+    """A prefill that rescales its running state only where the maximum grows much."""
+
+
+class LazyDecode(_LazyRescale, EagerDecodeBackend):
+    """A decode in tiles of 64 tokens that rescales its running state only where the maximum grows much."""
+
+    key_tile = 64
+
+
+class LazyLayer(EagerLayer):
+    """Both kernels of a layer rescale their running state only where the maximum grows much."""
+
+    prefill_backend = LazyPrefill
+    decode_backend = LazyDecode
+
+
+class _BaseTwo(OnlineSoftmax):
+    """Powers of two of scores times log2(e); the LSE is converted at last."""
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super()._scores(q, k) * _LOG2_E
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp2(), (scores - shift).exp2()
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._finish(state._replace(maximum=state.maximum / _LOG2_E))
+
+
+class PrefillInBaseTwo(_BaseTwo, EagerPrefillBackend):
+    """A prefill in powers of two."""
+
+
+class SparseInBaseTwo(_BaseTwo, EagerSparseBackend):
+    """Attention to selected keys in powers of two, in tiles of 32 columns."""
+
+    key_tile = 32
+
+
+class SkipsMaskedTiles(EagerDecodeBackend):
+    """Tiles of 64 tokens, without those that no query token of the request sees."""
+
+    key_tile = 64
+
+    def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+        seen = [tile for tile in tiles if bool(self._visible(len(q), request, seq_len, tile).any())]
+        return super()._over(seen, q, request, seq_len, kv_cache, k_scale)
+
+
+class SplitsOfTheLongest(SplitDecode):
+    """Every request has as many splits as the longest; those behind its end have no keys."""
+
+    split = 512
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        starts = range(0, max(1, self._decode_metadata.max_seq_len), self.split)
+        spans = [slice(min(start, seq_len), min(start + self.split, seq_len)) for start in starts]
+        return self._combine([self._over(self._within(each), q, request, seq_len, kv_cache, k_scale) for each in spans])
+
+
+class HeadTileAfterHeadTile(EagerDecodeBackend):
+    """Heads are computed 16 at a time, the last ones first, filled up with heads of zeros."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        parts = [self._of_tile(part, request, seq_len, kv_cache, k_scale) for part in reversed(q.split(16, dim=1))]
+        return SoftmaxState(*map(torch.cat, zip(*reversed(parts), strict=True)))
+
+    def _of_tile(self, q, request, seq_len, kv_cache, k_scale):
+        heads = q.shape[1]
+        filled = torch.nn.functional.pad(q, (0, 0, 0, 16 - heads))
+        state = super()._attend(filled, request, seq_len, kv_cache, k_scale)
+        return SoftmaxState(*(part[:heads] for part in state))
+
+
+class TwoPassDecode(EagerDecodeBackend):
+    """The maximum and the sum are found first, and weights are normalised before they are rounded."""
+
+    def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+        every = list(tiles)
+        self._known = None
+        self._known = super()._over(every, q, request, seq_len, kv_cache, k_scale)
+        second = super()._over(every, q, request, seq_len, kv_cache, k_scale)
+        return self._known._replace(weighted=second.weighted * self._known.total)
+
+    def _accumulate(self, state, scores, v):
+        if self._known is None:
+            return super()._accumulate(state, scores, v)
+        shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
+        p = (scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0)
+        return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v))
+
+
+class EvenAndOddTiles(EagerPrefillBackend):
+    """Two groups take every other tile of 32 keys, and their states are joined at last."""
+
+    key_tile = 32
+
+    def _attend(self, q, k, v, causal):
+        groups = []
+        for self._first in range(2):
+            groups.append(super()._attend(q, k, v, causal))
+        return reduce(joined, groups)
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        return iter(list(super()._tiles(keys))[self._first :: 2])
+
+
+class MergesByShare(EagerPrefillBackend):
+    """A merge weighs the prefix by a logistic function of the difference of both LSEs, the suffix by what is left."""
+
+    def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+        nothing = (prefix_lse == -torch.inf) & (suffix_lse == -torch.inf)
+        difference = (prefix_lse - suffix_lse).masked_fill(nothing, 0.0)
+        merged = torch.maximum(prefix_lse, suffix_lse) + torch.nn.functional.softplus(-difference.abs())
+        shares = (torch.sigmoid(x).mT.unsqueeze(-1) for x in (difference, -difference))
+        parts = zip(shares, (prefix_output, suffix_output), (prefix_lse, suffix_lse), strict=True)
+        seen = (
+            share * part.float().masked_fill((lse == -torch.inf).mT.unsqueeze(-1), 0.0) for share, part, lse in parts
+        )
+        output.copy_(sum(seen))
+        if output_lse is not None:
+            output_lse.copy_(merged)
+
+
+class TreeOfTiles(EagerSparseBackend):
+    """Each tile of 64 columns has a state of its own, and they are joined by twos."""
+
+    key_tile = 64
+
+    def _accumulate(self, state, scores, v):
+        self._states.append(super()._accumulate(self._fresh, scores, v))
+        return state
+
+    def _attend(self, q, request, sources, k_scale):
+        self._states = []
+        queries = q.transpose(0, 1)
+        self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
+        super()._attend(q, request, sources, k_scale)
+        return joined_in_a_tree(self._states)
+
+
+class SinkAmongTheKeys(EagerSparseBackend):
+    """A sink is one more logit of the row's softmax, whose value is 0; the LSE is taken before."""
+
+    def _with_sink(self, output, lse, sink):
+        if sink is None:
+            return output
+        logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
+        share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
+        return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
+
+
+class HalfWeightsOfLists(EagerSparseBackend):
+    """P in fp16, whatever the model's dtype, and declared so."""
+
+    declaration = declares(Rounding(p=Precision.FLOAT16))
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
+
+
+class ScaledCodesOfLists(EagerSparseBackend):
+    """P × 2^8 in e4m3, and declared so; tiles of 64 columns."""
+
+    key_tile = 64
+    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
+
+
+class ChunksInATree(EagerLayer):
+    """States of all chunks of a context are merged by twos."""
+
+    class impl_class(MLACommonImpl):
+        def _compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
+            chunks = attn_metadata.prefill_metadata.chunked_context
+            states = []
+            for index, tokens in enumerate(chunks.seq_tot):
+                self._gather(index, kv_cache, attn_metadata, k_scale)
+                kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
+                states.append(self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe)))
+            while len(states) > 1:
+                states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]
+            return states[0]
+
+
+class BestOfTheBest(EagerIndexerBackend):
+    """The best of each 64 tokens are selected first, then the best of all those."""
+
+    def _choose(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+        parts: Sequence[torch.Tensor] = logits.split(64, dim=1)
+        chosen = [super(BestOfTheBest, self)._choose(part, min(64, topk_tokens)) for part in parts]
+        behind = [torch.where(each == NO_KEY, NO_KEY, each + 64 * number) for number, each in enumerate(chosen)]
+        finalists = torch.cat(behind, dim=1)
+        scores = logits.gather(1, finalists.clamp(min=0)).masked_fill(finalists == NO_KEY, -torch.inf)
+        best = super()._choose(scores, topk_tokens)
+        return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
+
+
+HONEST_TILES: tuple[type[Emulation], ...] = (
+    FinitePrefill,
+    FiniteDecode,
+    FiniteSparse,
+    LazyPrefill,
+    LazyDecode,
+    LazyLayer,
+    PrefillInBaseTwo,
+    SparseInBaseTwo,
+    SkipsMaskedTiles,
+    SplitsOfTheLongest,
+    HeadTileAfterHeadTile,
+    TwoPassDecode,
+    EvenAndOddTiles,
+    MergesByShare,
+    TreeOfTiles,
+    SinkAmongTheKeys,
+    HalfWeightsOfLists,
+    ScaledCodesOfLists,
+    ChunksInATree,
+    BestOfTheBest,
+)
+"""Every honest emulation of this module."""

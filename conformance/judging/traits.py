@@ -1,0 +1,149 @@
+"""What numbers alone do not show of a kernel: when its bits are the same, and how its errors are spread. No torch."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class Question(StrEnum):
+    """What is asked of the bits of a row's result."""
+
+    REPEATS = "repeats"
+    ALONE = "alone"
+    PLACE = "place"
+    BATCH_SIZE = "batch_size"
+    SPLITS = "splits"
+    CHUNKING = "chunking"
+    PAGES = "pages"
+    PADDING = "padding"
+    GRAPH = "graph"
+    PHASE = "phase"
+    RANKS = "ranks"
+
+
+ASKED: dict[Question, str] = {
+    Question.REPEATS: "from run to run",
+    Question.ALONE: "alone and in a batch",
+    Question.PLACE: "at any place of the batch",
+    Question.BATCH_SIZE: "for any batch size",
+    Question.SPLITS: "for any maxima, by which kernels choose their splits",
+    Question.CHUNKING: "for any chunking of the context",
+    Question.PAGES: "on any pages",
+    Question.PADDING: "with and without padding",
+    Question.GRAPH: "in a graph and without",
+    Question.PHASE: "in prefill and in decode",
+    Question.RANKS: "on two ranks and on one",
+}
+"""Each question in words: are a row's bits the same ..."""
+
+
+class Answer(StrEnum):
+    """What is said to a question."""
+
+    YES = "yes"
+    NO = "no"
+    NOT_APPLICABLE = "not applicable"
+
+
+class BitwiseAnswer(Struct, frozen=True, forbid_unknown_fields=True):
+    """The answer to a question, of the kernels of one role.
+
+    Attributes:
+        question: which.
+        role: which.
+        answer: yes, no, or not applicable.
+        compared: variants that were compared with what they are variants of; none where it is not applicable.
+        why: the smallest case that differs and what was changed; or why it is not applicable.
+    """
+
+    question: Question
+    role: str
+    answer: Answer
+    compared: Annotated[int, Meta(ge=0)] = 0
+    why: str = ""
+
+
+class ErrorSpread(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the errors of one role's output elements are spread, over cases of one dtype and one data regime.
+
+    Attributes:
+        role: which.
+        dtype: of the operands.
+        data: the regime.
+        cases: how many.
+        elements: how many.
+        budget: median, 99th percentile and worst error in units of the budget of its element.
+        ulp: the same in units of the last place of the expected value in the output's dtype.
+    """
+
+    role: str
+    dtype: str
+    data: str
+    cases: Annotated[int, Meta(ge=1)]
+    elements: Annotated[int, Meta(ge=1)]
+    budget: tuple[float, float, float]
+    ulp: tuple[float, float, float]
+
+
+class Traits(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one backend; empty where it was not asked for."""
+
+    bitwise: tuple[BitwiseAnswer, ...] = ()
+    accuracy: tuple[ErrorSpread, ...] = ()
+
+    def answers(self, question: Question) -> dict[str, BitwiseAnswer]:
+        """By role."""
+        return {each.role: each for each in self.bitwise if each.question is question}
+
+    def __bool__(self) -> bool:
+        return bool(self.bitwise or self.accuracy)
+
+
+NO_TRAITS = Traits()
+
+
+def summed_up(answers: Iterable[BitwiseAnswer]) -> Answer:
+    """Over roles: no if any says so, yes if one says that."""
+    found = Counter(each.answer for each in answers)
+    return Answer.NO if found[Answer.NO] else Answer.YES if found[Answer.YES] else Answer.NOT_APPLICABLE
+
+
+class Repeated(Struct, frozen=True, forbid_unknown_fields=True):
+    """What many calls of one case showed.
+
+    Attributes:
+        calls: how many, the first among them.
+        seconds: they took together.
+        differing: calls whose bits are not those of the first.
+        first: number of the first of these, counted from 1; 0 without one.
+        what: how its result differs.
+        wrong: what is wrong with it; empty if it is right, or none differs.
+        failed: why nothing could be compared: the case does not hold as it is, or is not supported.
+        deterministic: whether the kernel declares equal bits.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    differing: int = 0
+    first: int = 0
+    what: str = ""
+    wrong: str = ""
+    failed: str = ""
+    deterministic: bool = True
+
+    @property
+    def breaks(self) -> bool:
+        """Whether that is a failure: a wrong result, or other bits where equal ones are declared."""
+        return bool(self.wrong or (self.differing and self.deterministic))
+
+    def calls_for(self, probability: float) -> int:
+        """Calls after which what was seen here is seen with this probability."""
+        return math.ceil(math.log(1 - probability) / math.log1p(-min(self.differing / self.calls, 1 - 1e-9)))
+
+    def rarest(self, probability: float) -> float:
+        """The share of calls that would have differed in one of these with this probability."""
+        return -math.expm1(math.log(1 - probability) / self.calls)

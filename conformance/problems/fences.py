@@ -1,0 +1,150 @@
+"""Calls whose operands begin or end where memory does.
+
+A storage is moved as a whole: what lies inside of it, such as the unused pages of a cache, may be read.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.cpu_room import CpuRoom, touched_rooms
+from mla_conformance.problems.cuda_room import CudaRoom
+from mla_conformance.problems.memory import Guarded, storage_bytes
+
+ALIGNMENT = 16
+"""Bytes that every operand's address is a multiple of."""
+OUT = "out"
+_POISON = 0xFF
+
+
+class Side(StrEnum):
+    """What of an operand touches a page that faults."""
+
+    END = "end"
+    BEGINNING = "beginning"
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Where operands are put.
+
+    Attributes:
+        side: what of them touches a page that faults.
+        only: the name of the operand that is moved; every one if it is empty.
+    """
+
+    side: Side
+    only: str = ""
+
+    def holds(self, name: str) -> bool:
+        """Whether an operand of this name is moved."""
+        return self.only in ("", name)
+
+
+class _Placed(NamedTuple):
+    """A storage's bytes as they were handed over and in fenced memory, with the poison of the pages around them."""
+
+    source: torch.Tensor
+    data: torch.Tensor
+    around: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(name: str, source: torch.Tensor, side: Side) -> "_Placed":
+        """A copy of the bytes [n] uint8 of a storage."""
+        size = source.numel()
+        room = CudaRoom(size) if source.is_cuda else CpuRoom(name, size)
+        start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if side is Side.END else 0
+        around = [
+            room.part(at, count) for at, count in ((0, start), (start + size, room.capacity - start - size)) if count
+        ]
+        for each in around:
+            each.fill_(_POISON)
+        return _Placed(source, room.part(start, size).copy_(source), tuple(around))
+
+
+class FencedCall:
+    """A call whose reachable storages, and output tensor, lie in fenced memory.
+
+    Args:
+        fence: where they are put.
+        call: the call as it is.
+        out: its output tensor as it is.
+
+    Attributes:
+        call: the same call over the moved storages.
+        out: the output tensor, moved.
+    """
+
+    def __init__(self, fence: Fence, call: KernelCall, out: Guarded | None) -> None:
+        self._placed: dict[str, _Placed] = {}
+        moved: dict[int, torch.UntypedStorage] = {}
+        for name, tensor in operands(call).items():
+            storage, source = tensor.untyped_storage(), storage_bytes(tensor)
+            if fence.holds(name) and source.numel() and storage._cdata not in moved:
+                self._placed[name] = _Placed.of(name, source, fence.side)
+                moved[storage._cdata] = self._placed[name].data.untyped_storage()
+        # What operands mean is no backend's to see, and stays where it is.
+        memo: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
+        self.call = deepcopy(call, memo | {"torch": moved})
+        self.out = None if out is None else self._moved_output(fence, out)
+
+    def _moved_output(self, fence: Fence, out: Guarded) -> Guarded:
+        if not fence.holds(OUT) or not out.view.numel():
+            return out
+        placed = self._placed[OUT] = _Placed.of(OUT, out.view.view(-1).view(torch.uint8), fence.side)
+        view = placed.data.view(out.view.dtype).view(out.view.shape)
+        return Guarded(view, storage_bytes(view), 0)
+
+    def settle(self) -> Iterator[str]:
+        """Write back what the call has written; what it has touched beside operands, in words."""
+        for room in touched_rooms():
+            yield from self._touched(room)
+        for name, placed in self._placed.items():
+            placed.source.copy_(placed.data)
+            if any(bool((poison != _POISON).any()) for poison in placed.around):
+                yield f"writes beside {name}, on its page"
+
+    def _touched(self, room: CpuRoom) -> Iterator[str]:
+        """Of a room, which an operand of an earlier call may lie in."""
+        before, behind = room.zones
+        data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
+        first, end = data.data_ptr(), data.data_ptr() + data.numel()
+        if behind.access:
+            yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"
+        if before.access:
+            yield f"{before.access} byte {first - before.at} before the beginning of {room.name}"
+
+    def handed_back(self, value: Any, out: Guarded | None) -> Any:
+        """What the call returned, of which the moved output tensor is the caller's own again."""
+        if out is None or self.out is None or self.out is out:
+            return value
+        parts = value if isinstance(value, tuple | list) else (value,)
+        settled = [_over(out.view, part) if _shares(part, self.out.view) else part for part in parts]
+        return type(value)(settled) if isinstance(value, tuple | list) else settled[0]
+
+
+def _shares(part: Any, view: torch.Tensor) -> bool:
+    plain = type(part) is torch.Tensor and part.device == view.device
+    return plain and part.untyped_storage()._cdata == view.untyped_storage()._cdata
+
+
+def _over(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """``part`` of a storage that begins as ``view`` does, over the storage of ``view``."""
+    first = view.storage_offset() * view.element_size() // part.element_size() + part.storage_offset()
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(
+        view.untyped_storage(), first, part.shape, part.stride()
+    )
+
+
+def operands(call: KernelCall) -> dict[str, torch.Tensor]:
+    """What a call hands over, by name; what it lets be written, without a name of its own, is its cache."""
+    named = call.owned()
+    known = {tensor.untyped_storage()._cdata for tensor in named.values()}
+    others = [tensor for tensor in call.reached if tensor.untyped_storage()._cdata not in known]
+    numbered = {f"cache {number}" if len(others) > 1 else "cache": x for number, x in enumerate(others)}
+    return named | numbered

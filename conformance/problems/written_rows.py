@@ -1,0 +1,92 @@
+"""Rows of the caller's memory that a call fills: what they must hold, and what must stay as it was."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from mla_conformance.problems.memory import Guarded, poison, storage_bytes
+
+_FILLING = 0x5A
+"""Of numbers before a call, since all bits set would be -1, which is right in some places."""
+
+
+@dataclass(frozen=True)
+class WrittenRows:
+    """A tensor between guard zones, before a call and after it.
+
+    Attributes:
+        name: how messages call it.
+        cache: what the call is handed, [rows, …].
+        before: the bytes of its storage before the call.
+        low: [n, …] the least that the first n rows may hold, in its dtype.
+        high: [n, …] the most.
+        starts: first row of each request, and n.
+    """
+
+    name: str
+    cache: torch.Tensor
+    before: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def allocate(
+        name: str, low: torch.Tensor, high: torch.Tensor, *, behind: int, starts: Sequence[int], kind: str = "nan"
+    ) -> "WrittenRows":
+        """Rows for what is expected, and so many ``behind`` them; all hold poison of a kind, or no right number."""
+        shape = (len(low) + behind, *low.shape[1:])
+        guarded = Guarded.allocate(shape, low.dtype, low.device)
+        if low.dtype.is_floating_point:
+            guarded.view.copy_(poison(shape, low.dtype, low.device, kind))
+        else:
+            guarded.view.view(torch.uint8).fill_(_FILLING)
+        return WrittenRows(name, guarded.view, guarded.storage.clone(), low, high, tuple(starts))
+
+    def reset(self) -> None:
+        """As before the call."""
+        storage_bytes(self.cache).copy_(self.before)
+
+    def handed(self) -> "WrittenRows":
+        """Without what must be there after the call."""
+        return replace(self, low=self.low.to("meta"), high=self.high.to("meta"))
+
+    def difference(self) -> str:
+        """One sentence about what is not as it must be; empty if there is nothing."""
+        return self._stray() or self._wrong()
+
+    def _stray(self) -> str:
+        """Whether anything but the rows was written."""
+        row = self.cache[:1].numel() * self.cache.element_size()
+        start = self.cache.storage_offset() * self.cache.element_size()
+        changed = storage_bytes(self.cache) != self.before
+        changed[start : start + len(self.low) * row] = False
+        if not bool(changed.any()):
+            return ""
+        number = (int(changed.nonzero()[0]) - start) // max(1, row)
+        if 0 <= number < len(self.cache):
+            return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
+        return f"bytes beside {self.name} were written"
+
+    def _wrong(self) -> str:
+        """Which number in the rows is not between the least and the most that it may be."""
+        got, low, high = (_comparable(x) for x in (self.cache[: len(self.low)], self.low, self.high))
+        wrong = ~((got >= low) & (got <= high))
+        if not bool(wrong.any()):
+            return ""
+        place = wrong.nonzero()[0]
+        row, *column = place.tolist()
+        found, right = (x[tuple(place)].item() for x in (got, low))
+        where = f"row {row} of {self.name} ({self._token(row)})" + (f", column {column[0]}," if column else "")
+        return f"{where} is {found:.6g}, expected {right:.6g}; {int(wrong.sum())} of {wrong.numel()} are wrong"
+
+    def _token(self, row: int) -> str:
+        request = next((n for n, (a, b) in enumerate(pairwise(self.starts)) if a <= row < b), None)
+        return "padding" if request is None else f"number {row - self.starts[request]} of request {request}"
+
+
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    """Codes by their bytes, which alone can be right."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -1,0 +1,1 @@
+"""Cache operations: entries written and gathered, slots computed."""

@@ -1,0 +1,53 @@
+"""The judge of cache operations: every byte of what their caller handed over to be written (SPEC 9)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.problems.problem import Problem
+
+
+@dataclass(frozen=True)
+class GoldenBytes(Golden):
+    """What is expected stands in the problem's own images."""
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """None."""
+        return iter(())
+
+
+def golden_bytes(problem: Problem) -> GoldenBytes:
+    """Every row is judged."""
+    return GoldenBytes(JudgedRows(problem.query_start_loc))
+
+
+class CacheJudge(Steps):
+    """The steps of the verdict on a cache operation, whose result is what it has written."""
+
+    writes: ClassVar = Check.WRITTEN
+
+    def __init__(self, problem: Problem, expectation: GoldenBytes, *_: Any) -> None:
+        super().__init__(problem, expectation)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """No numbers are returned."""
+        return iter(())
+
+    def _form(self, returned: Returned) -> Verdict | None:
+        """Whatever a call returns, nobody looks at it."""
+        return None
+
+    def _expected_form(self, returned: Returned) -> Form:
+        return []
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        return iter(())

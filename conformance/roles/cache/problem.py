@@ -1,0 +1,228 @@
+"""From a case of a cache operation to its calls, one for each rank: what is read, and what must be written."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
+from mla_conformance.problems.cached_batch import int32
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw, edges, segments, start_loc
+from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.written_rows import WrittenRows
+from mla_conformance.reference.cache_layout import decode_rows, encode, steady
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.kv_cache import local_positions
+from mla_conformance.roles.cache.call import CacheCall
+from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
+from mla_conformance.roles.layer.problem import lay_out_latents, shaped
+
+SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
+_GUARDS, _BEHIND, _FURTHER = 2, 3, 3
+"""Blocks of poison beside a cache, rows behind those of a workspace, and entries or blocks that nobody asks for."""
+_ASIDE = 1 - 2.0**-6
+_HOLES = 8
+"""One of so many places in a list is -1, and another one outside where that is asked for."""
+
+Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenRows], Mapping[str, int]]
+"""What a call reads, what it writes, and its numbers, each by the names of its arguments."""
+
+
+def cache_problem(case: CacheCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a cache operation.
+
+    Raises:
+        ProblemError: a dtype that does not exist here.
+    """
+    batch = CacheBatch(case, device, salt)
+    return Problem(case, batch.key, device, tuple(map(batch.call, range(case.ranks))))
+
+
+class CacheBatch(Draw[CacheCase]):
+    """The batch of a cache operation, before its entries are dealt out to ranks."""
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Entries of each request on all ranks; some are behind those that a gather asks for."""
+        case = self.case
+        further = [index % _FURTHER * (case.call in GATHERS) for index in range(len(case.q))]
+        if case.call in GATHERS:
+            return tuple(kv // case.ratio + q + more for q, kv, more in zip(case.q, case.kv, further, strict=True))
+        return tuple((q + kv) // case.ratio for q, kv in zip(case.q, case.kv, strict=True))
+
+    @cached_property
+    def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [S, L] and k_pe [S, R] of all entries in the model's dtype, on the CPU."""
+        latent, rope = self.case.latent_dims
+        kv_c = torch.randn(sum(self.totals), latent, generator=self.generator)
+        k_pe = torch.randn(sum(self.totals), rope, generator=self.generator)
+        for rows in segments(start_loc(self.totals)):
+            kv_c[rows], k_pe[rows] = shaped(self.case.latents, kv_c[rows], k_pe[rows])
+        return self._steady(kv_c.to(self.dtype)), k_pe.to(self.dtype)
+
+    def _steady(self, kv_c: torch.Tensor) -> torch.Tensor:
+        """Without largest values on the edge of two scales, either of which a writer may find."""
+        form = TILED_FORMATS.get(self.case.cache)
+        if form is None or not len(kv_c):
+            return kv_c
+        tiles = kv_c[:, : form.coded].unflatten(1, (form.tiles, form.tile))
+        largest = tiles.abs() == tiles.abs().amax(dim=-1, keepdim=True)
+        moved = largest & ~steady(kv_c, form, self.case.scales, TIE_SLACK).unsqueeze(-1)
+        coded = tiles.where(~moved, tiles * _ASIDE).flatten(1)
+        return torch.cat((coded, kv_c[:, form.coded :]), dim=1)
+
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        """[S, width] of all entries, on the CPU."""
+        return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
+
+    @property
+    def k_scale(self) -> torch.Tensor:
+        """Float32 scalar on the device."""
+        return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
+
+    def call(self, rank: int) -> CacheCall:
+        """The call of a rank."""
+        case, counted = self.case, start_loc(self.case.q)
+        made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
+        operands, written, numbers = made(rank)
+        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
+        return CacheCall(
+            q=q,
+            k=q[:0],
+            query_start_loc=counted,
+            key_start_loc=(0,) * len(counted),
+            case=case,
+            operands=operands,
+            written=written,
+            numbers=numbers,
+            rank=rank,
+        )
+
+    def _held(self, rank: int) -> list[Sequence[int]]:
+        """Numbers of each request's entries that a rank stores."""
+        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+        return [local_positions(total, **world) for total in self.totals]
+
+    def _pages(self, rows: Sequence[int], lengths: Sequence[int]) -> Pages:
+        form = PageForm(self.case.cache, self.case.page, _GUARDS)
+        return write_pages(self, form, self.entries[list(rows)], (*lengths, *(0,) * self.case.pad))
+
+    def _write(self, rank: int) -> Arguments:
+        """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
+        case, held = self.case, self._held(rank)
+        stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        pages = self._pages(stored, list(map(len, held)))
+        is_new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=True)]
+        image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
+        slots = torch.full((sum(self.totals),), -1)
+        slots[stored] = pages.slots
+        mapped = torch.cat((slots[self._new], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
+        new = [self._padded(x[self._new]) for x in self.latents]
+        kv_c, k_pe = lay_out_latents(new[0], new[1], case)
+        given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
+        return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}, {}
+
+    @property
+    def _new(self) -> torch.Tensor:
+        """[T] numbers of the new tokens among all entries."""
+        stops = start_loc(self.totals)[1:]
+        return torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, self.case.q, strict=True)])
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """With rows of another poison than the cache's, so that it shows where they were written."""
+        padding = -poison((2 * self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
+        return torch.cat([x, padding]).to(self.device)
+
+    def _gather(self, rank: int) -> Arguments:
+        """Of entries from a token on; rows of padding are requests without any."""
+        case, starts = self.case, start_loc(self.totals)
+        pages = self._pages(range(starts[-1]), self.totals)
+        firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]
+        rows = [at for first, q in zip(firsts, case.q, strict=True) for at in range(first, first + q)]
+        padding = (0,) * case.pad
+        operands = {
+            "kv_cache": pages.cache,
+            "block_table": pages.block_table,
+            "cu_seq_lens": int32(start_loc((*case.q, *padding)), self.device),
+            "seq_starts": int32((*case.kv, *padding), self.device),
+            **({"k_scale": self.k_scale} if case.call == GATHERS[0] else {}),
+        }
+        parts = {name: self._rows(name, *found) for name, found in self._gathered(self.entries[rows]).items()}
+        return operands, parts, {"compress_ratio": case.ratio}
+
+    def _gathered(self, entries: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The least and the most that each workspace may hold."""
+        case = self.case
+        if case.call == GATHERS[1]:
+            codes, scales = (part.contiguous() for part in entries.tensor_split([case.kv_lora_rank], dim=1))
+            stored = {"k": codes.view(torch.float8_e4m3fn), "k_scale": scales.view(torch.float32)[:, 0]}
+            return {name: (x, x) for name, x in stored.items()}
+        if not case.dequantise:
+            return {"workspace": (entries, entries)}
+        meant = torch.cat(decode_rows(entries, case.cache, float(self.k_scale), *case.latent_dims, self.dtype), dim=-1)
+        slack = meant.abs() * TIE_SLACK
+        return {"workspace": ((meant - slack).to(self.dtype), (meant + slack).to(self.dtype))}
+
+    def _rows(self, name: str, low: torch.Tensor, high: torch.Tensor, behind: int = _BEHIND) -> WrittenRows:
+        starts = start_loc(self.case.q)
+        parts = (low.to(self.device), high.to(self.device))
+        return WrittenRows.allocate(name, *parts, behind=behind, starts=starts, kind=self.case.poison)
+
+    def _compute(self, rank: int) -> Arguments:
+        """Slots of a table alone: its blocks may have any number, since no cache is there."""
+        held = self._held(rank)
+        counts = torch.tensor([-(-len(own) // self.case.page) for own in (*held, *((),) * self.case.pad)])
+        order = (
+            torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare
+        )
+        table = block_table_of(self.case, counts, order)
+        found = self._mapping if self.case.call == COMPUTES[0] else self._global
+        return found(table, held, rank)
+
+    def _mapping(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
+        """The slots of tokens in order, and -1 behind them."""
+        case, slots = self.case, []
+        for q, kv, own, blocks in zip(case.q, case.kv, held, table.long(), strict=False):
+            of_entries = torch.full((q + kv,), -1)
+            at = torch.arange(len(own))
+            last = torch.tensor(own, dtype=torch.int64) * case.ratio + case.ratio - 1
+            of_entries[last] = blocks[at // case.page] * case.page + at % case.page
+            slots.append(of_entries[kv:])
+        right = torch.cat((*slots, torch.full((case.pad + _BEHIND,), -1))).to(SLOT_DTYPES[case.slots]).to(self.device)
+        positions = [torch.arange(kv, kv + q) for q, kv in zip(case.q, case.kv, strict=True)]
+        operands = {
+            "query_start_loc": int32(start_loc((*case.q, *(0,) * case.pad)), self.device),
+            "positions": torch.cat((*positions, torch.full((case.pad,), 2**40))).to(self.device),
+            "block_table": table.to(self.device),
+        }
+        world = {"dcp_world_size": case.ranks, "dcp_rank": rank, "cp_kv_cache_interleave_size": case.interleave}
+        numbers = {"block_size": case.page, "compress_ratio": case.ratio, **world}
+        return operands, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}, numbers
+
+    def _global(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
+        """The slots of positions that each row's list names in any order, both ends of pages first."""
+        case = self.case
+        request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))
+        listed = torch.full((len(request) + case.pad, case.topk), -1)
+        for row, own in enumerate(request.tolist()):
+            drawn = torch.randint(self.totals[own], (case.topk,), generator=self.generator)
+            near = torch.tensor(edges(self.totals[own], case)[: case.topk // 2], dtype=torch.int64)
+            listed[row] = torch.cat((near, drawn[len(near) :]))
+        request = torch.cat((request, torch.zeros(case.pad, dtype=torch.int64)))
+        column = (listed // case.page).clamp(min=0)
+        slots = table.long()[request.unsqueeze(1), column] * case.page + listed % case.page
+        place = torch.rand(listed.shape, generator=self.generator) * _HOLES
+        listed[place < 1] = -1
+        if case.outside:
+            listed[place > _HOLES - 1] = table.shape[1] * case.page + listed[place > _HOLES - 1].abs()
+        named = (listed >= 0) & (listed < table.shape[1] * case.page)
+        right = slots.where(named, -1).int()
+        operands = {
+            "req_id_per_token": request.int().to(self.device),
+            "block_table": table.to(self.device),
+            "token_indices": listed.int().to(self.device),
+        }
+        return operands, {"out": self._rows("out", right, right, behind=0)}, {"block_size": case.page}

@@ -1,0 +1,196 @@
+"""What varies in the cases of cache operations. No torch."""
+
+from collections.abc import Iterator
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.batches import (
+    LAST_PAGES,
+    LONE_RULES,
+    LONGEST,
+    PAGES,
+    REQUESTS,
+    TILE_CLASSES,
+    context_of,
+    ends,
+    ends_anywhere,
+    fills,
+    last_page,
+    lengths,
+    tile_class,
+    totals,
+)
+from mla_conformance.cases.case import Call, Layout
+from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.columns import COLUMNS
+from mla_conformance.cases.dimensions import K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import NOTHING, Dimension, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
+from mla_conformance.roles.cache.case import (
+    GATHERS,
+    INDEX_CACHES,
+    LATENT_CACHES,
+    SLOT_DTYPES,
+    SMALL_DIFFER,
+    SMALL_LATENTS,
+    WRITES,
+    CacheCase,
+)
+from mla_conformance.roles.layer.case import LATENTS
+
+_LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
+_INDEX = Only("call", (Call.WRITE_INDEX, Call.GATHER_INDEX), "index keys are written and gathered by calls of theirs")
+_ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
+_WRITTEN = Only("call", WRITES, "operands that are written have a layout")
+_MAPPED = Only(
+    "call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks"
+)
+_COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
+_LISTS = Only("call", (Call.GLOBAL_SLOTS,), "there is no list")
+_GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised while they are gathered")
+_TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED_FORMATS[name].scales == "float32")
+_NO_SMALL = tuple(name for name in LATENT_CACHES if name in SMALL_DIFFER)
+_RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
+_LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+_RUNS = ("1", "page", "part of a page")
+_SHARES = ("all", "one", "half", "none")
+"""Tokens of the longest request that are asked for; those before them are there already, or are left out."""
+_MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
+
+
+def _share(case: CacheCase) -> str:
+    longest = max(range(len(case.q)), key=lambda number: totals(case)[number])
+    q, kv = case.q[longest], case.kv[longest]
+    return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
+
+
+def _longest(case: CacheCase) -> str | None:
+    label = LONGEST.class_of(max(totals(case)))
+    return label if label in _LENGTHS else None
+
+
+def _asked(share: str, longest: int) -> int:
+    return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
+
+
+def _members(row: Row) -> Iterator[tuple[int, int]]:
+    """Pages and lengths of the longest request."""
+    for page in PAGES.some[row["page"]]:
+        for longest in lengths(row["longest"], row["tile"], 4, page, row["last page"]):
+            yield page, longest
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    page, longest = pick(tuple(_members(row)))
+    requests, asked = REQUESTS.first(row["requests"]), _asked(row["share"], longest)
+    whole = [
+        longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)
+    ]
+    whole[requests // 2] = longest
+    q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
+    kv = tuple(length - new for length, new in zip(whole, q, strict=True))
+    run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
+    return {"q": q, "kv": kv, "page": page, "interleave": run, **_listed(row), **spare_blocks(row, page)}
+
+
+def _listed(row: Row) -> Fields:
+    return {"topk": COLUMNS.first(row["columns"])} if row["columns"] != NOTHING else {}
+
+
+def _other(row: Row, number: int, requests: int, longest: int) -> int:
+    """Tokens of a request that is not the longest."""
+    return context_of(row["others"], number, requests, longest - 1)
+
+
+def _others(case: CacheCase) -> str:
+    return "alone" if len(case.q) == 1 else "equal" if len(set(totals(case))) == 1 else "shorter"
+
+
+def _unused(case: CacheCase) -> str:
+    return "2^15 slots" if case.spare * case.page >= 2**15 else "few"
+
+
+def _interleave(case: CacheCase) -> str:
+    return "1" if case.interleave == 1 else "page" if case.interleave == case.page else "part of a page"
+
+
+def _dimensions() -> Iterator[Dimension]:
+    yield values("call", "call", *CacheCase.calls)
+    yield values("cache", "cache", *LATENT_CACHES, only=_LATENT)
+    yield values("index cache", "cache", *INDEX_CACHES, only=_INDEX)
+    yield numbers("k_scale", "kscale", K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale"))
+    yield values(
+        "tile scales", "scales", *TILE_SCALES, only=Only("cache", _TILES, "only float32 scales are of either kind")
+    )
+    yield values("key scales", "scales", *TILE_SCALES, only=_INDEX)
+    yield plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED)
+    dims = ("128-64-128-512", "128-0-128-512", "16-8-16-32")
+    yield plain("dims", {"r1": {"dims": "r1"}, **{name: {"dims": name} for name in dims[1:]}}, _LATENT)
+    yield plain("key dims", {"128": {"dims": "128-0-128-128"}}, _INDEX)
+    yield values("dtype", "dtype", "bf16", "fp16", "fp32", only=_ENTRIES)
+    yield values("latents", "latents", *LATENTS, only=_ENTRIES)
+    yield measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
+    yield measured("others", ("shorter", "alone", "equal"), _others)
+    yield measured("longest", _LENGTHS, _longest)
+    yield measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case))))
+    yield measured("page", PAGES, lambda case: PAGES.class_of(case.page))
+    yield measured("last page", LAST_PAGES, lambda case: last_page(max(totals(case)), case.page))
+    yield measured("share", _SHARES, _share)
+    yield numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED)
+    yield measured("interleave", _RUNS, _interleave, Only("ranks", ("2", "3", "4 to 8"), "one rank has all"))
+    yield numbers("ratio", "ratio", _RATIOS, _COMPRESSED)
+    yield values("slots", "slots", *SLOT_DTYPES, only=_MAPPED)
+    yield measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS)
+    yield plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS)
+    yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN)
+    tails, layers, _ = storage()
+    yield from (tails, layers, measured("unused", ("few", "2^15 slots"), _unused))
+    yield PADDING
+    yield POISONS
+
+
+def _few(requests: str, others: str, longest: str) -> bool:
+    return others != "equal" or REQUESTS.least(requests) * LONGEST.least(longest) <= _MOST_ENTRIES
+
+
+def _few_listed(requests: str, share: str, longest: str, columns: str) -> bool:
+    rows = REQUESTS.least(requests) + _asked(share, LONGEST.least(longest))
+    return rows * COLUMNS.first(columns) <= _MOST_LISTED
+
+
+CACHE = Space(
+    role=Role.CACHE,
+    capability="cache_combinations",
+    dimensions=tuple(_dimensions()),
+    rules=(
+        Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), room),
+        never("no code is there to be dequantised", {"cache": ("auto",), "gathered": ("dequantised",)}),
+        never("writers differ in the scales of small tiles", {"cache": _NO_SMALL, "latents": SMALL_LATENTS}),
+        never("writers differ in the scales of small keys", {"index cache": INDEX_CACHES, "latents": ("tiny_tiles",)}),
+        never(
+            "shuffled pages are of whole tiles of 16 tokens",
+            {"index cache": ("fp8_index_shuffled",), "page": ("1", "other")},
+        ),
+        never("pages of one token hold no run of several", {"page": ("1",), "interleave": _RUNS[1:]}),
+        never("a run of several is part of a usual page", {"page": ("other",), "interleave": _RUNS[2:]}),
+        never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
+        never("something is asked for", {"share": ("none",), "requests": ("1",)}),
+        *(rule for rule in LONE_RULES if "queries" not in rule.over),
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))
+        ),
+        Rule("no page of this size is filled so far", ("page", "last page"), fills),
+        Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
+        Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+        Rule(f"more than {_MOST_ENTRIES:,} entries", ("requests", "others", "longest"), _few),
+        Rule(f"more than {_MOST_LISTED:,} numbers in lists", ("requests", "share", "longest", "columns"), _few_listed),
+    ),
+    shape=_fields,
+    small={
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "others": ("shorter", "alone"),
+        "longest": ("65 to 256", "1 to 16", "17 to 64"),
+        "unused": ("few",),
+        "columns": ("64", "128", "no tiles of 64"),
+    },
+)

@@ -1,0 +1,67 @@
+"""What varies in the cases of an indexer. No torch."""
+
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.batches import (
+    BATCH_RULES,
+    DECODE_QUERIES,
+    LONE_PADDING,
+    PAGE_RULES,
+    SMALL_BATCHES,
+    batch,
+    batch_fields,
+    pages,
+    shapes_of,
+)
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.columns import LIST_RULES, SCORES_RULE, list_dimensions, shapes_with_columns
+from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, room, spare_blocks, storage
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, plain, values
+from mla_conformance.roles.indexer.case import CODES, PLAIN, IndexerCase
+
+_PAGED = Only("keys in", ("pages",), "gathered keys lie in no pages")
+_SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    if row["columns"] == NOTHING:
+        shape, columns = pick(tuple(shapes_of(row))), {}
+    else:
+        shape, topk = pick(tuple(shapes_with_columns(row)))
+        columns = {"topk": topk}
+    return {**batch_fields(row, shape), **columns, **spare_blocks(row, shape.page)}
+
+
+INDEXER = Space(
+    role=Role.INDEXER,
+    capability="indexer_combinations",
+    dimensions=(
+        values("call", "call", *IndexerCase.calls),
+        plain("keys in", {"pages": {"gathered": False}, "rows": {"gathered": True}}),
+        values("cache", "cache", CODES, PLAIN),
+        values("dims", "dims", "128-0-128-128", "64-0-64-64"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        *batch("64", *DECODE_QUERIES, "17 to 4,096"),
+        *pages(_PAGED),
+        *list_dimensions(_SELECTS),
+        values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        *storage(_PAGED),
+        PADDING,
+        POISONS,
+        MAXIMA,
+    ),
+    rules=(
+        Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), room),
+        LONE_PADDING,
+        *BATCH_RULES,
+        *PAGE_RULES,
+        *LIST_RULES,
+        SCORES_RULE,
+    ),
+    shape=_fields,
+    small=SMALL_BATCHES,
+)

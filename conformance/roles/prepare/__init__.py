@@ -1,0 +1,1 @@
+"""Preparation: index queries and keys behind their projections, normalised, rotated, transformed and in codes."""

@@ -1,0 +1,105 @@
+"""From a preparation's case to its call: queries, keys and weights as projections leave them, and rotations."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from mla_conformance.backends.prepare import PrepareMetadata
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw, lay_out, start_loc
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.rope import plain_frequencies
+from mla_conformance.roles.prepare.call import PrepareCall
+from mla_conformance.roles.prepare.case import PrepareCase
+
+_BASE = 10000.0
+
+
+def prepare_problem(case: PrepareCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a preparation's case.
+
+    Raises:
+        ProblemError: a dtype that does not exist here.
+    """
+    batch = PrepareBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
+
+
+class PrepareBatch(Draw[PrepareCase]):
+    """The batch of a preparation's case."""
+
+    def call(self) -> PrepareCall:
+        """The only call."""
+        case, q = self.case, self._rows(KINDS[self.case.data](self._normal(self.case.heads, self.case.head_dim)))
+        k, weights = self._beside()
+        starts = start_loc(case.q)
+        return PrepareCall(
+            q=lay_out("q", q, q, case),
+            k=k,
+            weights=weights,
+            norm_weight=(1 + 0.5 * self._normal(case.head_dim)[0]).to(self.device),
+            norm_bias=self._normal(case.head_dim)[0].to(self.device),
+            metadata=PrepareMetadata(self.positions.to(self.device), self.table.to(self.device)),
+            query_start_loc=starts,
+            key_start_loc=starts,
+            case=case,
+        )
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[T] int64, those of rows of padding 0."""
+        own = [kv + row for q, kv in zip(self.case.q, self.case.kv, strict=True) for row in range(q)]
+        return torch.tensor(own + [0] * self.case.pad, dtype=torch.int64)
+
+    @property
+    def table(self) -> torch.Tensor:
+        """[P, R] float32, cosines and sines of every position that a token has."""
+        frequencies = torch.tensor(plain_frequencies(self.case.rope_dim, _BASE), dtype=torch.float64)
+        angle = torch.arange(int(self.positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
+        return torch.cat((angle.cos(), angle.sin()), dim=1).float()
+
+    def _beside(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves."""
+        case = self.case
+        keys = self._rows(KINDS[case.data](self._normal(case.head_dim)))
+        weights = self._rows(self._normal(case.heads), self.dtype if case.fused else torch.float32)
+        if not case.fused:
+            return keys, weights
+        projected = torch.cat((keys, weights), dim=1)
+        return projected[:, : case.head_dim], projected[:, case.head_dim :]
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(sum(self.case.q), *shape, generator=self.generator)
+
+    def _rows(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Rows on the device, and behind them those of padding, which are poison."""
+        drawn = rows.to(dtype or self.dtype)
+        behind = poison((self.case.pad, *drawn.shape[1:]), drawn.dtype, drawn.device, self.case.poison)
+        return torch.cat((drawn, behind)).to(self.device)
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    """One column in sixteen a hundred times as large, which the transform spreads over all."""
+    return torch.where(torch.arange(x.shape[-1]) % 16 == 3, x * 100, x)
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    """A mean far from 0, which a LayerNorm takes away and a norm without it does not."""
+    return x + 3
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    """Every other token is 0 throughout: a block without magnitude, a key without variance."""
+    return x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
+
+
+KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: x,
+    "outliers": _outliers,
+    "integers": lambda x: (2 * x).round(),
+    "shifted": _shifted,
+    "tiny_values": lambda x: x * 1e-3,
+    "zeros": _zeros,
+}
+"""Standard normal numbers to queries [T, H, D] and keys [T, D] float32, by the name of the kind."""

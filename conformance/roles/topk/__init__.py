@@ -1,0 +1,1 @@
+"""Top-k: the columns with the largest of given logits, row by row."""

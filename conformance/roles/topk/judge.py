@@ -1,0 +1,126 @@
+"""The judge of a top-k: an indexer's, of exact scores, and what the backend declares beyond that (SPEC 8.7)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, SelectionOrder, Ties
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
+from mla_conformance.judging.steps import Form
+from mla_conformance.judging.tolerance import Tolerance
+from mla_conformance.judging.verdict import Verdict
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.reference.top_k import WindowScores, window_scores
+from mla_conformance.roles.topk.call import TopKCall
+from mla_conformance.roles.topk.case import TIED
+
+
+@dataclass(frozen=True)
+class GoldenWindows(Golden):
+    """What the judged rows see.
+
+    Attributes:
+        scores: their logits.
+        starts: [n] int64, the first column of each.
+    """
+
+    scores: WindowScores
+    starts: torch.Tensor
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that they consist of."""
+        yield from vars(self.scores).values()
+        yield self.starts
+
+
+def golden_windows(problem: Problem) -> GoldenWindows:
+    """The logits of every judged row's window."""
+    (call,), rows = problem.calls, choose_rows(problem)
+    assert isinstance(call, TopKCall)
+    lengths = rows.pick(call.metadata.lengths)
+    starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
+    return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long())
+
+
+class TopKJudge(SelectionSteps):
+    """The steps of a top-k's verdict."""
+
+    def __init__(
+        self, problem: Problem, expectation: GoldenWindows, declaration: Declaration, numbers: Tolerance
+    ) -> None:
+        super().__init__(problem, expectation)
+        self.expectation, self.declared = expectation, declaration.selection
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """How often each column was selected; of an observation whose form is right."""
+        for numbers in self._selected(observation):
+            scores = self.expectation.scores
+            yield selected(self._positions(numbers), scores, scores.magnitude)
+
+    def _expected_form(self, returned: Returned) -> Form:
+        return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Which columns were selected, then how they are named."""
+        golden = self.expectation.scores
+        for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
+            name, positions = returned.call.name, self._positions(numbers)
+            yield from self._selection(name, numbers, positions, golden, golden.magnitude)
+            yield from self._declared(name, positions)
+
+    def _selected(self, observation: Observation) -> Iterator[torch.Tensor]:
+        return (self.rows.pick(returned.value).long() for returned in observation.returned)
+
+    def _positions(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window."""
+        relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
+        return relative.where(relative >= 0, NOTHING).where(numbers != NO_KEY, NO_KEY)
+
+    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[Verdict | None]:
+        """Where -1 stands, the order of what is named, and which of equal ones were taken."""
+        named, ordered = positions >= 0, ~self.expectation.scores.unordered
+        if self.declared.padding_behind:
+            wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
+            yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
+        if self.declared.order is not SelectionOrder.ANY:
+            wrong = self._disordered(positions) & ordered
+            order = self.declared.order.value
+            yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
+        if self.declared.ties is not Ties.FREE and self.problem.case.data not in TIED:
+            first = self.declared.ties.value
+            wrong = self._other_ties(positions) & ordered
+            yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
+
+    def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
+        values = positions if self.declared.order is SelectionOrder.ASCENDING else -self._values(positions)
+        named = positions >= 0
+        return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
+
+    def _values(self, positions: torch.Tensor) -> torch.Tensor:
+        scores = self.expectation.scores.scores
+        if not scores.numel():
+            return torch.zeros_like(positions, dtype=torch.float64)
+        return scores.gather(1, positions.clamp(min=0, max=scores.shape[1] - 1))
+
+    def _other_ties(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n] bool, rows where a column is left out for an equal one that the declaration puts behind it."""
+        scores = self.expectation.scores.scores
+        if not scores.numel():
+            return torch.zeros(len(positions), dtype=torch.bool, device=positions.device)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        rows, columns = (positions >= 0).nonzero().unbind(1)
+        chosen[rows, positions[rows, columns]] = True
+        last = scores.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
+        tied, place = scores == last, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+        place = place if self.declared.ties is Ties.FIRST else -place
+        taken = place.masked_fill(~(tied & chosen), -scores.shape[1]).amax(dim=1)
+        left = place.masked_fill(~tied | chosen, scores.shape[1]).amin(dim=1)
+        return left < taken

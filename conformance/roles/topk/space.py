@@ -1,0 +1,133 @@
+"""What varies in the cases of a top-k. No torch."""
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.batches import (
+    LONE_RULES,
+    LONGEST,
+    MIXED,
+    MIXED_QUERIES,
+    QUERIES,
+    REQUESTS,
+    TILE_CLASSES,
+    lengths,
+    query_class,
+    tile_class,
+)
+from mla_conformance.cases.case import Call
+from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
+from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.roles.topk.case import LOGITS, TopKCase
+
+_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+_OTHERS = ("shorter", "alone", "equal", "no context")
+_SHORT = (17, 5, 1, 64, 33)
+_MANY = 8
+_MOST_LOGITS = 2**24
+_LOOSE = 100
+"""Factor of the columns where maxima are loose, so that a small case has them."""
+
+
+def _others(case: TopKCase) -> str:
+    """What there is beside the longest row."""
+    if len(case.q) == 1:
+        return "alone"
+    if 0 in case.kv:
+        return "no context"
+    return "equal" if len(set(case.spans)) == 1 else "shorter"
+
+
+def _tokens(queries: str) -> Lengths:
+    return MIXED_QUERIES[0] if queries == MIXED else (QUERIES.first(queries),)
+
+
+def _shapes(row: Row) -> Iterator[tuple[int, int]]:
+    """Columns of the longest row, and columns that are selected."""
+    least = max(_tokens(row["queries"])) + 2
+    for longest in lengths(row["longest"], row["tile"], least):
+        for topk in _counts(longest, row["columns"], row["keys"]):
+            yield longest, topk
+
+
+def _counts(longest: int, columns: str, keys: str) -> Sequence[int]:
+    tried = (longest,) if keys == "as many" else COLUMNS.some[columns]
+    return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
+
+
+def _exists(queries: str, longest: str, tile: str, columns: str, keys: str) -> bool:
+    row = {"queries": queries, "longest": longest, "tile": tile, "columns": columns, "keys": keys}
+    return next(_shapes(row), None) is not None
+
+
+def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
+    """Whether the logits of a batch are few enough."""
+    number, tokens = REQUESTS.first(requests), max(_tokens(queries))
+    least = LONGEST.least(longest)
+    beside = least if others == "equal" else max(_SHORT)
+    width = least + (number - 1) * beside if starts == "own" else least
+    return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    longest, topk = pick(tuple(_shapes(row)))
+    number = REQUESTS.first(row["requests"])
+    q = tuple(islice(cycle(_tokens(row["queries"])), number))
+    kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
+    kv[number // 2] = longest - q[number // 2] + 1
+    return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
+
+
+def _columns(others: str, request: int, new: int, longest: int) -> int:
+    """Columns of the first row of a request that is not the longest."""
+    if others == "equal":
+        return longest - new + 1
+    short = _SHORT[request % len(_SHORT) if request < _MANY else 0]
+    return 0 if others == "no context" else min(short, longest - new)
+
+
+TOPK = Space(
+    role=Role.TOPK,
+    capability="select_combinations",
+    dimensions=(
+        values("dtype", "dtype", "fp32", "bf16", "fp16"),
+        values("data", "data", *LOGITS),
+        plain("starts", {"column 0": {"packed": False}, "own": {"packed": True}}),
+        measured("queries", _QUERIES, lambda case: query_class(case.q)),
+        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("others", _OTHERS, _others),
+        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(case.lengths))),
+        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.lengths))),
+        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
+        measured("keys", LENGTHS, lambda case: against(max(case.lengths), case.topk)),
+        LAYOUT,
+        PADDING,
+        POISONS,
+        MAXIMA,
+    ),
+    rules=(
+        *LONE_RULES,
+        Rule(
+            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+        ),
+        Rule(
+            "no such length, or no such number of columns", ("queries", "longest", "tile", "columns", "keys"), _exists
+        ),
+        Rule(
+            f"more than {_MOST_LOGITS:,} logits",
+            ("requests", "queries", "others", "longest", "starts", "maxima"),
+            _few,
+        ),
+    ),
+    shape=_fields,
+    small={
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "queries": ("1", "2", MIXED),
+        "others": ("shorter", "alone", "no context"),
+        "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
+        "maxima": ("true",),
+    },
+)

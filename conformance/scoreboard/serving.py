@@ -1,0 +1,180 @@
+"""What the page's script answers from: models as they are deployed, and what became of every case in every record."""
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from msgspec import Struct
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.certificate.certificate import renewal
+from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.judging.verdict import FAILED, Status
+from mla_conformance.models.caselist import cases_of, dims_of
+from mla_conformance.models.profile import Deployment
+from mla_conformance.models.stored import find_model, model_names
+from mla_conformance.report.form import SCHEMA_NAME
+from mla_conformance.report.loading import report_file
+from mla_conformance.report.outcome import Group, ModelAnswer, answers
+from mla_conformance.report.summary import RunSummary
+from mla_conformance.scoreboard.board import Board, Profile, RankedKernel
+from mla_conformance.scoreboard.entry import Entry
+from mla_conformance.version import SUITE_VERSION
+
+_LETTERS = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}
+"""Of any other status, such as unavailable, it is a dash."""
+_NOT_SERVED = {"refusals": "refusals", "large_offsets": "tensors of 2^31 elements"}
+"""Capabilities that ask more than a deployment does."""
+Kind = tuple[str, int, str, str, str, str]
+
+
+def served(board: Board) -> Markup:
+    """The data as JSON that may stand in a page."""
+    cases = cases_on(board)
+    kinds = list(dict.fromkeys(map(kind_of, cases)))
+    place = {kind: number for number, kind in enumerate(kinds)}
+    data = {
+        "suite": SUITE_VERSION,
+        "models": models(),
+        "kinds": kinds,
+        "cases": [[case, place[kind_of(case)]] for case in cases],
+        "records": [_record(entry, cases) for entry in board.entries],
+        "engines": [_engine(profile) for profile in board.profiles],
+        "runs": [_run(run) for run in board.deployed],
+    }
+    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def cases_on(board: Board) -> list[str]:
+    """Ids of all cases of all records, each once."""
+    return list(dict.fromkeys(case for entry in board.entries for case in entry.record.cases))
+
+
+@lru_cache(8192)
+def kind_of(case: str) -> Kind:
+    """Role, heads, dims, dtype, cache, and what of it no deployment on one rank asks; of an old id nothing is known."""
+    try:
+        parsed = Case.parse(case)
+    except ValueError:
+        return ("other", 0, "", "", "", "of an earlier suite")
+    special = [_NOT_SERVED[parsed.capability]] if parsed.capability in _NOT_SERVED else []
+    special += ["several ranks"] if getattr(parsed, "ranks", 1) > 1 else []
+    special += ["quantised output"] if getattr(parsed, "quant", "none") != "none" else []
+    cache = "" if parsed.role is Role.PREFILL else getattr(parsed, "cache", "")
+    return (str(parsed.role), parsed.heads, parsed.dims, parsed.dtype, cache, ", ".join(special))
+
+
+def models() -> list[dict[str, Any]]:
+    """Each model with its heads, head dims, roles, numbers of ranks and caches; without layers, which engines own."""
+    return [_model(name) for name in model_names()]
+
+
+def _model(name: str) -> dict[str, Any]:
+    profile = find_model(name)
+    cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
+    roles = {str(case.role) for case in cases} - {Role.LAYER}
+    return {
+        "name": name,
+        "heads": profile.heads,
+        "dims": dims_of(profile),
+        "roles": [str(role) for role in Role if role in roles],
+        "tp": _ranks(profile.tensor_parallel_sizes),
+        "caches": profile.cache_layouts,
+        "indexer": profile.selection.indexer.heads if profile.selection else 0,
+    }
+
+
+def _ranks(sizes: Iterable[int]) -> list[int]:
+    """Those that fit on GPUs of whole nodes."""
+    return [size for size in sizes if size & (size - 1) == 0]
+
+
+def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
+    record = entry.record
+    return {
+        "kernel": record.backend,
+        "device": record.device,
+        "capability": record.environment.get("compute_capability", ""),
+        "versions": record.distributions,
+        "suite": record.suite,
+        "date": record.date,
+        "old": bool(entry.old),
+        "order": [*entry.order[0], record.date],
+        "renew": renewal(record.reference, record.device),
+        "statuses": "".join(_letter(record.cases.get(case)) for case in cases),
+    }
+
+
+def _letter(status: Status | None) -> str:
+    """Of a case that a record does not list, a blank."""
+    return " " if status is None else _LETTERS.get(status, "-")
+
+
+def _engine(profile: Profile) -> dict[str, Any]:
+    candidates = [_candidate(candidate) for candidate in profile.candidates]
+    return {
+        "name": profile.engine,
+        "capability": profile.compute_capability,
+        "role": profile.role,
+        "candidates": candidates,
+    }
+
+
+def _candidate(candidate: RankedKernel) -> dict[str, Any]:
+    return {"name": candidate.name, "kernel": candidate.kernel, "when": candidate.when, "packages": candidate.packages}
+
+
+def _run(run: RunSummary) -> dict[str, Any]:
+    """A run of ``certify --model``: what it says of each backend."""
+    assert run.deployment is not None, "the board holds no other runs"
+    return {
+        "model": run.deployment.model,
+        "tp": run.deployment.tp,
+        "cache": run.deployment.kv_cache,
+        "device": run.environment.get("device", ""),
+        "date": run.date,
+        "suite": run.environment.get("suite", ""),
+        "old": run.environment.get("suite", "") != SUITE_VERSION,
+        "kernels": answered(run),
+    }
+
+
+def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
+    """What a run of a model says of each backend: in words, as a style, and passed of listed cases by part."""
+    return {answer.backend.name: _answer(answer) for answer in answers(run)}
+
+
+def _answer(answer: ModelAnswer) -> dict[str, Any]:
+    parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
+    style = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}.get(answer.group, "unavailable")
+    return {"says": str(answer.group), "style": style, "parts": parts}
+
+
+def is_report(path: Path) -> bool:
+    """Whether it is a run's folder or its report, not records."""
+    path = report_file(path)
+    try:
+        return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
+    except InputError:
+        return False
+
+
+class _Head(Struct):
+    schema: str = ""
+
+
+def require_deployment(run: RunSummary) -> RunSummary:
+    """A run of a model.
+
+    Raises:
+        InputError: it is of no model, so that it says nothing which a record would not say better.
+    """
+    if run.deployment is None:
+        raise InputError(
+            f"{run.source}: expected a run of certify --model, got one of a whole list: hand in its record"
+        )
+    return run

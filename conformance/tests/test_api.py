@@ -1,0 +1,371 @@
+"""The Python API: a plain function is judged by the cases and the judge of ``certify``, and told what it said."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mla_conformance as mla
+from mla_conformance.api.function_case import why_no_function
+from mla_conformance.api.selection import AT_DEFAULT
+from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.defects.known import known_defects
+from mla_conformance.diagnosis.candidates import candidates
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.verdict import Status
+from mla_conformance.tests.own_functions import as_function, decode_with
+from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
+
+CPU = torch.device("cpu")
+LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
+SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,1000];page=64;data=needle"
+CODES = "kv_cache_fp8:call=decode;q=[1x4];kv=[64,5,1000,17];page=64;data=needle;cache=fp8"
+ORDER = "call_order:call=decode;heads=2;q=[1,1];kv=[130,40];page=64"
+TILES = "decode_combinations:call=decode;heads=17;q=[1x4];kv=[17,5,127,64];page=128;data=large_logits"
+MISTAKES = {
+    "base-2 LSE": (LSE, "lse", "looks like: the LSE is in base 2, expected the natural logarithm"),
+    "no causal mask": (SEVERAL, "lse", "wrong in 2 of 3 requests, 3 of 6 rows"),
+    "V read as packed": (LSE, "output", "512 of 512 columns, first at request 0, query 0, head 0; the LSE is right"),
+    "wrong scale": (LSE, "lse", "the output is wrong as well"),
+    "last head tile": (TILES, "mask", "output is nan at request 0, query 0, head 16, column 0"),
+    "stale plan": (ORDER, "mask", "other lengths: decode: output is nan"),
+    "exp2 in the merge": (LSE, "output", "wrong in 3 of 4 requests"),
+    "accumulator not rescaled": (LSE, "output", "the LSE is right"),
+    "k_scale off the rope part": (CODES, "lse", "wrong in 4 of 4 requests"),
+}
+
+
+@pytest.mark.parametrize("case", [mla.case(id) for id in (LSE, SEVERAL, CODES, ORDER, TILES)], ids=str)
+def test_a_right_function_passes(case: mla.FunctionCase) -> None:
+    verdict = mla.judge(case, decode_with(""), device="cpu")
+    assert (verdict.status, verdict.check, verdict.message) == (Status.PASS, "", "")
+    assert verdict.passed and 0.1 < verdict.used.worst <= 1
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_fails_with_the_message_of_certify(mistake: str) -> None:
+    id, check, said = MISTAKES[mistake]
+    verdict = mla.judge(mla.case(id), decode_with(mistake), device="cpu")
+    assert (verdict.status, verdict.check, verdict.case, verdict.call) == (Status.FAIL, check, id, "decode")
+    assert verdict.message.startswith(f"FAIL decode {id.partition(':')[0]} · case {id} · ") and said in verdict.message
+    assert "head" in verdict.where
+
+
+@pytest.mark.parametrize("mistake", [name for name, (id, *_) in MISTAKES.items() if id != ORDER])
+def test_results_that_are_there_are_judged_as_the_function_is(mistake: str) -> None:
+    case, function = mla.case(MISTAKES[mistake][0]), decode_with(mistake)
+    with pytest.raises(AssertionError) as failure:
+        mla.assert_conforms(case, *function(**case.inputs("cpu")))
+    own, whole = (text.splitlines()[:-1] for text in (str(failure.value), mla.judge(case, function).message))
+    assert own == [whole[0].replace("FAIL decode", "FAIL results", 1), *whole[1:]]
+
+
+def spread() -> Iterator[Any]:
+    """Known defects of each role with the case that kills them, where one call decides it and a CPU is quick."""
+    killing = json.loads((files("mla_conformance.fixtures") / "defects.json").read_text())["killing_cases"]
+    for id, entry in sorted(known_defects().items()):
+        if id not in killing:
+            continue
+        case = Case.parse(killing[id])
+        procedure = find_capability(case.capability).procedure
+        if procedure == CONFORMS and not why_no_function(case) and work_of(case) < CPU_WORK:
+            yield pytest.param(entry.kernel, case, id=id)
+
+
+@pytest.mark.parametrize(("kernel", "case"), list(spread())[::5])
+def test_a_function_gets_the_verdict_of_the_class_that_it_wraps(kernel: Any, case: Case) -> None:
+    subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", CPU)
+    suite = judge_one(subject, case, Context())
+    function = as_function(kernel, case)
+    own = mla.judge(mla.case(case.id), function, device="cpu", declaration=declaration_of(kernel))
+    assert suite.status is Status.FAIL
+    assert (own.status, own.check, dict(own.where), vars(own.used)) == (
+        suite.status,
+        suite.check,
+        suite.where,
+        suite.shares,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out, lse: (out[0], lse), "expected output of shape [4, 4, 512], got [4, 512]"),
+        (lambda out, lse: (out.float(), lse), "expected output of torch.bfloat16, got torch.float32"),
+        (lambda out, lse: (out, lse.mT[:2]), "expected LSE of shape [4, 4], got [2, 4]"),
+        (lambda out, lse: (out, None), "expected 2 tensor(s), got (Tensor, NoneType)"),
+        (lambda out, lse: (out,), "expected 2 tensor(s), got (Tensor)"),
+        (lambda out, lse: (out.to("meta"), lse), "expected output on cpu, got meta"),
+    ],
+)
+def test_a_result_of_another_form_is_told_the_expected_one(spoil: Any, said: str) -> None:
+    case = mla.case(LSE)
+    results = decode_with("")(**case.inputs("cpu"))
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        mla.assert_conforms(case, *spoil(*results))
+
+
+def test_an_input_that_was_written_is_told() -> None:
+    case = mla.case(LSE)
+
+    def writes(**x: Any) -> Any:
+        results = decode_with("")(**x)
+        x["q"][0, 0, 0] += 1
+        x["seq_lens"][0] = 1
+        return results
+
+    results = writes(**case.inputs("cpu"))
+    with pytest.raises(AssertionError, match="the call changed seq_lens of decode, q "):
+        mla.assert_conforms(case, *results)
+    assert "changed ql_nope of decode, seq_lens of decode" in mla.judge(case, writes, device="cpu").message
+
+
+def test_what_a_kernel_declares_decides_its_budget() -> None:
+    case = mla.case(LSE)
+    output, lse = decode_with("")(**case.inputs("cpu"))
+    rounded = (output, lse * (1 + 1e-4))
+    with pytest.raises(AssertionError, match="LSE"):
+        mla.assert_conforms(case, *rounded)
+    mla.assert_conforms(case, *rounded, declaration=Declaration(rounding=Rounding(lse=LseClass.ROUNDED_P)))
+
+
+def test_an_exception_is_the_functions_own_and_a_verdict_where_the_api_calls_it() -> None:
+    def raises(**_: Any) -> tuple[()]:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        mla.assert_conforms(mla.case(LSE), raises(**mla.case(LSE).inputs("cpu")))
+    verdict = mla.judge(mla.case(LSE), raises, device="cpu")
+    assert verdict.check == "call" and "raised ZeroDivisionError: mine" in verdict.message
+    assert "in raises" in verdict.detail
+
+
+def test_results_belong_to_the_inputs_handed_out_last() -> None:
+    first, second = mla.case(LSE), mla.case(CODES)
+    results = decode_with("")(**first.inputs("cpu"))
+    mla.assert_conforms(first, *results)
+    mla.assert_conforms(first, results)  # once more, and without the star
+    second.inputs("cpu")
+    with pytest.raises(InputError, match=r"those of kv_cache_fp8.* last; call x = case.inputs\(device\)"):
+        mla.assert_conforms(first, *results)
+
+
+def test_explain_names_the_known_defect() -> None:
+    message = mla.judge(mla.case(SEVERAL), decode_with("no causal mask"), device="cpu", explain=True).message
+    assert "what the known defect causal-arg-accepted-but-dropped" in message
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("V read as packed", "looks like: V is read as if it were packed: rows of L columns"),
+        ("last head tile", "looks like: perhaps The last, partly filled tile of heads is not written"),
+        ("exp2 in the merge", "looks like: Splits are weighted by powers of two of their natural LSE"),
+        ("accumulator not rescaled", "looks like: The accumulator is not rescaled where a later tile of keys raises"),
+        ("k_scale off the rope part", "looks like: The scale of the e4m3 cache is not applied to the rope part"),
+    ],
+)
+def test_frequent_mistakes_are_named(mistake: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspects = tuple(each for each in candidates(Role.DECODE) if not each.id)
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: suspects)
+    assert said in mla.judge(mla.case(MISTAKES[mistake][0]), decode_with(mistake), device="cpu", explain=True).message
+
+
+def test_cases_have_the_values_that_are_asked_for() -> None:
+    found = mla.cases("decode", heads=[16, 128], cache="fp8")
+    assert {case.suite_case.heads for case in found} == {16, 128} and len(found) < len(mla.cases("decode", tier="full"))
+    assert {getattr(case.suite_case, "cache") for case in found} == {"fp8"}  # noqa: B009 - of a decode's case
+    assert {length for case in mla.cases("decode", q=[1, 2]) for length in case.suite_case.q} == {1, 2}
+    assert all(len(set(case.suite_case.q)) > 1 for case in mla.cases("decode", queries="mixed"))
+    assert {case.suite_case.dtype for case in mla.cases("prefill", tier="full")} == {"bf16"}
+    assert mla.case(found[0].id) == found[0] and str(found[0]) == found[0].id
+
+
+@pytest.mark.parametrize(
+    ("role", "wanted", "said"),
+    [
+        ("layer", {}, "no function does; judge its kernels as functions, by role prefill and decode"),
+        ("decoder", {}, "unknown role 'decoder'; expected one of prefill, decode, sparse, indexer"),
+        ("decode", {"tier": "quick"}, "unknown tier 'quick'; expected one of smoke, full, nightly"),
+        ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
+        ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
+        ("decode", {"q": 123}, "no decode case has q=123; expected one of 1, 2, 3"),
+        (
+            "decode",
+            {"capability": "dcp"},
+            "no decode case has capability=dcp and defaults otherwise; expected more values, such as ranks=2",
+        ),
+        (
+            "decode",
+            {"cache": "fp8", "capability": "decode_lse"},
+            "cache=fp8, capability=decode_lse at once; expected fewer",
+        ),
+        ("prefill", {"merge": "own"}, "no prefill case has merge=own; expected one of golden"),
+    ],
+)
+def test_a_selection_without_a_case_says_what_there_is(role: str, wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        mla.cases(role, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("id", "said"),
+    [
+        ("decode", "malformed case id"),
+        ("nothing:q=[1]", "unknown capability 'nothing'"),
+        ("refusals:q=[40];dtype=fp64", "judges what a class declares"),
+        ("mixed_batch:call=layer;q=[1];kv=[1]", "a layer keeps weights"),
+        ("select:q=[1];kv=[63]", "a top-k over logits"),
+        ("prepare_index:q=[1];kv=[63]", "judge a class"),
+        ("slot_mapping:q=[1];kv=[63]", "a cache operation is judged by what it writes"),
+    ],
+)
+def test_an_id_that_no_function_can_be_asked_says_why(id: str, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        mla.case(id)
+
+
+def test_inputs_refuse_what_they_cannot_hand_out() -> None:
+    with pytest.raises(InputError, match="expected cpu, cuda or a GPU such as cuda:1, got 'tpu'"):
+        mla.case(LSE).inputs("tpu")
+    with pytest.raises(InputError, match=r"decided by several calls; expected mla.judge\(case, function\)"):
+        mla.case(ORDER).inputs("cpu")
+    (ranks, *_) = mla.cases("decode", ranks=2)
+    with pytest.raises(InputError, match="decided by several calls"):
+        ranks.inputs("cpu")
+
+
+def golden_of(case: mla.FunctionCase) -> Any:
+    context = Context()
+    return context.expect(context.problem(case.suite_case, CPU, Clock()), Clock()).calls[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_ds_mla"])
+def test_the_golden_decode_is_that_of_the_suite(cache: str) -> None:
+    case = mla.cases("decode", cache=cache, queries="mixed", tier="full")[0]
+    x = case.inputs("cpu")
+    names = ("scale", "kv_lora_rank", "cu_seqlens_q", "kv_cache_dtype", "k_scale")
+    own = mla.golden.decode(
+        *(x[name] for name in ("q", "kv_cache", "block_table", "seq_lens")), **{name: x[name] for name in names}
+    )
+    expected = golden_of(case)
+    assert torch.equal(own.output, expected.output) and torch.equal(own.lse, expected.lse)
+
+
+def test_the_golden_budget_holds_a_right_kernel_and_no_wrong_one() -> None:
+    case = mla.case(LSE)
+    x = case.inputs("cpu")
+    own = mla.golden.decode(x["q"], x["kv_cache"], x["block_table"], x["seq_lens"], scale=x["scale"])
+    for mistake, held in (("", True), ("accumulator not rescaled", False)):
+        output, lse = decode_with(mistake)(**x)
+        assert bool(((output.double() - own.output).abs() <= own.budget).all()) is held
+        assert bool(((lse.double() - own.lse).abs() <= own.lse_budget).all())
+
+
+def test_golden_prefills_lists_and_scores_are_those_of_the_suite() -> None:
+    case = mla.cases("prefill", call="context_chunk")[0]
+    x = case.inputs("cpu")
+    names = ("scale", "causal", "cu_seqlens_q", "cu_seqlens_k")
+    own = mla.golden.prefill(x["q"], x["k"], x["v"], **{name: x[name] for name in names})
+    assert torch.equal(own.output, golden_of(case).output) and own.budget.shape == own.output.shape
+    case = mla.cases("sparse", sink="drawn")[0]
+    x = case.inputs("cpu")
+    own = mla.golden.sparse(x["q"], x["kv_cache"], x["topk_indices"], scale=x["scale"], attn_sink=x["attn_sink"])
+    assert torch.equal(own.output, golden_of(case).output) and torch.equal(own.lse, golden_of(case).lse)
+    case = mla.cases("indexer", cache="auto", gathered=True, tier="full")[0]
+    x = case.inputs("cpu")
+    starts, lengths = x["workspace_starts"].tolist(), x["seq_lens"].tolist()
+    k = torch.cat([x["k"][start : start + length] for start, length in zip(starts, lengths, strict=True)])
+    ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    scores = mla.golden.index_scores(x["q"], x["weights"], k, cu_seqlens_q=x["cu_seqlens_q"], cu_seqlens_k=ends)
+    assert torch.equal(scores.scores, golden_of(case).scores)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "prefill": [{}, {"call": "context_chunk"}, {"out": True}, {"quant": "fp8"}],
+    "decode": [{}, {"cache": "fp8"}, {"ranks": 2}],
+    "sparse": [
+        {}, {"call": "sparse_prefill"}, {"length": True}, {"sink": "drawn"}, {"extra": "auto"}, {"ranks": 2},
+        {"extra": "fp8_ds_mla", "length": True},
+    ],
+    "indexer": [{}, {"gathered": True}, {"call": "index_topk"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ASKED)
+def test_the_page_lists_what_is_handed_out_and_when(role: str) -> None:
+    section = PAGE.read_text("utf-8").split(f"\n### {role.capitalize()}\n")[1].split("\n### ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", section, flags=re.MULTILINE)
+    listed = {name: when for names, _, when in rows for name in re.findall(r"`(\w+)`", names)}
+    handed = [set(handed_out(role, wanted)) for wanted in ASKED[role]]
+    assert set.union(*handed) == set(listed)
+    assert set.intersection(*handed) == {name for name, when in listed.items() if not when}
+    for wanted, names in zip(ASKED[role], handed, strict=True):
+        text = ", ".join(f"{name}={json.dumps(value).replace('true', 'True')}" for name, value in wanted.items())
+        assert {name for name, when in listed.items() if text and f"`{text}`" in when} <= names
+
+
+def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What a function of a role is called with."""
+    seen: dict[str, Any] = {}
+    smallest = min(mla.cases(role, tier="full", **wanted), key=lambda case: work_of(case.suite_case))
+    assert mla.judge(smallest, lambda **inputs: seen.update(inputs), device="cpu").check == "shape"
+    return seen
+
+
+def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
+    assert set(mla.__all__) - {"__version__", "roles"} <= set(re.findall(r"\w+", PAGE.read_text("utf-8")))
+    default = PAGE.read_text("utf-8").split("Name these to leave their default")[1].partition(". Cases of")[0]
+    assert re.findall(r"`(\w+)`", default) == ["call", *AT_DEFAULT]
+    assert len(mla.__all__) <= 8 + len({"__version__"})
+    code = "import sys, mla_conformance as mla; mla.cases('decode'); assert not {'torch', 'pytest'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'judges'"):
+        mla.judges  # noqa: B018 # type: ignore[attr-defined]
+
+
+TESTS = """
+import mla_conformance as mla
+from mla_conformance.tests.own_functions import decode_with
+
+@mla.cases("decode", capability="decode_lse", q=1)
+def test_right(case):
+    mla.assert_conforms(case, *decode_with("")(**case.inputs("cpu")))
+
+@mla.cases("decode", capability="decode_lse", q=1)
+def test_wrong(case):
+    mla.assert_conforms(case, *decode_with("base-2 LSE")(**case.inputs("cpu")))
+
+@mla.cases("decode", capability="decode_lse", q=1)
+def test_raises(case):
+    decode_with("")(**case.inputs("cpu"))["mine"]
+"""
+
+
+def test_under_pytest_and_xdist_ids_are_cases_and_a_failure_is_the_card(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    run = subprocess.run([*command, "-n1", "-q", "--color=no"], **settings)
+    count = len(mla.cases("decode", capability="decode_lse", q=1))
+    assert f"{2 * count} failed, {count} passed" in run.stdout
+    assert "TypeError: tuple indices must be integers" in run.stdout
+    said = [line.removeprefix("E").strip() for line in run.stdout.splitlines()]
+    assert "looks like: the LSE is in base 2, expected the natural logarithm" in said
+    replay = next(line for line in said if line.startswith("replay: "))
+    assert replay == f"replay: pytest 'test_mine.py::test_wrong[{LSE}]'"
+    assert f"FAILED test_mine.py::test_wrong[{LSE}]" in run.stdout

@@ -1,0 +1,127 @@
+"""Fitted cases: all pairs of what a kernel declares, nothing else, and the same every time."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import Region, fit
+from mla_conformance.cases.space import Row
+from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.roles.table import definition_of
+from mla_conformance.trials.regions import reachable, region_of
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import listed
+
+HOPPER = DeviceCapability(9, 0)
+DECODE = SPACES["decode_combinations"]
+SAMPLE = {
+    "TRITON_ATTN": Role.PREFILL,
+    "FLASHMLA": Role.DECODE,
+    "CUTLASS_MLA": Role.DECODE,
+    "DEEPGEMM_INDEXER": Role.INDEXER,
+}
+
+
+def declared(name: str, role: Role) -> Callable[[Sequence[Case]], list[bool]]:
+    """What a registered backend declares, asked as if its GPU and its library were here."""
+    kernel = load_role(parse_reference(name), role).resolve(HOPPER)
+    here = {
+        "is_available": classmethod(lambda cls: True),
+        "supports_compute_capability": classmethod(lambda cls, c: True),
+    }
+    kernel = type(kernel.__name__, (kernel,), here)
+
+    def supports(cases: Sequence[Case]) -> list[bool]:
+        dtypes = [(case, TORCH_DTYPES[case.dtype]) for case in cases]
+        return [bool(dtype and not definition_of(role).reasons(kernel, case, dtype, HOPPER)) for case, dtype in dtypes]
+
+    return supports
+
+
+def alike(base: Row) -> Callable[[str, Sequence[str], Row], list[str]]:
+    """The classes of a supported row first."""
+
+    def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
+        return sorted(labels, key=lambda label: label != base.get(name))
+
+    return prefer
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_every_pair_of_what_a_kernel_declares_is_held(name: str) -> None:
+    space = next(space for space in SPACES.values() if space.role is SAMPLE[name])
+    supports, all_pairs = declared(name, SAMPLE[name]), reachable(space, "cuda")
+    region = fit(space, listed(space), supports, all_pairs)
+    assert all(supports(region.cases)) and not [case.id for case in region.cases if space.outside(case)]
+    missing, classes = all_pairs - Pairs(space, region.rows), region.classes
+    claimed = [pair for pair in missing if all(label in classes[name] for name, label in pair)]
+    for pair in islice(claimed, 0, None, max(1, len(claimed) // 5)):
+        for base in region.rows[:: max(1, len(region.rows) // 5)]:
+            row = space.completed(pair, alike(base))
+            assert row is None or not supports([space.case_of(row)])[0], f"{pair} is declared, and no case holds it"
+
+
+class Narrow(EagerDecodeBackend):
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
+    supports_nonuniform_queries = False
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supported_query_len = 4
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int]:  # type: ignore[override]
+        return [64]
+
+
+def narrow() -> Region:
+    subject = Subject.of(f"{Narrow.__module__}:Narrow", torch.device("cpu"))
+    vars(subject).update(roles=(Role.DECODE,), decode_class=Narrow, _unavailable={Role.DECODE: []})
+    return region_of(subject, DECODE)
+
+
+def test_the_region_of_a_narrow_kernel_is_what_it_declares_and_the_same_every_time() -> None:
+    region = narrow()
+    expected = {
+        "cache": ["auto", "fp8"],
+        "page": ["64"],
+        "queries": ["1", "2", "3", "4"],
+        "dims": ["r1"],
+        "tile scales": [],
+    }
+    classes = region.classes
+    assert {name: classes[name] for name in expected} == expected
+    assert region.cases and [case.id for case in region.cases] == [case.id for case in narrow().cases]
+    assert not [case.id for case in region.cases if case.page != 64 or len(set(case.q)) > 1]
+
+
+def test_a_kernel_that_declares_nothing_has_no_region_and_is_asked_once() -> None:
+    asked: list[int] = []
+
+    def nothing(cases: Sequence[Case]) -> list[bool]:
+        asked.append(len(cases))
+        return [False] * len(cases)
+
+    region = fit(DECODE, listed(DECODE), nothing, reachable(DECODE, "cpu"))
+    assert (region.rows, region.cases, asked) == ([], (), [len(listed(DECODE))])
+
+
+def test_dimensions_that_decide_only_together_are_learned() -> None:
+    def supports(cases: Sequence[Case]) -> list[bool]:
+        rows = map(DECODE.row_of, cases)
+        return [row["ranks"] == "1" or row["queries"] == "1" for row in rows]
+
+    region = fit(DECODE, listed(DECODE), supports, reachable(DECODE, "cuda"))
+    missing = reachable(DECODE, "cuda") - Pairs(DECODE, region.rows)
+    assert missing and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in missing)
+    assert (("queries", "2"), ("ranks", "2")) in set(missing)
+    assert not [pair for pair in missing if pair[0][0] == "queries" and pair[1][0] not in ("ranks", "interleave")]

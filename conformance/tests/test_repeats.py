@@ -1,0 +1,60 @@
+"""Many calls of one case: what is rare is found and counted, what is right is not suspected."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cli import main
+from mla_conformance.defects import races
+from mla_conformance.judging.traits import Repeated
+from mla_conformance.traits.repeats import repeated
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.subject import Subject
+
+PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
+DECODE = "determinism:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=64"
+
+
+def of(reference: str, case: str, calls: int) -> Repeated:
+    return repeated(Subject.of(reference, torch.device("cpu")), Context(), Case.parse(case), calls)
+
+
+def test_a_race_with_wrong_results_is_found_where_the_draw_puts_it() -> None:
+    found = of(f"{races.__name__}:UnfinishedTile", DECODE, 400)
+    assert found.differing and found.breaks and "output is" in found.wrong
+    assert found.first <= 400 and found.calls_for(0.95) > 1
+
+
+def test_another_order_of_additions_is_right_with_other_bits() -> None:
+    found = of(f"{races.__name__}:OrderOfAdditions", PREFILL, 200)
+    assert found.differing and not found.wrong and found.breaks
+
+
+@pytest.mark.parametrize(("reference", "case"), [("EAGER", PREFILL), ("TORCH_SDPA", DECODE)])
+def test_a_kernel_without_a_race_has_the_same_bits(reference: str, case: str) -> None:
+    found = of(reference, case, 50)
+    assert (found.differing, found.breaks, found.failed) == (0, False, "")
+
+
+def test_a_kernel_that_is_always_wrong_is_not_repeated() -> None:
+    case = "decode_lse:call=decode;dims=small;heads=2;q=[1];kv=[40]"
+    assert "LSE" in of("mla_conformance.defects.decode_softmax:Base2DecodeLse", case, 5).failed
+
+
+def test_figures() -> None:
+    found = Repeated(calls=1000, seconds=2.0, differing=10, first=3)
+    assert found.calls_for(0.95) == 299
+    assert Repeated(calls=1000).rarest(0.95) == pytest.approx(0.003, rel=0.01)
+    assert not Repeated(calls=5, differing=1, deterministic=False).breaks
+
+
+def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = ["replay", PREFILL, "--backend", f"{races.__name__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
+    assert main(said) == 1
+    out = capsys.readouterr().out
+    assert "have other bits than the first" in out and "smallest case that differs" in out
+    assert list(tmp_path.rglob("race-*.json"))

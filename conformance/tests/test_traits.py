@@ -1,0 +1,123 @@
+"""What is told beside verdicts: bits that stay the same, errors as they are spread."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.expectations.apply import Expectations
+from mla_conformance.gating.gate import Gate, GateFinding
+from mla_conformance.judging.record import BackendFacts
+from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question, Traits
+from mla_conformance.report.html import html
+from mla_conformance.report.json_report import report_form, to_text
+from mla_conformance.report.loading import load_report
+from mla_conformance.report.summary import BackendSummary, RunSummary
+from mla_conformance.report.traits import traits_lines
+from mla_conformance.traits.accuracy import accuracy, last_place
+from mla_conformance.traits.bitwise import VARIANTS, bases, bitwise
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Trial
+
+CPU = torch.device("cpu")
+
+
+class Alternating(EagerPrefillBackend):
+    """Every other call adds up the keys in another order."""
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        self._calls = getattr(self, "_calls", 0) + 1
+        tiles = [slice(start, min(start + 32, keys)) for start in range(0, keys, 32)]
+        return iter(tiles[::-1] if self._calls % 2 else tiles)
+
+
+class SplitsByMaximum(EagerPrefillBackend):
+    """The tile follows from the longest request of the batch, as the metadata tell it."""
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        tile = 16 if self._prefill_metadata.max_query_len > 200 else 64
+        return (slice(start, min(start + tile, keys)) for start in range(0, keys, tile))
+
+
+def answers(kernel: type) -> dict[Question, BitwiseAnswer]:
+    subject = Subject.of(f"{__name__}:{kernel.__name__}", CPU)
+    return {each.question: each for each in bitwise(subject, Context())}
+
+
+def test_a_kernel_that_alternates_is_found_from_run_to_run() -> None:
+    found = answers(Alternating)
+    assert found[Question.REPEATS].answer is Answer.NO
+    assert "q=[" in found[Question.REPEATS].why and "rows" in found[Question.REPEATS].why
+
+
+def test_a_kernel_that_splits_by_the_longest_is_the_same_from_run_to_run_and_not_for_any_maximum() -> None:
+    found = answers(SplitsByMaximum)
+    assert [found[each].answer for each in (Question.REPEATS, Question.PAGES)] == [Answer.YES, Answer.NOT_APPLICABLE]
+    assert found[Question.SPLITS].answer is Answer.NO and found[Question.ALONE].answer is Answer.NO
+    Case.parse(found[Question.SPLITS].why.partition(": ")[0])
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.SPARSE, Role.INDEXER, Role.LAYER])
+@pytest.mark.parametrize("question", [q for q in VARIANTS if q is not Question.GRAPH])
+def test_a_variant_keeps_the_operands_of_its_rows(role: Role, question: Question) -> None:
+    trial = Trial(Subject.of("EAGER", CPU), bases(role)[0], Context())
+    for variant in VARIANTS[question](trial):
+        against = (variant.against or trial.problem).calls[0].q
+        theirs = variant.problem.calls[0].q
+        expected = against[: len(theirs)] if variant.rows is None else against[variant.rows]
+        assert torch.equal(expected.float(), theirs[: len(expected)].float())
+
+
+def test_the_errors_of_a_right_kernel_are_within_their_budget_and_ordered() -> None:
+    spreads = accuracy(Subject.of(f"{__name__}:{Alternating.__name__}", CPU), Context())
+    assert {each.dtype for each in spreads} == {"bf16", "fp16", "fp32"}
+    for each in spreads:
+        assert list(each.budget) == sorted(each.budget) and list(each.ulp) == sorted(each.ulp)
+        assert 0 < each.budget[-1] <= 1 and each.elements > 1000
+
+
+def test_the_last_place_is_that_of_the_dtype() -> None:
+    x = torch.tensor([1.0, 1.99, -2.0, 0.0, 1e-30], dtype=torch.float64)
+    nearest = torch.nextafter(x.bfloat16().abs(), torch.tensor(torch.inf, dtype=torch.bfloat16)).double()
+    expected = nearest - x.bfloat16().abs().double()
+    assert torch.equal(last_place(x, torch.bfloat16)[[0, 2, 4]], expected[[0, 2, 4]])
+    assert float(last_place(x, torch.bfloat16)[1]) == 2.0**-7
+    assert float(last_place(x, torch.float16)[3]) == 2.0**-24
+
+
+def run_with(traits: Traits) -> RunSummary:
+    environment = {"suite": "1", "version": "1", "tier": "smoke", "device": "cpu", "torch": "2"}
+    return RunSummary(environment, (BackendSummary(BackendFacts("MINE", "a.py:MINE"), traits=traits),), ())
+
+
+NO = BitwiseAnswer(Question.PAGES, "decode", Answer.NO, 3, "decode:q=[1]: other pages, output differs")
+YES = BitwiseAnswer(Question.REPEATS, "decode", Answer.YES, 3)
+SPREAD = ErrorSpread("decode", "bf16", "normal", 1, 9, (0.1, 0.5, 0.9), (0.2, 3.0, 8.0))
+
+
+def test_answers_reach_text_page_and_gate() -> None:
+    run = run_with(Traits((NO, YES), (SPREAD,)))
+    lines = list(traits_lines(run.backends[0].traits))
+    assert any("on any pages: decode ✘" in line for line in lines) and any(NO.why in line for line in lines)
+    page = html(run)
+    assert NO.why in page and "0.1 / 0.5 / 0.9 · 0.2 / 3 / 8 ulp" in page
+    gate = Gate([run], Expectations(()), suites=["1"], bitwise=[Question.PAGES, Question.REPEATS])
+    assert [row.what for row in gate.rows() if row.finding is GateFinding.BITWISE] == [Question.PAGES]
+
+
+def test_a_question_that_nobody_asked_closes_the_gate() -> None:
+    gate = Gate([run_with(Traits())], Expectations(()), suites=["1"], bitwise=[Question.REPEATS])
+    (row,) = [row for row in gate.rows() if row.finding is GateFinding.BITWISE]
+    assert "nobody asked" in row.detail and gate.blocks(row)
+
+
+def test_a_report_keeps_what_was_found(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    run = run_with(Traits((NO,), (SPREAD,)))
+    path.write_text(to_text(report_form(run)), encoding="utf-8")
+    assert load_report(path).backends[0].traits == run.backends[0].traits

@@ -1,0 +1,134 @@
+"""Cases that a GPU's other users disturb are judged at the end, alone; here a CPU takes the part of one GPU."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
+from mla_conformance.engine.request import RunRequest, compiles
+from mla_conformance.engine.run import Limits, Run
+from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.judging.verdict import Status
+
+GREEDY = """
+import pathlib, torch
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+
+class Greedy(EagerPrefillBackend):
+    '''Lacks memory for three tokens always, for two the first time.'''
+
+    def run_prefill_new_tokens(self, q, *arguments, **options):
+        if len(q) in (2, 3):
+            seen = pathlib.Path(__file__).with_name(f"seen{len(q)}")
+            seen.open("a").write("!")
+            if len(q) == 3 or seen.read_text() == "!":
+                raise torch.OutOfMemoryError("others hold it")
+        return super().run_prefill_new_tokens(q, *arguments, **options)
+"""
+COMPILES = """
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+
+class Compiles(EagerPrefillBackend):
+    declaration = Declaration(distributions=("torch", "triton"))
+"""
+CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 9)]
+RACES = [f"determinism:dims=small;heads=2;q=[{tokens}]" for tokens in (5, 6)]
+
+
+@dataclass
+class Seen:
+    """What is seen of a run.
+
+    Attributes:
+        started: each case as it starts, with how many places are busy and the processes of all.
+        backends: whose case it is, in the same order.
+        phases: what it says that it does.
+        records: the verdicts.
+    """
+
+    started: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[str]:
+        """The cases as they started."""
+        return [case for case, *_ in self.started]
+
+
+def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What is seen of a run by two workers that share a GPU."""
+    seen, claimed = Seen(), RunFolder.claim(folder / "out")
+    with Run(RunRequest.of(backends, device="cpu", cases=cases), claimed, Limits(2)) as run:
+        append = Journal.append
+
+        def note(journal: Journal, event: JournalEvent) -> None:
+            append(journal, event)
+            if isinstance(event, CaseStarted):
+                places = run.supervisor.places
+                seen.backends.append(event.backend)
+                processes = tuple(place.hello.process if place.hello else 0 for place in places)
+                seen.started.append((event.case, sum(bool(place.task) for place in places), processes))
+
+        run.prepare()
+        run.begin()
+        monkeypatch.setattr(Journal, "append", note)
+        monkeypatch.setattr(run, "_trace", lambda: None)
+        run.device, run.supervisor.gpus = "cuda", 1
+        run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
+    return seen
+
+
+def test_what_watches_for_races_is_judged_last_while_no_other_place_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = judged(tmp_path, ["EAGER"], [*RACES, *CASES], monkeypatch)
+    assert sorted(seen.order[:-2]) == CASES and seen.order[-2:] == RACES
+    beside, alone = seen.started[:-2], seen.started[-2:]
+    assert {busy for _, busy, _ in alone} == {1} and 2 in {busy for _, busy, _ in beside}
+    (last,), earlier = {here for *_, here in alone}, {here for *_, here in beside}
+    assert all(last[0] == here[0] and last[1] != here[1] for here in earlier), "the other one gave its memory back"
+    assert {record.status for record in seen.records.values()} == {Status.PASS}
+    assert seen.phases[0] == "judging 2 cases with the GPU for itself"
+
+
+def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    seen = judged(tmp_path, [f"{tmp_path / 'greedy.py'}:Greedy"], CASES, monkeypatch)
+    assert sorted(seen.order[:-2]) == CASES and sorted(seen.order[-2:]) == CASES[1:3]
+    assert [busy for _, busy, _ in seen.started[-2:]] == [1, 1]
+    processes = {here[0] for *_, here in seen.started}
+    assert len(processes) == 3, "each of the two in a process that has judged nothing"
+    unavailable = [record.case for record in seen.records.values() if record.status is Status.UNAVAILABLE]
+    assert unavailable == [CASES[2]] and len(seen.records) == len(CASES)
+
+
+def test_one_that_compiles_follows_when_the_others_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    compiling = f"{tmp_path / 'compiles.py'}:Compiles"
+    seen = judged(tmp_path, [compiling, "EAGER", "TORCH_SDPA"], [RACES[0], *CASES[:2]], monkeypatch)
+    assert sorted(seen.backends[:4]) == ["EAGER"] * 2 + ["TORCH_SDPA"] * 2
+    assert (seen.backends[4:6], seen.order[4:6]) == (["EAGER", "TORCH_SDPA"], [RACES[0]] * 2)
+    assert seen.backends[6:] == [compiling] * 3 and seen.order[8] == RACES[0]
+    alone = "judging {} with the GPU for itself"
+    assert seen.phases[:4] == [
+        "judging 2 backends, compiling for others beside them",
+        alone.format("2 cases"),
+        "judging the backends that compile",
+        alone.format("1 case"),
+    ]
+
+
+def test_a_library_that_compiles_is_known_by_its_name() -> None:
+    assert compiles(BackendFacts("A", "A", versions={"torch": "2.13", "triton": "not installed as a distribution"}))
+    assert not compiles(BackendFacts("A", "A", versions={"torch": "2.13", "nvidia-cudnn-frontend": "1.32"}))

@@ -1,0 +1,274 @@
+"""Whether a row's result has the same bits however its call is made; information beside the verdict.
+
+Each question has variants of a case that keep the row's operands. Cases go from small to large, and what differs is
+made smaller, so that a "no" comes with a small counterexample.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.shrink import simpler
+from mla_conformance.judging.traits import Answer, BitwiseAnswer, Question
+from mla_conformance.judging.verdict import Nonconformance
+from mla_conformance.problems.operands import rows_of
+from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.graph import captured
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.transform import regroup
+from mla_conformance.trials.trial import Trial, invoke, prepare, results
+
+_REPEATS = 8
+_TRIES = 24
+"""Simpler cases that are tried of one that differs."""
+_LAYER = {"call": Call.LAYER, "dims": "32-16-32-64", "heads": 2}
+_SPARSE = {"call": Call.SPARSE_DECODE, "heads": 16, "page": 64}
+_FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
+    Role.PREFILL: ({"q": (5, 9), "heads": 2}, {"q": (130, 1, 40), "heads": 2}, {"q": (300, 17, 64, 5)}),
+    Role.DECODE: (
+        {"call": Call.DECODE, "q": (1, 1), "kv": (5, 40), "heads": 2, "page": 64},
+        {"call": Call.DECODE, "q": (1, 1, 1), "kv": (300, 5, 129), "page": 64},
+        {"call": Call.DECODE, "q": (1,) * 4, "kv": (2000, 64, 700, 17), "heads": 16, "page": 64},
+    ),
+    Role.LAYER: (
+        {**_LAYER, "q": (5, 1), "kv": (20, 40), "decodes": 1},
+        {**_LAYER, "q": (20, 9, 1, 1), "kv": (130, 300, 200, 17), "decodes": 2, "workspace": 2048},
+    ),
+    Role.SPARSE: (
+        {**_SPARSE, "q": (1, 1), "kv": (40, 64), "topk": 64},
+        {**_SPARSE, "q": (1, 1, 1), "kv": (300, 5, 1000), "topk": 512},
+    ),
+    Role.INDEXER: (
+        {"call": Call.INDEX_LOGITS, "heads": 4, "q": (1, 1), "kv": (63, 5)},
+        {"call": Call.INDEX_LOGITS, "q": (2, 1, 1), "kv": (100, 3, 700)},
+    ),
+}
+"""Cases of each role, from small to large."""
+
+
+def bases(role: Role) -> tuple[Case, ...]:
+    """The cases whose variants are compared."""
+    return tuple(Case.of(capability="batch_invariance", **fields) for fields in _FIELDS[role])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to call for rows of a case.
+
+    Attributes:
+        what: in words.
+        problem: the call.
+        rows: numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None.
+        run: makes the call otherwise than the driver; None for the driver.
+        against: what it is compared with, where that is not the case as it is.
+    """
+
+    what: str
+    problem: Problem
+    rows: torch.Tensor | None = None
+    run: Callable[[Any, Problem], Any] | None = None
+    against: Problem | None = None
+
+
+Variants = Callable[[Trial], Iterator[Variant]]
+
+
+def _repeats(trial: Trial) -> Iterator[Variant]:
+    for number in range(2, _REPEATS + 1):
+        yield Variant(f"call {number} of the same", trial.problem)
+
+
+def _regrouped(trial: Trial, what: str, requests: Sequence[int]) -> Iterator[Variant]:
+    """Some of the requests; nothing where a layer's workspace is too small for them."""
+    try:
+        problem = regroup(trial.problem, requests)
+    except ValueError:
+        return
+    yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
+
+
+def _alone(trial: Trial) -> Iterator[Variant]:
+    for request in range(len(trial.case.q)):
+        yield from _regrouped(trial, f"request {request} alone", [request])
+
+
+def _groups(trial: Trial) -> list[list[int]]:
+    """The requests; of a layer those that prefill and those that decode, which stay in this order."""
+    everyone = list(range(len(trial.case.q)))
+    if not isinstance(trial.case, LayerCase):
+        return [everyone]
+    return [[each for each in everyone if (each in trial.case.decoding) is decodes] for decodes in (False, True)]
+
+
+def _places(trial: Trial) -> Iterator[Variant]:
+    groups = _groups(trial)
+    yield from _regrouped(trial, "the requests reversed", [request for group in groups for request in group[::-1]])
+    moved = [request for group in groups for request in (*group[1:], *group[:1])]
+    yield from _regrouped(trial, "the first request moved to the end", moved)
+
+
+def _sizes(trial: Trial) -> Iterator[Variant]:
+    for times in (2, 8, 33):
+        requests = [request for group in _groups(trial) for request in group * times]
+        yield from _regrouped(trial, f"each request {times} times", requests)
+
+
+def _changed(trial: Trial, what: str, **changes: Any) -> Iterator[Variant]:
+    """The case with other fields, which leave its operands as they are; nothing where it cannot have them."""
+    try:
+        case = replace(trial.case, **changes)
+    except (CaseError, TypeError):
+        return
+    if not trial.unsupported(case):
+        yield Variant(what, trial.build(case))
+
+
+def _splits(trial: Trial) -> Iterator[Variant]:
+    for factor in (2, 16, 100):
+        yield from _changed(trial, f"maxima {factor} times as large", inflate=factor)
+
+
+def _chunks(trial: Trial) -> Iterator[Variant]:
+    if isinstance(trial.case, LayerCase):
+        for tokens in (64, 128, 1024):
+            yield from _changed(trial, f"a workspace of {tokens} tokens", workspace=tokens)
+
+
+def _pages(trial: Trial) -> Iterator[Variant]:
+    for spare in (4, 17):
+        yield from _changed(trial, f"other pages, {spare} of them unused", spare=spare)
+
+
+def _padding(trial: Trial) -> Iterator[Variant]:
+    """What is drawn may depend on the padding, so that it is taken away from a padded batch."""
+    everyone = range(len(trial.case.q))
+    for rows in (1, 3):
+        for padded in _changed(trial, f"padding of {rows}", pad=rows):
+            yield replace(padded, against=regroup(padded.problem, everyone))
+
+
+def _graphs(trial: Trial) -> Iterator[Variant]:
+    if trial.subject.device.type == "cuda":
+        for found in _changed(trial, "replayed from a graph", capability="cuda_graph"):
+            yield replace(found, run=_through_a_graph)
+
+
+def _through_a_graph(backend: Any, problem: Problem) -> Any:
+    prepare(backend, problem)
+    replay, _ = captured(problem.device, partial(invoke, backend, problem))
+    return replay()
+
+
+def _phases(trial: Trial) -> Iterator[Variant]:
+    if isinstance(trial.case, LayerCase):
+        yield from _changed(trial, "every request as a prefill", decodes=0)
+
+
+def _ranks(trial: Trial) -> Iterator[Variant]:
+    if isinstance(trial.case, LayerCase):
+        yield from _changed(trial, "on two ranks", ranks=2)
+
+
+VARIANTS: Mapping[Question, Variants] = {
+    Question.REPEATS: _repeats, Question.ALONE: _alone, Question.PLACE: _places, Question.BATCH_SIZE: _sizes,
+    Question.SPLITS: _splits, Question.CHUNKING: _chunks, Question.PAGES: _pages, Question.PADDING: _padding,
+    Question.GRAPH: _graphs, Question.PHASE: _phases, Question.RANKS: _ranks,
+}  # fmt: skip
+
+
+def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
+    """All questions to all roles of a backend that can run here, with outputs of floating point."""
+    roles = [role for role in subject.declarations if role in _FIELDS]
+    return tuple(_answer(subject, context, role, question) for role in roles for question in Question)
+
+
+def _answer(subject: Subject, context: Context, role: Role, question: Question) -> BitwiseAnswer:
+    compared, refused = 0, ""
+    for case in bases(role):
+        try:
+            count, difference = _compared(subject, context, case, question)
+        except Nonconformance as failure:
+            refused = refused or str(failure)
+            continue
+        compared += count
+        if difference:
+            case, difference = _smallest(subject, context, case, question, difference)
+            return BitwiseAnswer(question, role, Answer.NO, compared, f"{case.id}: {difference}")
+    if compared:
+        return BitwiseAnswer(question, role, Answer.YES, compared)
+    return BitwiseAnswer(question, role, Answer.NOT_APPLICABLE, why=refused or "nothing of this role varies so here")
+
+
+def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
+    """How many variants of a case were compared, up to one that differs, and how that differs.
+
+    Raises:
+        Nonconformance: it is unsupported, or a call failed.
+    """
+    subject.executor.begin()
+    trial, count = Trial(subject, case, context), 0
+    trial.require_support()
+    first = _values(trial, Variant("", trial.problem))
+    for variant in VARIANTS[question](trial):
+        count += 1
+        expected = _values(trial, Variant("", variant.against)) if variant.against else first
+        if difference := _difference(expected, _values(trial, variant), variant.rows):
+            return count, f"{variant.what}, {difference}"
+    return count, ""
+
+
+def _values(trial: Trial, variant: Variant) -> list[torch.Tensor]:
+    """Copies of output, rows first, and of the LSE if there is one."""
+    backend = trial.backend if variant.problem.case == trial.case else trial.create(variant.problem.case)
+    if variant.run is not None:
+        found = trial.call(variant.what, partial(variant.run, backend, variant.problem))
+        output, *lse = found if isinstance(found, tuple | list) else [found]
+    else:
+        seen = trial.run(backend, variant.problem)
+        if seen.error:
+            raise Nonconformance(replace(trial.verdict, message=f"{variant.what or trial.case.id}: {seen.error.error}"))
+        output, *lse = results(seen)
+    return [output.clone(), *(each.mT.clone() for each in lse)]
+
+
+def _difference(first: list[torch.Tensor], other: list[torch.Tensor], rows: torch.Tensor | None) -> str:
+    """What differs, in words; columns that only one has, of the scores of an indexer, do not count."""
+    for name, mine, theirs in zip(("output", "LSE"), first, other, strict=False):
+        expected = mine[: len(theirs)] if rows is None else mine[rows.to(mine.device)]
+        width = min(expected.shape[-1], theirs.shape[-1])
+        a, b = expected[..., :width], theirs[: len(expected), ..., :width]
+        differs = (_bits(a) != _bits(b)).flatten(1).any(dim=1)
+        if bool(differs.any()):
+            count, row = int(differs.sum()), int(differs.nonzero()[0])
+            return f"{name} differs in {count} of {len(differs)} rows, first in row {row}"
+    return ""
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _smallest(subject: Subject, context: Context, case: Case, question: Question, seen: str) -> tuple[Case, str]:
+    """The simplest case that was found to differ, one step after the other, and how."""
+    tried = 0
+    while tried < _TRIES:
+        for candidate in islice(simpler(case), _TRIES - tried):
+            tried += 1
+            try:
+                _, difference = _compared(subject, context, candidate, question)
+            except Nonconformance:
+                continue
+            if difference:
+                case, seen = candidate, difference
+                break
+        else:
+            break
+    return case, seen

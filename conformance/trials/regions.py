@@ -1,0 +1,41 @@
+"""What a backend declares of the space of a role, on its device."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import Region, fit
+from mla_conformance.cases.space import Space
+from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import listed
+
+
+def region_of(subject: Subject, space: Space) -> Region:
+    """The part of a space that a backend declares; none of a role that it has not, or that cannot run here."""
+    cases = listed(space)
+    return fit(space, cases, partial(_supported, subject), reachable(space, subject.device.type))
+
+
+def reachable(space: Space, device_type: str) -> Pairs:
+    """The pairs that cases hold which a device of this type is asked for."""
+    light = (case for case in listed(space) if device_type != "cpu" or work_of(case) <= CPU_WORK)
+    return Pairs(space, map(space.row_of, light))
+
+
+def fitted_cases(subject: Subject) -> Iterator[Case]:
+    """The cases that hold what a backend declares and no listed case does, role by role."""
+    for space in SPACES.values():
+        yield from region_of(subject, space).cases
+
+
+def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    """Which of some cases it declares; nothing of what it raises when it is asked."""
+    answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
+    return answered.value if not answered.error else [False] * len(cases)
+
+
+def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    return [not (subject.missing_role(case) or subject.unsupported(case)) for case in cases]

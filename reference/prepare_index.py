@@ -1,0 +1,152 @@
+"""Index queries and keys behind their projections: norm, rotation, Hadamard transform, and what rounding does to them.
+
+A key passes through LayerNorm; queries and keys are rotated in R of their D columns and transformed by the orthonormal
+Hadamard matrix, before they are stored in e4m3 with a scale for each block of columns. Sources: the ``Indexer`` of
+DeepSeek-V3.2-Exp's inference code (``k_norm``, ``rotate_activation``, ``act_quant``) and vLLM's
+``fused_indexer_q_rope_quant``.
+
+Every step also says, to first order, by how much a faithful kernel may be off: in units of a float32 accumulation, and
+of one rounding of what stands between the steps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
+from mla_conformance.reference.quantization import E4M3_MAX
+from mla_conformance.reference.rope import join_pairs, split_pairs
+
+LARGEST_FLOOR = 1e-4
+"""A kernel may take the largest magnitude of a block for this where it is less, as DeepSeek's does."""
+_SCALE_STEPS = 8
+"""Roundings of a scale, and of a weight times its factors."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Values on their way to codes.
+
+    values: [..., D] float64.
+    accumulated: [..., D], sums of magnitudes that a float32 accumulation is relative to.
+    stored: [..., D], sums of magnitudes that a rounding of intermediate results is relative to.
+    least: the smallest normal number of their dtype, below which a rounding is no longer relative.
+    """
+
+    values: Tensor
+    accumulated: Tensor
+    stored: Tensor
+    least: float
+
+    @staticmethod
+    def of(x: Tensor) -> "Prepared":
+        """Values as they are handed over, exact."""
+        values = x.to(torch.float64)
+        least = float(torch.finfo(x.dtype).smallest_normal)
+        return Prepared(values, torch.zeros_like(values), torch.zeros_like(values), least)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """The magnitudes that a rounding of these intermediate results is relative to."""
+        return values.abs().clamp(min=self.least)
+
+    def error(self, accumulation: float, intermediates: float) -> Tensor:
+        """[..., D] the largest error of a faithful kernel.
+
+        accumulation: rounding steps of a float32 accumulation. intermediates: unit roundoff of what is between steps.
+        """
+        float32 = accumulation * FLOAT32_ROUNDOFF * (self.accumulated + self.values.abs())
+        return float32 + intermediates * self.stored
+
+
+def layer_norm(x: Prepared, weight: Tensor, bias: Tensor, eps: float) -> Prepared:
+    """LayerNorm over the last dimension: (x - mean) / sqrt(variance + eps) · weight + bias, weight and bias [D].
+
+    The variance may be the mean square less the squared mean, whose error is relative to the mean square.
+    """
+    values = x.values
+    mean, square = values.mean(-1, keepdim=True), values.square().mean(-1, keepdim=True)
+    variance = values.var(-1, keepdim=True, correction=0) + eps
+    factor = weight.to(torch.float64) / variance.sqrt()
+    scaled = (values - mean) * factor
+    normed = scaled + bias.to(torch.float64)
+    moved = factor.abs() * (values.abs().mean(-1, keepdim=True) + values.abs())
+    accumulated = moved + scaled.abs() * (1 + (square + eps) / (2 * variance)) + normed.abs()
+    return Prepared(normed, accumulated, x.rounded(normed), x.least)
+
+
+def rotated(x: Prepared, cos_sin: Tensor, first: int, interleaved: bool) -> Prepared:
+    """Rotate R columns from ``first`` on of every row.
+
+    x: [T, ..., D]. cos_sin: [T, R], the cosines of the pairs, then the sines. interleaved: pairs are neighbours, not
+    R/2 apart.
+    """
+    width = cos_sin.shape[1]
+    turn = cos_sin.to(torch.float64).reshape(len(cos_sin), *[1] * (x.values.dim() - 2), width)
+    cos, sin = turn.tensor_split(2, dim=-1)
+
+    def turned(part: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+        a, b = split_pairs(part, interleaved)
+        return join_pairs(a * cos + sign * b * sin, b * cos + a * sin, interleaved)
+
+    def within(whole: Tensor, sign: int) -> Tensor:
+        part = whole[..., first : first + width]
+        return turned(part, cos, sin, sign) if sign < 0 else turned(part, cos.abs(), sin.abs(), sign)
+
+    def joined(whole: Tensor, part: Tensor) -> Tensor:
+        return torch.cat((whole[..., :first], part, whole[..., first + width :]), dim=-1)
+
+    values = joined(x.values, within(x.values, -1))
+    products = within(x.values.abs(), 1)
+    accumulated = joined(x.accumulated, within(x.accumulated, 1) + products)
+    stored = joined(x.stored, within(x.stored, 1) + x.rounded(values[..., first : first + width]))
+    return Prepared(values, accumulated, stored, x.least)
+
+
+def hadamard(x: Prepared) -> Prepared:
+    """The orthonormal Hadamard transform of the last dimension, a power of two, in Sylvester's order."""
+    matrix = sylvester(x.values.shape[-1], x.values.device)
+    values, magnitude = x.values @ matrix, matrix.abs()
+    accumulated = (x.accumulated + x.values.abs()) @ magnitude
+    return Prepared(values, accumulated, x.stored @ magnitude + x.rounded(values), x.least)
+
+
+def sylvester(size: int, device: torch.device) -> Tensor:
+    """[n, n] float64, the orthonormal Hadamard matrix of a power of two in Sylvester's order.
+
+    Raises ValueError for another size.
+    """
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"expected a power of two, got {size}")
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / size**0.5
+
+
+def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The least and the greatest scale that blocks may have, by their largest magnitudes, each of which may be off.
+
+    The scale is the largest magnitude over 448, or the next power of two.
+    """
+    slack = _SCALE_STEPS * FLOAT32_ROUNDOFF
+    low = (largest - error).clamp(min=0) / E4M3_MAX * (1 - slack)
+    high = (largest + error).clamp(min=LARGEST_FLOOR) / E4M3_MAX * (1 + slack)
+    return (_next_power(low), _next_power(high)) if powers_of_two else (low, high)
+
+
+def nearest_power(scale: Tensor) -> Tensor:
+    """The power of two that a scale stands for where products have rounded it; elsewhere the scale itself."""
+    power = torch.exp2(scale.log2().round())
+    return torch.where((scale / power - 1).abs() <= _SCALE_STEPS * FLOAT32_ROUNDOFF, power, scale)
+
+
+def is_power(scale: Tensor) -> Tensor:
+    """Whether positive numbers are powers of two."""
+    return torch.frexp(scale).mantissa == 0.5
+
+
+def _next_power(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    power = torch.exp2((exponent - (mantissa == 0.5).int()).to(torch.float64))
+    return torch.where(x > 0, power, 0.0)

@@ -1,0 +1,118 @@
+"""What weights share that are rounded alike: the roundings of P are independent only where its values differ.
+
+A kernel rounds P relative to the largest weight that it has seen, to 2u apart at most. Equal keys have equal logits in
+every kernel, and their weights one rounding; so have weights that are closer than that. Over these errors add up
+instead of averaging out. Between weights that are spread evenly over 2u roundings have either sign, and their sum is 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+P_ROUNDOFFS = (2.0**-4, 2.0**-8, 2.0**-11)
+"""Of e4m3, bfloat16 and float16."""
+_FINER = (2.0**-14, 2.0**-17, 2.0**-20)
+"""Values of opposite signs hide each other in a cell where a kernel rounds one up and the other down."""
+_CELLS = 4
+"""Cells of logits to a period of 2u."""
+_COMBINATIONS = 16
+"""Random combinations of columns that stand for all; fewer columns stand for themselves."""
+_SAMPLED = 2
+"""Rows, and heads of each, that show whether logits are that close: those that see most keys."""
+_NOTEWORTHY = 0.5
+"""Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
+_ELEMENTS = 2**22
+"""Elements that the sums of some heads may take (32 MiB of float64); those of a single head always may."""
+_MOST_PAIRS = 2**25
+"""Pairs of a query and a key, over all heads, that are looked at; of more every n-th row stands for those behind it."""
+
+Visible = Sequence[slice | Tensor]
+"""The keys of each row."""
+
+
+def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Sequence[int], scale: float) -> Tensor:
+    """[T, N, 3] float64, what independent roundings of P leave out, averaged over the columns, by `P_ROUNDOFFS`.
+
+    Σ_c |Σ p·v|² over cells c of logits u/2 wide, less a quarter of the same over 2u and less what Σ p²·v² counts, at
+    least 0; estimated from random combinations of the columns. 0 for all, where some rows show that few logits are
+    as close as that.
+
+    q: [T, N, D]. k: [S, N or 1, D]. v: [S, N or 1, V]. visible: the keys of each row. ends: the last row of each
+    request. scale: factor of the logits.
+    """
+    found = torch.zeros(*q.shape[:2], len(P_ROUNDOFFS), dtype=torch.float64, device=q.device)
+    longest = sorted(ends, key=lambda row: _count(visible[row]))[-_SAMPLED:]
+    shown = [_clustered(q[row], k[visible[row]], scale) for row in longest]
+    # By half of them: of a few keys two may be close by chance.
+    if shown and 2 * int(torch.cat(shown).sum()) >= sum(map(len, shown)):
+        combined = _combined(v.double())
+        every = 1 + q.shape[1] * sum(map(_count, visible)) // _MOST_PAIRS
+        for row, keys in list(enumerate(visible))[::every]:
+            found[row : row + every] = _of_row(q[row], k[keys], combined[keys], scale)
+    return found
+
+
+def _count(keys: slice | Tensor) -> int:
+    return keys.stop - keys.start if isinstance(keys, slice) else len(keys)
+
+
+def _clustered(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[heads] bool, whether weights of a row, q [N, D], are much closer than weights that are spread evenly."""
+    heads = slice(None, None, -(-len(q) // _SAMPLED))
+    logits = _logits(q[heads], k if k.shape[1] == 1 else k[:, heads], scale)
+    p = logits.softmax(dim=-1)
+    alone = p.square().sum(dim=-1, keepdim=True)
+    return (_pairs(logits, p.unsqueeze(-1), P_ROUNDOFFS) > _NOTEWORTHY * alone).any(dim=-1)
+
+
+def _of_row(q: Tensor, k: Tensor, combined: Tensor, scale: float) -> Tensor:
+    """[N, 3] for a row q [N, D], its keys and the combinations [S, N or 1, C] of its values."""
+    logits = _logits(q, k, scale)
+    weighted = logits.softmax(dim=-1).unsqueeze(-1) * combined.transpose(0, 1)
+    sizes = (*P_ROUNDOFFS, *_FINER)
+    step = max(1, _ELEMENTS // (len(sizes) * _bins(k.shape[0]) * weighted.shape[-1]))
+    parts = [_pairs(*heads, sizes) for heads in zip(logits.split(step), weighted.split(step), strict=True)]
+    largest = torch.cat(parts).clamp(min=0.0).flip(-1).cummax(dim=-1).values.flip(-1)
+    return largest[:, : len(P_ROUNDOFFS)]
+
+
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[N, S] float64, relative to the largest of each head."""
+    q, k = q.double(), k.double()
+    products = (k[:, 0] @ q.mT).mT if k.shape[1] == 1 else (k.transpose(0, 1) @ q.unsqueeze(-1)).squeeze(-1)
+    scores = scale * products.contiguous()
+    return scores - scores.amax(dim=-1, keepdim=True) if k.shape[0] else scores
+
+
+def _combined(v: Tensor) -> Tensor:
+    """[S, N or 1, C] random combinations of the columns [S, N or 1, V].
+
+    Squares of sums of them, added up, are on average those of sums of the columns, averaged.
+    """
+    width = v.shape[-1]
+    if width <= _COMBINATIONS:
+        return v * width**-0.5
+    signs = torch.randint(0, 2, (width, _COMBINATIONS), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
+    return v @ signs * (width * _COMBINATIONS) ** -0.5
+
+
+def _bins(keys: int) -> int:
+    """Cells that are told apart; what is further off falls among them, evenly."""
+    return max(256, 1 << keys.bit_length())
+
+
+def _pairs(logits: Tensor, weighted: Tensor, roundoffs: Sequence[float]) -> Tensor:
+    """[N, R] sums over cells and columns by roundoff, for logits [N, S] and weighted values [N, S, C]."""
+    heads, columns, bins = len(logits), weighted.shape[-1], _bins(logits.shape[-1])
+    to_cells = logits.new_tensor([_CELLS / (2 * roundoff) for roundoff in roundoffs])
+    cell = (logits.unsqueeze(1) * to_cells.unsqueeze(1) + 0.5).floor().long() % bins
+    place = cell.flatten(0, 1) + bins * torch.arange(heads * len(to_cells), device=cell.device).unsqueeze(1)
+    sums = weighted.new_zeros(heads * len(to_cells) * bins, columns)
+    # Not scattered, which on a GPU adds up in any order.
+    values = weighted.unsqueeze(1).expand(-1, len(to_cells), -1, -1).reshape(-1, columns)
+    sums.index_put_((place.flatten(),), values, accumulate=True)
+    cells = sums.view(heads, len(to_cells), -1, _CELLS, columns)
+    even = cells.sum(dim=3).square().sum(dim=(2, 3))
+    alone = weighted.square().sum(dim=(1, 2)).unsqueeze(1)
+    return cells.square().sum(dim=(2, 3, 4)) - alone + (alone - even) / _CELLS
