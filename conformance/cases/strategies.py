@@ -16,6 +16,7 @@ def profile(draws: int) -> settings:
     """The same ``draws`` cases in every run of a seed, and nothing but them: no setting leaks in."""
     return settings(
         max_examples=draws,
+        derandomize=False,
         database=None,
         verbosity=Verbosity.quiet,
         phases=(Phase.generate, Phase.shrink),

@@ -132,7 +132,7 @@ def test_without_hypothesis_the_message_says_how_to_get_it(
 
 def test_the_profile_leaves_nothing_to_settings_outside() -> None:
     given_here = repr(profile(7))
-    settings.register_profile("loud", max_examples=3, derandomize=False, print_blob=True, deadline=1)
+    settings.register_profile("loud", max_examples=3, derandomize=True, database=None, print_blob=True, deadline=1)
     before = settings.get_current_profile_name()
     settings.load_profile("loud")
     try:
