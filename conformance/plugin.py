@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PROPERTY = "mla_conformance"
 TIER = "mla_tier"
+_NOTHING = "none"
 _REQUEST = pytest.StashKey["RunRequest"]()
 _CONTEXT = pytest.StashKey[Any]()
 _RECORD = pytest.StashKey[Record]()
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke, full (default) or nightly")
     group.addoption("--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda if there is one")
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
-    parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it", default="full")
+    parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default="full")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _selects(option: Any) -> bool:
     return any((option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier))
+
+
+def _named(option: Any) -> list[str]:
+    """The backends that a keyword expression names, as it is written or rewritten."""
+    return [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
+
+
+def _selects_any(config: pytest.Config) -> bool:
+    """Whether an option or a keyword selects anything of the suite."""
+    return _selects(config.option) or bool(_named(config.option))
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
@@ -81,11 +92,9 @@ def _request(config: pytest.Config) -> "RunRequest":
         from mla_conformance.engine.request import RequestError, RunRequest
 
         option = config.option
-        named = [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
-        variants = [name for name in named if "[" in name]
+        variants = [name for name in _named(option) if "[" in name]
         joined = [*(backend.name for backend in known_backends()), *variants] if variants else []
-        whole = _selects(option) or named
-        tier = option.mla_tier or ("full" if whole else config.getini(TIER))
+        tier = option.mla_tier or ("full" if _selects_any(config) else config.getini(TIER))
         try:
             config.stash[_REQUEST] = RunRequest.of(
                 option.backend or joined, option.mla_capability, tier, option.mla_device, option.mla_case
@@ -98,7 +107,8 @@ def _request(config: pytest.Config) -> "RunRequest":
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise the suite's test over the selected cases and backends, a case's backends side by side."""
     if "mla_judge" in metafunc.fixturenames:
-        metafunc.parametrize("mla_judge", list(_params(metafunc.config)), indirect=True)
+        judged = _selects_any(metafunc.config) or metafunc.config.getini(TIER) != _NOTHING
+        metafunc.parametrize("mla_judge", list(_params(metafunc.config)) if judged else [], indirect=True)
 
 
 def _params(config: pytest.Config) -> Iterator[Any]:

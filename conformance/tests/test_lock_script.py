@@ -38,3 +38,24 @@ def test_a_list_may_change_until_there_are_records(checkout: Path, recorded: boo
     assert done.returncode == status
     said = "changed after records were made" if recorded else "not compared: the list of suite 2026.9"
     assert said in (done.stderr if recorded else done.stdout)
+
+
+ROOMS = ("cases", "defects", "driving", "files", "judging", "problems", "roles", "trials", "vocabulary")
+DECIDES = ("backends/a.py", "reference/a.py", "fixtures/arrays.json", *(f"conformance/{room}/a.py" for room in ROOMS))
+
+
+@pytest.mark.parametrize(("changed", "compared"), [("docs/index.md", False), ("conformance/judging/a.py", True)])
+def test_locks_are_compared_of_what_decides_alone(checkout: Path, changed: str, compared: bool) -> None:
+    for name in DECIDES:
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).touch()
+    (checkout / "ci" / "lock.py").write_text("raise SystemExit(7)")
+    git(checkout, "add", "--all")
+    git(checkout, "commit", "--quiet", "--message", "all that decides")
+    (checkout / changed).parent.mkdir(exist_ok=True)
+    (checkout / changed).write_text("other")
+    git(checkout, "add", "--all")
+    git(checkout, "commit", "--quiet", "--message", "other")
+    done = subprocess.run([checkout / "ci" / "lock.sh"], cwd=checkout, capture_output=True, text=True, check=False)
+    assert (done.returncode == 7) is compared, done.stderr
+    assert ("nothing that decides a verdict on a CPU differs" in done.stdout) is not compared

@@ -129,6 +129,9 @@ def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(listed: Listin
     assert listed(*suite, "-m", "backend(name='EAGER') and capability(name='lse')") == (0, ids("EAGER"))
     _, named = listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")
     assert named == [f"{case.id}-backend=EAGER" for case in find_capability("lse").cases]
+    pytester.makeini("[pytest]\nmla_tier = none\n")
+    assert listed(*suite)[1] == ["NOTSET"]
+    assert listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")[1] == named
 
 
 @pytest.mark.parametrize(
