@@ -57,7 +57,7 @@ def certify(options: argparse.Namespace) -> int:
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
     status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
-    return issuing.write(run.summary(), status, run.code.digests) if issuing else status
+    return issuing.write(run.summary(), status, run.found.code.digests) if issuing else status
 
 
 def _new(options: argparse.Namespace) -> RunRequest:

@@ -131,7 +131,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
-    earlier = run.verdicts.values()
+    earlier = run.found.verdicts.values()
     total = sum(sum(run.request.expected(facts).values()) for facts in run.available)
     progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
     try:

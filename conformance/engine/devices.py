@@ -9,6 +9,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 8
 WORKER_BYTES = 12 * 2**30
 """What a worker takes of a GPU: 6 GiB of kept inputs and golden results, a context, and most cases."""
+CONTEXT_BYTES = 2**30
+"""What a process takes of a GPU beside what torch allocates: its context, and code."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

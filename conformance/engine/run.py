@@ -13,25 +13,27 @@ from itertools import chain, takewhile
 
 import msgspec
 
-from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, may_have_gpu, workers_on
+from mla_conformance.engine.devices import CONTEXT_BYTES, MOST_ON_GPU, VISIBLE, may_have_gpu, workers_on
+from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, machine_memory
-from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Task, Trace
+from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
+from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
-from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
-from mla_conformance.judging.traits import NO_TRAITS, Traits
+from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
+from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, failed
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import RunSummary, by_backend
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -43,8 +45,6 @@ APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-_UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
-"""Capabilities that watch for races, or take much of a GPU's memory: their cases have it for themselves."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Run:
         environment: where and with what it takes place, once it is prepared.
         facts: of its backends, once it is prepared.
         before: cases that each process runs before each of its own.
-        verdicts: what it found so far.
-        code: what the processes of its backends have loaded.
+        found: what it found so far.
     """
 
     request: RunRequest
@@ -90,12 +89,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
     before: Sequence[str] = ()
-    verdicts: dict[RecordKey, Record] = field(default_factory=dict)
-    code: LoadedCode = field(default_factory=LoadedCode)
-    _traced: dict[str, Traced] = field(default_factory=dict)
-    _traits: dict[str, Traits] = field(default_factory=dict)
-    _heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
-    _given_up: dict[str, str] = field(default_factory=dict)
+    found: Findings = field(default_factory=Findings)
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
@@ -127,6 +121,10 @@ class Run:
     def available(self) -> list[BackendFacts]:
         """The backends that can run here."""
         return [facts for facts in self.facts if not facts.reasons]
+
+    @property
+    def _without_traits(self) -> list[str]:
+        return [facts.reference for facts in self.available if facts.reference not in self.found.traits]
 
     def prepare(self) -> None:
         """Start the workers, and have them tell what the backends are.
@@ -177,7 +175,7 @@ class Run:
             self._add_place(hello.device, workers, gpu)
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._share = hello.memory // -(-workers // gpus) if workers > gpus else None
+            self._share = hello.memory // -(-workers // gpus) - CONTEXT_BYTES if workers > gpus else None
 
     def outcomes(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
@@ -187,7 +185,7 @@ class Run:
 
     def _add_code(self, loaded: Loaded) -> None:
         if loaded.found or loaded.generated:
-            self.code.add(loaded)
+            self.found.code.add(loaded)
             if self._begun:
                 self._write(journal.CodeLoaded(loaded))
             else:
@@ -236,7 +234,7 @@ class Run:
         self.folder.journal.repair()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         for event in self.folder.journal.events():
-            self._keep(event)
+            self.found.keep(event)
         self._write(journal.Resumed())
         self._begin_code()
 
@@ -287,7 +285,7 @@ class Run:
                 self._write(journal.Judgement(record))
         for record in self._compared():
             self._write(journal.Judgement(record))
-        if asked := self.request.examinations(f.reference for f in self.available if f.reference not in self._traits):
+        if asked := self.request.examinations(self._without_traits):
             self._on_phase("asking when bits are the same, and how errors are spread")
             for outcome in self.outcomes(Tasks(asked)):
                 self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
@@ -308,10 +306,10 @@ class Run:
                 f"{counted(len(changed), 'file')} of this installation changed while the run judged, such as "
                 f"{changed[0]}; there is no report: restore the installation and start the run anew"
             )
-        if self.code.conflicts:
+        if conflicts := self.found.code.conflicts:
             raise RunError(
-                f"{counted(len(self.code.conflicts), 'file')} of the backends changed while the run judged, such as "
-                f"{min(self.code.conflicts)}; there is no report: start the run anew"
+                f"{counted(len(conflicts), 'file')} of the backends changed while the run judged, such as "
+                f"{min(conflicts)}; there is no report: start the run anew"
             )
 
     def reported(self, digest: str) -> None:
@@ -320,12 +318,7 @@ class Run:
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
-        untold = [record for record in self.verdicts.values() if record.reference not in self._traced]
-        passed = [record for record in untold if record.status is Status.PASS]
-        fastest: dict[str, dict[str, str]] = {}
-        for record in sorted(passed, key=lambda record: record.seconds):
-            fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
-        for outcome in self.outcomes(Tasks([[Trace(*each)] for each in fastest.items()])):
+        for outcome in self.outcomes(Tasks([[Trace(*each)] for each in self.found.untraced().items()])):
             self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
 
     def _keep_heat(self, outcome: TaskOutcome) -> None:
@@ -373,33 +366,10 @@ class Run:
         return record.with_fields(message=said, confirmation=UNREPEATED)
 
     def _judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
-        """What comes of cases; on a GPU of those that need it for themselves once the others are judged."""
+        """What comes of cases."""
         if self.device != "cuda":
-            yield from self.outcomes(tasks)
-            return
-        while True:
-            alone = tasks.set_apart(_is_undisturbed)
-            for outcome in self.outcomes(tasks, self._share):
-                if lacking := _lacked_memory(outcome):
-                    alone.append([lacking])
-                else:
-                    yield outcome
-            if alone:
-                yield from self._judged_alone(tasks, alone)
-            if not tasks.go_on():
-                return
-            self._on_phase("judging the backends that compile")
-
-    def _judged_alone(self, tasks: Tasks, groups: list[list[Task]]) -> Iterator[TaskOutcome]:
-        """What comes of cases while nothing else runs on their GPU; one that lacks memory has a process of its own."""
-        self._on_phase(f"judging {counted(sum(map(len, groups)), 'case')} with the GPU for itself")
-        tasks.groups.extend(groups)
-        for outcome in self.outcomes(tasks, alone=True):
-            lacking = _lacked_memory(outcome)
-            if lacking and lacking is not outcome.task:
-                tasks.groups.append([lacking])
-            else:
-                yield outcome
+            return self.outcomes(tasks)
+        return OnGpu(self.outcomes, self._share, self._on_phase).judged(tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU first the backends that share a case's inputs, then those that compile."""
@@ -413,17 +383,17 @@ class Run:
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:
         """The groups of these backends' tasks without those that have a verdict."""
         for group in self.request.tasks(backends, tuple(self.before)):
-            left = [task for task in group if task.record_key not in self.verdicts]
+            left = [task for task in group if task.record_key not in self.found.verdicts]
             if left:
                 yield left
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
         """The first failure of each backend and capability that none is confirmed of; all, if one was another's."""
-        tried = [record for record in self.verdicts.values() if record.confirmation]
+        tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
         found: list[FailureConfirmation] = []
-        for record in sorted(self._failures, key=self._position):
+        for record in sorted(self.found.failures, key=self._position):
             key = (record.reference, record.capability)
             if key not in done and record.record_key not in self._tried:
                 self._tried.add(record.record_key)
@@ -439,7 +409,7 @@ class Run:
 
     def _is_refused(self, done: RecordKey) -> bool:
         """Whether a case was declared unsupported, so that its kernel was not called."""
-        found = self.verdicts.get(done)
+        found = self.found.verdicts.get(done)
         return found is not None and found.status is Status.UNSUPPORTED
 
     def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
@@ -461,43 +431,25 @@ class Run:
 
     def _compared(self) -> Iterator[Record]:
         """Failures that look like another one of their backend that is explained."""
-        groups = by_backend(self._failures).values()
+        groups = by_backend(self.found.failures).values()
         tasks = [[task] for group in groups for task in comparisons(group)]
         if tasks:
             self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
         for outcome in self._judged(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-            failure = self.verdicts[outcome.task.record_key]
+            failure = self.found.verdicts[outcome.task.record_key]
             if outcome.answer.record.check == failure.check:
                 self._keep_heat(outcome)
             found = compared(failure, outcome.answer.record)
             if found:
                 yield found
 
-    @property
-    def _failures(self) -> list[Record]:
-        return [record for record in self.verdicts.values() if record.failed]
-
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
         self.folder.journal.append(event)
-        self._keep(event)
+        self.found.keep(event)
         if isinstance(event, journal.Judgement):
             self._on_record(self._expected(event.record))
-
-    def _keep(self, event: journal.JournalEvent) -> None:
-        if isinstance(event, journal.Judgement):
-            self.verdicts[event.record.record_key] = event.record
-        elif isinstance(event, journal.WasTraced):
-            self._traced[event.backend] = event.traced
-        elif isinstance(event, journal.Examined):
-            self._traits[event.backend] = event.traits
-        elif isinstance(event, journal.HeatShown):
-            self._heat[event.backend, event.case] = event.heat
-        elif isinstance(event, journal.CodeLoaded):
-            self.code.add(event.loaded)
-        elif isinstance(event, journal.GaveUp):
-            self._given_up[event.backend] = "; ".join(filter(None, (self._given_up.get(event.backend), event.reason)))
 
     @property
     def resume_line(self) -> str:
@@ -507,27 +459,19 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
-        for record in sorted(self.verdicts.values(), key=self._position):
+        for record in sorted(self.found.verdicts.values(), key=self._position):
             groups[record.backend].append(self._expected(record))
         backends = tuple(
-            BackendSummary(
+            self.found.summary(
                 facts,
-                () if facts.reasons else summarise(groups[facts.name], self.request.expected(facts)),
-                self._given_up.get(facts.reference, ""),
-                self._traced.get(facts.reference, NOTHING_TRACED),
-                self._heat_of(groups[facts.name]),
+                groups[facts.name],
+                self.request.expected(facts),
                 judged_pairs(groups[facts.name], facts.fitted) if self.request.arrays else {},
-                self._traits.get(facts.reference, NO_TRAITS),
             )
             for facts in self.facts
         )
         request, ended = self.request, datetime.date.today().isoformat()
         return RunSummary(self.environment, backends, request.case_ids, request.shard, request.deployment, date=ended)
-
-    def _heat_of(self, records: Sequence[Record]) -> dict[str, HeatMap]:
-        """Where the errors of each case are that fails by a wrong number, as far as it was told."""
-        reported = [record for record in records if (record.reference, record.case) in self._heat]
-        return {record.case: self._heat[record.reference, record.case] for record in reported if is_mapped(record)}
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -543,20 +487,3 @@ class Run:
             return record
         versions = next(facts.versions for facts in self.facts if facts.name == record.backend)
         return self.expectations.apply(record, apply.facts(self.environment, versions))
-
-
-def _is_undisturbed(task: Task) -> bool:
-    """Whether a case is to have its GPU for itself."""
-    return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
-
-
-def _lacked_memory(outcome: TaskOutcome) -> Judge | None:
-    """What to do instead of a case for which there was no memory, which others may have held; None if there was."""
-    task, record = outcome.task, outcome.answer.record
-    if not isinstance(task, Judge):
-        return None
-    if record is None:
-        return task
-    if record.status is not Status.UNAVAILABLE or record.too_large:
-        return None
-    return task if task.fresh else msgspec.structs.replace(task, fresh=True)

@@ -157,6 +157,7 @@ class Worker:
     ) -> None:
         self._device, self._memory, self._send = device, memory, send
         self._others, self._executor, self._context = others, IN_PROCESS, Context(salt)
+        self._held_to: int | None = None
         if others:
             others.use(device)
             self._executor, self._context = others.executor, Context(salt, others.maker.build)
@@ -170,6 +171,7 @@ class Worker:
 
     def answer(self, task: Task, share: int | None = None) -> TaskReply:
         """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+        self._hold_to(share)
         need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
         if share is not None and need > min(share, free_memory(self._device)):
             return TaskReply(waits=True)
@@ -179,6 +181,13 @@ class Worker:
             self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
+
+    def _hold_to(self, share: int | None) -> None:
+        """Have torch give back what it keeps before it goes beyond a share, which others of this GPU count on."""
+        if share != self._held_to:
+            part = 1.0 if share is None else share / whole_memory(self._device)
+            torch.cuda.set_per_process_memory_fraction(part, self._device)
+            self._held_to = share
 
     def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Unrecorded):

@@ -10,6 +10,7 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import FailureConfirmation, compared, comparisons
+from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.run import Run
 from mla_conformance.judging.record import UNLIKE, BackendFacts, Record, RecordKey
 from mla_conformance.judging.verdict import Status
@@ -201,12 +202,13 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
 def test_what_a_kernel_refused_is_no_part_of_a_history() -> None:
     case, refused, judged = "lse:q=[4]", "lse:q=[5]", "lse:q=[6]"
     run = object.__new__(Run)
-    run.verdicts = {
+    run.found = Findings()
+    run.found.verdicts |= {
         ("B", id): Record("B", "B", "lse", id, status)
         for id, status in ((refused, Status.UNSUPPORTED), (judged, Status.PASS), (case, Status.FAIL))
     }
     history: Any = SimpleNamespace(history=[("B", ""), ("B", refused), ("B", judged), ("B", case)])
-    found = run._confirmation(run.verdicts["B", case], history, explain=False)
+    found = run._confirmation(run.found.verdicts["B", case], history, explain=False)
     assert found.history == (("B", ""), ("B", judged))
 
 

@@ -97,6 +97,7 @@ def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.
     need = memory_need(Case.parse(SMALL), "cpu")
     for share, free, waits in ((need - 1, need, True), (need, need - 1, True), (need, need, False), (None, 0, False)):
         monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
         answer = worker.answer(task, share)
         assert answer.waits is waits and (answer.record is None) is waits
 
@@ -110,8 +111,20 @@ def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
     monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("here"))
     monkeypatch.setattr(executor.Executor, "make_room", lambda self: given_back.append("where the kernel is"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
     Worker(CPU, None, lambda event: None).answer(Judge(reference(EagerPrefillBackend), SMALL), share)
     assert given_back == ["here", "where the kernel is"] * times
+
+
+def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[float] = []
+    monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
+    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: parts.append(part))
+    worker = Worker(CPU, None, lambda event: None)
+    for share in (2**40, 2**40, None):
+        worker.answer(Judge(reference(EagerPrefillBackend), SMALL), share)
+    assert parts == [0.25, 1.0]
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
