@@ -40,7 +40,7 @@ def list_backends(options: argparse.Namespace) -> int:
 def _described(names: list[str], device: str | None) -> list[BackendFacts]:
     with (
         tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder,
-        Run(RunRequest.of(names, device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
+        Run(RunRequest.of(names, tier="smoke", device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
     ):
         run.prepare()
         return run.facts
