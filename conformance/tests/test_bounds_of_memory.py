@@ -17,9 +17,12 @@ from mla_conformance.defects.bounds import PageBehindTheCache, end, reads
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cpu_room import ZONE, CpuRoom, noted_faults, touched_rooms
+from mla_conformance.problems.fences import Side
+from mla_conformance.trials import bounds
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
@@ -107,6 +110,12 @@ def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not() -> None:
     command = [sys.executable, "-m", "mla_conformance.trials.bounds", *told]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kv_cache of decode"
+
+
+def test_a_process_that_hangs_names_no_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_SECONDS", 0.01)
+    trial = Trial(Subject.of("EAGER", CPU), CASES[0], CONTEXT)
+    assert bounds._named_apart(trial, Side.END) == ""
 
 
 def _over(room: CpuRoom, size: int) -> torch.Tensor:

@@ -46,10 +46,13 @@ def _require_inside(trial: Trial, side: Side, seen: Observation) -> None:
 
 
 def _named_apart(trial: Trial, side: Side) -> str:
-    """The operand that is at fault when it is fenced alone, as a process says that dies of it; empty if it does not."""
+    """The operand that is at fault when it is fenced alone, as a process says that dies of it; empty if none does."""
     told = (trial.subject.backend.reference, str(trial.subject.device), trial.case.id, trial.context.salt, side)
     command = [sys.executable, "-m", __name__, *told]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
     return done.stdout.splitlines()[-1] if done.returncode and done.stdout else ""
 
 
