@@ -18,6 +18,13 @@ from mla_conformance.reference.terms import ErrorTerms, ProjectedTerms, error_te
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
+_ON_GPU = 8
+"""Times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size."""
+
+
+def workspace_elements(device: torch.device) -> int:
+    """Elements of a temporary there."""
+    return WORKSPACE_ELEMENTS * (_ON_GPU if device.type == "cuda" else 1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def _attend(
 def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
     """Cut one request into blocks of queries: (rows, visible [rows, S]), S up to the block's last visible key."""
     (q_len, num_heads, _), kv_len = q.shape, k.shape[0]
-    block = max(1, WORKSPACE_ELEMENTS // max(1, num_heads * kv_len))
+    block = max(1, workspace_elements(q.device) // max(1, num_heads * kv_len))
     # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
     if causal and not (k.isfinite().all() and v.isfinite().all()):
         block = 1

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.attention import (
-    WORKSPACE_ELEMENTS,
     AttentionState,
     attention,
     check_operands,
     concatenate,
     segments,
+    workspace_elements,
 )
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
@@ -45,7 +45,8 @@ _LEAST_SUM = math.exp(-30.0)
 _LOW_PRECISION_PAIRS = 2**28
 """Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
 _BLOCK_PAIRS = 2**16
-"""Pairs of a request from which blocks pay; smaller requests are one block of the definition."""
+"""Pairs of a request from which blocks pay; smaller requests are one block of the definition. On a GPU, which waits for
+its next small operation, those are that fit the definition's workspace."""
 _SHARED_ROWS = 32
 """Rows of a request up to which keys that its heads share stay with the definition; blocks copy them for each head."""
 
@@ -75,7 +76,7 @@ def blockwise_attention(
     pairs = sum(request.pairs for request in requests)
     low = _low_precision(pairs, q.device) if with_terms else None
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
-    large = pairs >= _BLOCK_PAIRS * len(requests)
+    large = pairs >= _block_pairs(q.device) * len(requests)
     shared = k.shape[1] < q.shape[1] and sweep.rows <= _SHARED_ROWS * len(requests)
     state = sweep.state() if requests and large and not shared and not with_key_terms else None
     if state is not None:
@@ -182,6 +183,10 @@ def _norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
+def _block_pairs(device: torch.device) -> int:
+    return workspace_elements(device) if device.type == "cuda" else _BLOCK_PAIRS
+
+
 def _low_precision(pairs: int, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and pairs >= _LOW_PRECISION_PAIRS else torch.float32
 
@@ -207,7 +212,8 @@ def by_shape(
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
     heads, states = q.shape[1], []
-    for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2]):
+    workspace = workspace_elements(q.device)
+    for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2], workspace):
         operands = [_as_heads(x[rows], heads, count) for x, rows in ((q, queries), (k, keys), (v, keys))]
         ends = operands[0].shape[0], operands[1].shape[0]
         state = attend(*operands, query_start_loc=(0, ends[0]), key_start_loc=(0, ends[1]))
@@ -216,13 +222,13 @@ def by_shape(
 
 
 def _runs(
-    query_start_loc: Sequence[int], key_start_loc: Sequence[int], heads: int, width: int
+    query_start_loc: Sequence[int], key_start_loc: Sequence[int], heads: int, width: int, workspace: int
 ) -> Iterator[tuple[slice, slice, int]]:
     """Rows, keys and number of consecutive requests of one shape, as many as the definition's workspace holds."""
     requests = zip(segments(query_start_loc), segments(key_start_loc), strict=True)
     for (q_len, kv_len), alike in groupby(requests, lambda rows: tuple(x.stop - x.start for x in rows)):
         run = list(alike)
-        most = max(1, WORKSPACE_ELEMENTS // max(1, heads * (q_len * kv_len + (q_len + kv_len) * width)))
+        most = max(1, workspace // max(1, heads * (q_len * kv_len + (q_len + kv_len) * width)))
         for part in (run[at : at + most] for at in range(0, len(run), most)):
             (first_queries, first_keys), (last_queries, last_keys) = part[0], part[-1]
             rows = slice(first_queries.start, last_queries.stop), slice(first_keys.start, last_keys.stop)
@@ -238,6 +244,8 @@ def _as_heads(x: Tensor, heads: int, count: int) -> Tensor:
 
 def _as_requests(state: AttentionState, count: int) -> AttentionState:
     """The way back: of [tokens, count · N, …] the state of [count · tokens, N, …]."""
+    if count == 1:
+        return state
 
     def back(x: Tensor) -> Tensor:
         return x.unflatten(1, (count, x.shape[1] // count)).transpose(0, 1).flatten(0, 1)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import WORKSPACE_ELEMENTS
+from mla_conformance.reference.attention import workspace_elements
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF, Roundoffs
 
 _SUMS = 2
@@ -79,7 +79,7 @@ def index_scores(
         own = ((chosen >= queries[0]) & (chosen < queries[1])).nonzero()[:, 0].to(q.device)
         key = k[slice(*keys)].to(torch.float64)
         # So many rows at a time that their products with all keys fit the workspace.
-        for part in own.split(max(1, WORKSPACE_ELEMENTS // (q.shape[1] * max(1, len(key))))):
+        for part in own.split(max(1, workspace_elements(q.device) // (q.shape[1] * max(1, len(key))))):
             number = chosen.to(q.device)[part]
             found.scores[part, : len(key)], found.magnitude[part, : len(key)] = _scored(q[number], weights[number], key)
     found.scores.masked_fill_(~found.visible, -torch.inf)

@@ -127,30 +127,31 @@ def gather_latents(
     """
     if block_table.shape[0] != len(chunk.starts):
         raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
-    page_size, data = cache.shape[1], cache.view(torch.uint8)
-    rows = []
-    for blocks, start, length in zip(block_table, chunk.starts, chunk.seq_lens, strict=True):
-        tokens = torch.arange(start, start + length, device=cache.device)
-        rows.append(data[_blocks_of(blocks, tokens // page_size, cache.shape[0]), tokens % page_size])
-    latents = torch.cat(rows).view(cache.dtype)
+    page_size, num_blocks = cache.shape[1], cache.shape[0]
+    request, position = _tokens_of(chunk)
+    needed = int(position.amax()) // page_size + 1 if len(position) else 0
+    if needed > block_table.shape[1]:
+        raise ValueError(
+            f"the block table is too short: a request needs {needed} blocks, its row holds {block_table.shape[1]}; "
+            "widen the table or shorten the context"
+        )
+    request, position = request.to(cache.device), position.to(cache.device)
+    blocks = block_table.to(cache.device)[request, position // page_size].long()
+    if bool(((blocks < 0) | (blocks >= num_blocks)).any()):
+        raise ValueError(
+            f"expected blocks in 0..{num_blocks - 1}, got {blocks.min().item()}..{blocks.max().item()} "
+            "among the pages that the context occupies"
+        )
+    latents = cache.view(torch.uint8)[blocks, position % page_size].view(cache.dtype)
     return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
 
 
-def _blocks_of(blocks: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
-    """The cache blocks that hold `pages` (ascending) of one request, or ValueError."""
-    needed = int(pages[-1]) + 1 if len(pages) else 0
-    if needed > len(blocks):
-        raise ValueError(
-            f"the block table is too short: a request needs {needed} blocks, its row holds {len(blocks)}; "
-            "widen the table or shorten the context"
-        )
-    chosen = blocks.to(pages.device)[pages].long()
-    if bool(((chosen < 0) | (chosen >= num_blocks)).any()):
-        raise ValueError(
-            f"expected blocks in 0..{num_blocks - 1}, got {chosen.min().item()}..{chosen.max().item()} "
-            "among the pages that the context occupies"
-        )
-    return chosen
+def _tokens_of(chunk: ContextChunk) -> tuple[Tensor, Tensor]:
+    """[S] int64 on the CPU, of each token of a chunk: the number of its request, and its position there."""
+    starts, lengths = torch.tensor(chunk.starts, dtype=torch.long), torch.tensor(chunk.seq_lens, dtype=torch.long)
+    request = torch.arange(len(lengths)).repeat_interleave(lengths)
+    first = lengths.cumsum(0) - lengths
+    return request, starts[request] + torch.arange(len(request)) - first[request]
 
 
 def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:

@@ -95,7 +95,10 @@ def _alike(selected: Tensor, heads: int, width: int) -> Iterator[Tensor]:
     counts = (selected != NO_KEY).sum(dim=1)
     for count in counts.unique().tolist():
         alike = (counts == count).nonzero()[:, 0]
-        rows = definition.WORKSPACE_ELEMENTS // max(1, heads * count), _KEY_ELEMENTS // max(1, width * count)
+        rows = (
+            definition.workspace_elements(selected.device) // max(1, heads * count),
+            _KEY_ELEMENTS // max(1, width * count),
+        )
         yield from alike.split(max(1, min(rows)))
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _LARGE = 1e4
+_SMALL_BYTES = 2**20
 _FREED_BLOCKS = 2
 _RAN_OUT = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 """What torch says of a CPU, of the driver and of cuBLAS and cuDNN, and Triton of the driver."""
@@ -27,11 +29,17 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A number for the bytes behind each tensor; a GPU is asked once for all of its own."""
-    sums = [_sum(storage_bytes(tensor)) for tensor in tensors]
-    on_gpu = [each for each in sums if each.is_cuda]
-    reported = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(reported) if each.is_cuda else int(each) for each in sums]
+    """Numbers for the bytes behind tensors: one for each large storage, and for all small ones of a device together."""
+    storages = {tensor.untyped_storage().data_ptr(): storage_bytes(tensor) for tensor in tensors}.values()
+    small = defaultdict[torch.device, list[torch.Tensor]](list)
+    for data in storages:
+        if data.numel() < _SMALL_BYTES:
+            small[data.device].append(data)
+    large = (data for data in storages if data.numel() >= _SMALL_BYTES)
+    sums = defaultdict[torch.device, list[torch.Tensor]](list)
+    for data in (*large, *map(torch.cat, small.values())):
+        sums[data.device].append(_sum(data))
+    return [number for found in sums.values() for number in torch.stack(found).tolist()]
 
 
 def _sum(data: torch.Tensor) -> torch.Tensor:

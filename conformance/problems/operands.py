@@ -115,7 +115,8 @@ def _digest(drawn: tuple[object, ...]) -> int:
 
 COUNTER_SEEDS = 2**23
 """Seeds from 0 on that there are; each has 2^40 numbers of its own."""
-_CHUNK = 2**25
+_CHUNK = {"cpu": 2**16, "cuda": 2**25}
+"""Numbers that are made at a time: a CPU's caches hold them, and a GPU has enough to do."""
 _LOW_BITS = 2**63 - 1
 _DEVIATION = (8 * (256**2 - 1) / 12) ** 0.5
 _MEAN = 8 * 255 // 2
@@ -127,8 +128,9 @@ _INCREMENT = -7046029254386353131
 def fill_normal(out: torch.Tensor, seed: int) -> torch.Tensor:
     """Fill a contiguous tensor of any float dtype with numbers of mean 0 and variance 1; other seeds, other numbers."""
     flat = out.view(-1)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK]
+    size = _CHUNK[out.device.type]
+    for start in range(0, flat.numel(), size):
+        part = flat[start : start + size]
         index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=out.device)
         total = _hashed(index.add_(seed * 2**40)).view(torch.uint8).view(-1, 8).sum(dim=-1, dtype=torch.int32)
         part.copy_(total.sub_(_MEAN).float().mul_(1 / _DEVIATION))

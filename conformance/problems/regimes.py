@@ -18,7 +18,7 @@ class Site:
     """One request as a regime sees it.
 
     Attributes:
-        q: [T, N, D] standard normal queries, float32 on the CPU.
+        q: [T, N, D] standard normal queries, float32, on any device.
         k: [S, N, D] keys as the backend receives them, on any device.
         scale: softmax scale.
         edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
@@ -73,7 +73,7 @@ def _aligned(site: Site, above: float) -> torch.Tensor:
     if not site.edges:
         return site.q
     heads, chosen = torch.arange(site.q.shape[1], device=site.k.device), _spotlighted(site).to(site.k.device)
-    keys = site.k[chosen, heads].float().cpu()
+    keys = site.k[chosen, heads].float().to(site.q.device)
     direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
     return site.q + direction * ((math.log(site.k.shape[0]) + above) / site.scale)
 

@@ -25,7 +25,7 @@ def test_neighbours_and_seeds_are_independent() -> None:
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7)
-    monkeypatch.setattr(operands, "_CHUNK", 77)
+    monkeypatch.setitem(operands._CHUNK, "cpu", 77)
     assert torch.equal(fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7), whole)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference import blockwise
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.blockwise import by_shape
 
@@ -68,7 +67,7 @@ def test_agrees_with_the_definition(
 ) -> None:
     options = _operands(normal, q_lens, kv_lens, shared) | {"causal": causal, "with_key_terms": True}
     plain = attention(**options)
-    monkeypatch.setattr(blockwise, "WORKSPACE_ELEMENTS", workspace)
+    monkeypatch.setattr("mla_conformance.reference.attention.WORKSPACE_ELEMENTS", workspace)
     _assert_same(_together(attention, options), plain)
 
 

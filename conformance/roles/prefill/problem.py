@@ -16,7 +16,7 @@ from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, o
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.context import ContextKeys, latent_context
 
-_COUNTED_ELEMENTS = 2**27
+_COUNTED_ELEMENTS = 2**24
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
@@ -87,9 +87,9 @@ class PrefillBatch(Draw[PrefillCase]):
         return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     def _queries(self, keys: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[T, N, P + R] in the operands' dtype on the CPU."""
+        """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
         for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
             site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
             q[rows] = self.regime.queries(site)
