@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
@@ -53,7 +53,7 @@ class MLACacheSelectorConfig(NamedTuple):
     outside: bool = False
 
 
-class MLACacheBackend(KernelBackend):
+class MLACacheBackend(PagedKernel):
     """Operations over a paged cache.
 
     Symbols: T tokens, B requests, S gathered entries, L, R and D columns of a latent, a rotated key and an index key.
@@ -77,11 +77,6 @@ class MLACacheBackend(KernelBackend):
     supports_compression: ClassVar[bool] = True
     supports_dcp: ClassVar[bool] = True
     supports_outside: ClassVar[bool] = True
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes, in entries."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(

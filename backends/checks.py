@@ -4,7 +4,8 @@ import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import get_device_capability
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -62,7 +63,7 @@ def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor 
     Raises:
         UnsupportedConfiguration: an output scale was given.
     """
-    if output_scale is not None:
+    if output_scale is not None and not backend.supports_quant_output(fp8_static_tensor_sym()):
         raise UnsupportedConfiguration(
             f"{backend.get_name()}: quantised output not supported; quantise the result of a call without output_scale"
         )
@@ -100,9 +101,7 @@ def check_decode_operands(
         dcp_world_size=metadata.dcp_world_size,
         lse=metadata.dcp_world_size > 1,
     )
-    reasons = backend.validate_configuration(get_device_capability(ql_nope.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    require_declared(backend, ql_nope.device, config)
     for name, tensor, width in (("ql_nope", ql_nope, backend.kv_lora_rank), ("q_pe", q_pe, backend.qk_rope_head_dim)):
         if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < sum(query_lens):
             raise ValueError(

@@ -10,7 +10,7 @@ from mla_conformance.backends.cudnn_graph import CUDNN, Key, execute, lengths, o
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flashinfer import FLASHINFER
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_HOPPER, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -24,17 +24,8 @@ _FP8_NODE = Deviation("Hopper's node for e4m3 operands writes e4m3 codes only", 
 class CudnnPrefillBackend(RaggedPrefillBackend):
     """The family: the graph API, or FlashInfer's entry where only that is asked for."""
 
-    needed_capability: ClassVar[str] = "9.0 or newer"
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "CUDNN"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ragged operands need Hopper or newer."""
-        return device_capability is not None and device_capability >= (9, 0)
+    name: ClassVar[str] = "CUDNN"
+    devices: ClassVar[Devices] = FROM_HOPPER
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -13,7 +13,7 @@ from mla_conformance.backends.cudnn_graph import CUDNN, SCALES, Key, execute
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -30,7 +30,7 @@ class CudnnFp8(CudnnPrefillBackend):
     """
 
     variant: ClassVar[str] = "fp8"
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float8_e4m3fn]
     libraries: ClassVar[tuple[Library, ...]] = (CUDNN,)
     declaration: ClassVar[Declaration] = Declaration(
@@ -48,11 +48,6 @@ class CudnnFp8(CudnnPrefillBackend):
             Deviation("the largest magnitudes of P and of the output are results too", "dropped"),
         ),
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper, where it was tried."""
-        return device_capability is not None and device_capability.major == 9
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -14,7 +14,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 
 _LIBRARY = Library("vllm._custom_ops", "vllm", "pip install vllm")
 _OPERATOR = "sm100_cutlass_mla_decode"
@@ -24,7 +24,9 @@ _HEADS, _PAGE, _AUTOMATIC = 128, 128, -1
 class CutlassMLADecodeBackend(PagedDecodeBackend):
     """One query token a request, pages of 128 tokens."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    name: ClassVar[str] = "CUTLASS_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -40,27 +42,11 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "CUTLASS_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of 128 tokens, which vLLM gives it."""
-        return [_PAGE]
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """vLLM imports without its compiled operators, and not every build has this one."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies() or hasattr(torch.ops._C, _OPERATOR):
-            return reasons
+        if hasattr(torch.ops._C, _OPERATOR):
+            return []
         return [f"package vllm is installed, but its compiled operators lack {_OPERATOR}; its wheels for CUDA have it"]
 
     def attend(

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
 
 
@@ -80,7 +79,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True
 
 
-class MLADecodeBackend(KernelBackend):
+class MLADecodeBackend(PagedKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
@@ -104,11 +103,6 @@ class MLADecodeBackend(KernelBackend):
     supports_causal_dcp: ClassVar[bool] = False
     returns_lse: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of the cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(

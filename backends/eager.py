@@ -13,15 +13,16 @@ import torch
 from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
+class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
     """Online softmax over key tiles, one request after the other."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         torch.float16,
         torch.bfloat16,
@@ -29,11 +30,6 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
         torch.float8_e4m3fn,
     ]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Static per-tensor e4m3."""

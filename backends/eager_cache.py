@@ -10,15 +10,16 @@ import torch
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
 from mla_conformance.backends.cache_checks import (
-    check_cache,
     check_gather,
+    check_index_keys,
+    check_index_room,
+    check_latents,
     check_lists,
     check_mapping,
-    check_slots,
     check_workspace,
-    expect,
 )
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
@@ -30,19 +31,15 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(MLACacheBackend):
+class EagerCacheBackend(NamedKernel, MLACacheBackend):
     """Every call and every layout, with any strides."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def run_write_latent(
         self,
@@ -53,17 +50,12 @@ class EagerCacheBackend(MLACacheBackend):
         k_scale: torch.Tensor,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, kv_c.dtype)
-        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
-        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
-        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, k.dtype)
-        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
-        check_slots(slot_mapping, kv_cache, k=k)
+        check_index_keys(self, k, kv_cache, slot_mapping)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
     def run_gather_latent(
@@ -96,9 +88,7 @@ class EagerCacheBackend(MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, torch.bfloat16)
-        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
-        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+        check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)

@@ -12,24 +12,21 @@ import torch
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 
 
-class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
+class EagerDecodeBackend(OnlineSoftmax, NamedKernel, MLADecodeBackend):
     """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def run_decode(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor

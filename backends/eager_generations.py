@@ -7,6 +7,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerKernel, EagerPrefillBackend
 from mla_conformance.backends.generations import earlier, present
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
 
@@ -49,22 +50,18 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
         return self._kernel.run_prefill_context_chunk(chunk_idx, q, k, v)
 
 
-class EarlierEagerPrefillBackend(earlier.MLAPrefillBackend):
+class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
     """EAGER of the earlier generation.
 
     Attributes:
         variant: the name in brackets by which it is chosen.
     """
 
+    name: ClassVar[str] = "EAGER"
     variant: ClassVar[str] = "earlier"
 
     supported_dtypes: ClassVar[list[torch.dtype]] = EagerPrefillBackend.supported_dtypes
     declaration: ClassVar[Declaration] = EagerPrefillBackend.declaration
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     @staticmethod
     def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:

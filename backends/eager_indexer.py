@@ -12,6 +12,7 @@ import torch
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import gather
 from mla_conformance.reference.selected import NO_KEY
 
@@ -19,19 +20,15 @@ _ROWS = 256
 """Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
 
 
-class EagerIndexerBackend(MLAIndexerBackend):
+class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
     """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
 
+    name: ClassVar[str] = "EAGER"
     token_tile: ClassVar[int] = 512
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def run_index_logits(
         self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.prepare import BLOCK, MLAPrepareBackend, check_prepare_call
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -15,16 +16,12 @@ from mla_conformance.reference.quantization import E4M3_MAX
 _LEAST = 1e-10
 
 
-class EagerPrepareBackend(MLAPrepareBackend):
+class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
     """Every convention, and heads of any whole blocks of columns."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def run_prepare_index(
         self,

@@ -12,6 +12,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
@@ -22,9 +23,10 @@ _ROWS = 1024
 """Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
 
 
-class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
+class EagerSparseBackend(OnlineSoftmax, NamedKernel, SelectedKeysBackend):
     """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
@@ -32,11 +34,6 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
     supports_topk_length: ClassVar[bool] = True
     supports_sink: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def attend(
         self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None

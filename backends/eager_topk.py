@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
@@ -16,18 +17,14 @@ LEAST = -(2**40)
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class EagerTopKBackend(MLATopKBackend):
+class EagerTopKBackend(NamedKernel, MLATopKBackend):
     """Any number of columns of any windows, the largest first."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",), emulated=True, selection=SelectionForm(order=SelectionOrder.DESCENDING)
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
         """See :class:`MLATopKBackend`."""

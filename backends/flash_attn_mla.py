@@ -17,7 +17,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 
 _BUILD = "build FlashAttention's folder hopper with paged KV and the head dims (64, 512)"
 _NEEDED = {
@@ -40,26 +40,13 @@ _DEVIATIONS = (
 class FlashAttnMLADecodeBackend(PagedDecodeBackend):
     """The family: whichever package is installed, upstream's build first."""
 
-    needed_capability: ClassVar[str] = "9.0"
+    name: ClassVar[str] = "FLASH_ATTN_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
+    devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASH_ATTN_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """What vLLM asks of it."""
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
 
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
@@ -105,11 +92,8 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
         return super().supports_dtype(dtype) and not (dtype == torch.float16 and _left_out("FP16"))
 
     @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """A build notes what it leaves out."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         lacks = ", ".join(what for flag, what in _NEEDED.items() if _left_out(flag))
         return [f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}"] if lacks else []
 
@@ -142,11 +126,8 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
     declaration: ClassVar[Declaration] = Declaration(distributions=("vllm", "torch"), deviations=_DEVIATIONS)
 
     @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """A build of vLLM may have no kernels for this version of FlashAttention."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         reason = _VLLM.load().fa_version_unsupported_reason(3)
         return [f"package vllm is installed, but has no FlashAttention 3: {reason}"] if reason else []
 

@@ -17,7 +17,7 @@ from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flash_mla import FORK, is_fork
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
@@ -28,8 +28,9 @@ _PREFILL_COLUMNS = 128
 class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists of slots in whole tiles, for 64 or 128 heads."""
 
+    name: ClassVar[str] = "FLASHMLA_SPARSE"
     libraries: ClassVar[tuple[Library, ...]] = (FORK,)
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [_V32, _V4]
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = [_V4]
@@ -56,22 +57,9 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHMLA_SPARSE"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """The module may be there without these kernels."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         library = FORK.load()
         if not is_fork(library):
             return [f"package flash-mla is installed, but this adapter drives {FORK.distribution} ({FORK.command})"]

@@ -12,7 +12,7 @@ from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, FROM_AMPERE, HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -35,28 +35,19 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         head_dims: (q and k, v) that the kernels are compiled for; nothing is padded.
     """
 
+    name: ClassVar[str] = "FLASHINFER"
     libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, _TVM_FFI)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("flashinfer-python", "apache-tvm-ffi"), deviations=_DEVIATIONS
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER"
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
         """The kernels written for the device first."""
         by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2")}
         return by_device.get(device_capability.major if device_capability else 0, ("fa2",))
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -131,7 +122,7 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
     """FlashInfer's Hopper kernels, those for operands in e4m3 among them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("flashinfer-python", "apache-tvm-ffi"),
         e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
@@ -142,11 +133,6 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
             Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22"),
         ),
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
 
     def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if operands[0].dtype != torch.float8_e4m3fn:
@@ -165,10 +151,5 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
 class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):
     """CUTLASS's Blackwell kernels."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    devices: ClassVar[Devices] = BLACKWELL
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128))
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre."""
-        return device_capability is not None and device_capability.major == 10

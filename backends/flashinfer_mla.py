@@ -15,7 +15,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSe
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability, Devices
 
 _LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
 _TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
@@ -46,8 +46,9 @@ class _Form(NamedTuple):
 class FlashInferMLADecodeBackend(PagedDecodeBackend):
     """The family: fa3 on Hopper, fa2 elsewhere."""
 
+    name: ClassVar[str] = "FLASHINFER_MLA"
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, _TVM_FFI)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
@@ -55,20 +56,10 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     declaration: ClassVar[Declaration] = Declaration(distributions=_DISTRIBUTIONS, deviations=_DEVIATIONS)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER_MLA"
-
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
         """The kernel written for Hopper there."""
         return ("fa3", "fa2") if device_capability is not None and device_capability.major == 9 else ("fa2",)
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def validate_configuration(
@@ -212,12 +203,7 @@ class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
 class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
     """FlashInfer's Hopper kernel."""
 
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
         distributions=_DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9

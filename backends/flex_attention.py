@@ -22,6 +22,7 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
     """One call a batch on a GPU, one a request on a CPU."""
 
+    name: ClassVar[str] = "FLEX_ATTENTION"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch", "triton"),
@@ -32,11 +33,6 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
             Deviation("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLEX_ATTENTION"
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:

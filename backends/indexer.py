@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
@@ -50,7 +50,7 @@ class MLAIndexerSelectorConfig(NamedTuple):
     index_space: str = IndexSpace.POSITION
 
 
-class MLAIndexerBackend(KernelBackend):
+class MLAIndexerBackend(PagedKernel):
     """Scores of cached tokens, and the best of them.
 
     Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
@@ -70,11 +70,6 @@ class MLAIndexerBackend(KernelBackend):
     supported_head_dims: ClassVar[list[int]] = []
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of a cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -185,18 +180,18 @@ def check_index_call(
     q, weights, k, k_scale = operands
     tokens, codes = int(metadata.query_lens_cpu.sum()), backend.kv_cache_dtype != "auto"
     heads, paged = backend.num_heads, metadata.block_table is not None
-    _expect("q", q, (tokens, heads, backend.head_dim), torch.float8_e4m3fn if codes else q.dtype)
-    _expect("weights", weights, (tokens, heads), torch.float32)
+    expect("q", q, (tokens, heads, backend.head_dim), torch.float8_e4m3fn if codes else q.dtype)
+    expect("weights", weights, (tokens, heads), torch.float32)
     if paged:
         shape = (*k.shape[:2], entry_width(backend.kv_cache_dtype, backend.head_dim, 0))
-        _expect("k", k, shape, torch.uint8 if codes else q.dtype)
+        expect("k", k, shape, torch.uint8 if codes else q.dtype)
     else:
-        _expect("k", k, (*k.shape[:1], backend.head_dim), q.dtype)
+        expect("k", k, (*k.shape[:1], backend.head_dim), q.dtype)
     if (k_scale is not None) != (codes and not paged):
         want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
         raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
     if k_scale is not None:
-        _expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)
+        expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)
     if topk_tokens < 1:
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     config = MLAIndexerSelectorConfig(
@@ -210,11 +205,4 @@ def check_index_call(
         topk_tokens=topk_tokens,
         index_space=metadata.index_space,
     )
-    reasons = backend.validate_configuration(get_device_capability(q.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
-
-
-def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+    require_declared(backend, q.device, config)

@@ -1,12 +1,12 @@
 """What every kernel behind an interface says of itself, prefill and decode alike."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 
 
 class UnsupportedConfiguration(ValueError):
@@ -83,3 +83,44 @@ class KernelBackend(ABC):
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
         return reasons
+
+
+class NamedKernel(KernelBackend):
+    """A kernel whose name is data.
+
+    Attributes:
+        name: by which the backend is chosen and reported.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def get_name(cls) -> str:
+        """See :class:`KernelBackend`."""
+        return cls.name
+
+
+def require_declared(backend: Any, device: torch.device, selector_config: Any) -> None:
+    """Refuse what a backend does not declare.
+
+    Args:
+        backend: a class or an instance of a role with ``validate_configuration``.
+        device: where the operands are.
+        selector_config: what a call asks for, of the role's own class.
+
+    Raises:
+        UnsupportedConfiguration: with every reason.
+    """
+    reasons = backend.validate_configuration(get_device_capability(device), selector_config)
+    if reasons:
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+
+
+def expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor of another shape or dtype.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")

@@ -24,14 +24,14 @@ from mla_conformance.backends.indexer import (
     bounds_of,
     check_index_call,
 )
-from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.lmdeploy_triton import (
     DISTRIBUTIONS,
+    InterpretedLmdeploy,
     LmdeployKernel,
-    interpreted_lmdeploy,
     lmdeploy_library,
 )
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.prepare import MLAPrepareBackend, MLAPrepareSelectorConfig, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 
@@ -65,8 +65,9 @@ class LmdeployTopKBackend(LmdeployKernel, MLATopKBackend):
 class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
     """Paged keys in codes; the best are selected as in :class:`LmdeployTopKBackend`."""
 
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("ds_index"), lmdeploy_library("bitonic_topk"))
-    needed_capability: ClassVar[str] = "9.0 or newer"
+    devices: ClassVar[Devices] = FROM_HOPPER
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_heads: ClassVar[list[int]] = [32, 64]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
@@ -81,16 +82,6 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
             _FEWER,
         ),
     )
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of 64 tokens."""
-        return [_PAGE]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where its tests run: products of e4m3."""
-        return device_capability is not None and device_capability >= (9, 0)
 
     @classmethod
     def validate_configuration(
@@ -125,21 +116,17 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
         assert metadata.block_table is not None
         codes, scales = cache.flatten(1).tensor_split([_PAGE * self.head_dim], dim=1)
         asking = metadata.query_lens_cpu.nonzero().flatten().to(q.device)
-        logits: torch.Tensor = (
-            self.libraries[0]
-            .load()
-            .fp8_index(
-                q.contiguous(),
-                weights,
-                codes.view(torch.float8_e4m3fn).unflatten(1, (_PAGE, -1)),
-                scales.view(torch.float32),
-                torch.cat((metadata.query_start_loc[asking], metadata.query_start_loc[-1:])),
-                metadata.seq_lens[asking],
-                metadata.block_table[asking],
-                max_q_seqlen=1 if len(asking) == len(q) else metadata.max_query_len,
-                max_k_seqlen=metadata.max_seq_len,
-                causal=True,
-            )
+        logits: torch.Tensor = self.library.fp8_index(
+            q.contiguous(),
+            weights,
+            codes.view(torch.float8_e4m3fn).unflatten(1, (_PAGE, -1)),
+            scales.view(torch.float32),
+            torch.cat((metadata.query_start_loc[asking], metadata.query_start_loc[-1:])),
+            metadata.seq_lens[asking],
+            metadata.block_table[asking],
+            max_q_seqlen=1 if len(asking) == len(q) else metadata.max_query_len,
+            max_k_seqlen=metadata.max_seq_len,
+            causal=True,
         )
         return logits
 
@@ -148,7 +135,7 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
     """Queries and keys by a kernel each, which leave out the transform."""
 
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("dsa_indexer_preprocess"),)
-    needed_capability: ClassVar[str] = "9.0 or newer"
+    devices: ClassVar[Devices] = FROM_HOPPER
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
     supported_scale_formats: ClassVar[list[str]] = ["pow2"]
@@ -164,11 +151,6 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
             Deviation("wants columns without gaps", "copies others"),
         ),
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where its tests run: conversions to e4m3."""
-        return device_capability is not None and device_capability >= (9, 0)
 
     @classmethod
     def validate_configuration(
@@ -194,12 +176,8 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         cos, sin = (torch.cat((half, half), dim=-1) for half in turns)
         folded = self.scale * self.num_heads**-0.5
         neighbours = not self.preparation.is_neox_style
-        q_codes, last = (
-            self.libraries[0]
-            .load()
-            .prepare_dsa_indexer_q(
-                q.contiguous(), weights.contiguous(), cos, sin, folded, torch.float8_e4m3fn, neighbours
-            )
+        q_codes, last = self.library.prepare_dsa_indexer_q(
+            q.contiguous(), weights.contiguous(), cos, sin, folded, torch.float8_e4m3fn, neighbours
         )
         return q_codes, *self._keys(k.contiguous(), (k_norm_weight, k_norm_bias), cos, sin), last
 
@@ -211,7 +189,7 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         codes = k.new_empty(pages, _PAGE, _HEAD_DIM, dtype=torch.float8_e4m3fn)
         scales = k.new_empty(pages, _PAGE, dtype=torch.float32)
         length = torch.tensor([0, tokens], dtype=torch.int32, device=k.device)
-        self.libraries[0].load().prepare_dsa_indexer_k_cache(
+        self.library.prepare_dsa_indexer_k_cache(
             k,
             *norm,
             cos,
@@ -228,20 +206,16 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         return codes.flatten(0, 1)[:tokens], scales.flatten()[:tokens, None]
 
 
-class LmdeployInterpretedTopK(InterpretedKernel, LmdeployTopKBackend):
+class LmdeployInterpretedTopK(InterpretedKernel, LmdeployTopKBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("bitonic_topk"),)
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployTopKBackend.declaration)
 
 
-class LmdeployInterpretedIndexer(InterpretedKernel, LmdeployIndexerBackend):
+class LmdeployInterpretedIndexer(InterpretedKernel, LmdeployIndexerBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter, of models in any dtype, since all operands are codes."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("ds_index"), interpreted_lmdeploy("bitonic_topk"))
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployIndexerBackend.declaration)
 
 
 def _best(library: Library, logits: torch.Tensor, lengths: torch.Tensor, topk_tokens: int) -> torch.Tensor:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import get_device_capability
+from mla_conformance.backends.kernel import require_declared
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import (
     check_cache,
@@ -130,9 +129,7 @@ class SelectedKeysBackend(MLASparseBackend):
         reads = _may_wait(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
         config = self._config(q, sources, sink, lse)._replace(duplicates=twice)
-        reasons = self.validate_configuration(get_device_capability(q.device), config)
-        if reasons:
-            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
+        require_declared(self, q.device, config)
         check_operands(self, self._sparse_metadata, q, sink)
         for source, (cache, lists) in named:
             check_cache(cache, source.cache, source.layout, self, q.dtype)

@@ -13,14 +13,10 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import (
-    InterpretedKernel,
-    interpreted_declaration,
-    interpreted_libraries,
-)
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -38,17 +34,8 @@ def _library(module: str) -> Library:
 class _SGLangKernel(LibraryKernel):
     """Name and devices."""
 
-    needed_capability: ClassVar[str] = "8.0 or newer"
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "SGLANG_TRITON"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
+    name: ClassVar[str] = "SGLANG_TRITON"
+    devices: ClassVar[Devices] = FROM_AMPERE
 
 
 class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
@@ -80,7 +67,7 @@ class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
         output = out if out is not None and out.is_contiguous() else q.new_empty(*q.shape[:2], self.v_head_dim)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         extended, cached = ((k, v), (k[:0], v[:0])) if batch.causal else ((k[:0], v[:0]), (k, v))
-        self.libraries[0].load().extend_attention_fwd(
+        self.library.extend_attention_fwd(
             q,
             *extended,
             output,
@@ -134,7 +121,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         splits, most = self._splits(metadata.seq_lens, kv_cache.shape[1] * metadata.block_table.shape[1])
         output = q.new_empty(ql_nope.shape)
         lse = q.new_full((*q.shape[:2], most), -torch.inf, dtype=torch.float32)
-        self.libraries[0].load().decode_attention_fwd(
+        self.library.decode_attention_fwd(
             q,
             slots,
             slots[..., : self.kv_lora_rank],
@@ -177,15 +164,9 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
 class SGLangTritonInterpretedPrefill(InterpretedKernel, SGLangTritonPrefillBackend):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonPrefillBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(SGLangTritonPrefillBackend.declaration)
-
 
 class SGLangTritonInterpretedDecode(InterpretedKernel, SGLangTritonDecodeBackend):
     """The same source by Triton's interpreter."""
-
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonDecodeBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(SGLangTritonDecodeBackend.declaration)
 
 
 def _slots(metadata: MLACommonDecodeMetadata, page: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,12 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
 
@@ -108,7 +107,7 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
-class MLASparseBackend(KernelBackend):
+class MLASparseBackend(PagedKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
@@ -142,11 +141,6 @@ class MLASparseBackend(KernelBackend):
     supports_duplicates: ClassVar[bool] = True
     returns_lse: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of a cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(

@@ -14,7 +14,7 @@ from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -29,7 +29,8 @@ _HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 class _TokenspeedKernel(LibraryKernel):
     """What the kernels of the package have in common."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    name: ClassVar[str] = "TOKENSPEED_MLA"
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (
         _LIBRARY,
         Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
@@ -37,24 +38,11 @@ class _TokenspeedKernel(LibraryKernel):
         Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TOKENSPEED_MLA"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """The package imports whatever it lacks; it is asked for the error that it swallowed."""
-        reasons = super().broken_dependencies()
-        swallowed = None if reasons else getattr(_LIBRARY.load(), "_IMPORT_ERROR", None)
-        if swallowed is None:
-            return reasons
-        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+        swallowed = getattr(cls.libraries[0].load(), "_IMPORT_ERROR", None)
+        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"] if swallowed is not None else []
 
 
 class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
@@ -103,6 +91,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
 class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
     """Uniform batches in the model's dtype; one call a batch."""
 
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [2, 4, 8, 16, 32, 64, 128]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -119,11 +108,6 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
             Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
         ),
     )
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """The page sizes that divide a tile of keys."""
-        return [2, 4, 8, 16, 32, 64, 128]
 
     def attend(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import KernelBackend, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
@@ -108,6 +108,4 @@ def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: tor
     if topk_tokens < 1:
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None)
-    reasons = backend.validate_configuration(get_device_capability(logits.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    require_declared(backend, logits.device, config)

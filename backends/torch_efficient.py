@@ -18,7 +18,7 @@ from mla_conformance.backends.conversions import (
     rows_that_count,
 )
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _NO_MASK, _BOTTOM_RIGHT = 0, 2
@@ -31,9 +31,10 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         variant: the name in brackets by which it is chosen.
     """
 
+    name: ClassVar[str] = "TORCH_SDPA"
     variant: ClassVar[str] = "efficient"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
         deviations=(
@@ -44,16 +45,6 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
             Deviation("no out argument", "copies the result into out"),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TORCH_SDPA"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer, where bfloat16 is."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:

@@ -19,6 +19,7 @@ from mla_conformance.backends.ragged import RaggedPrefillBackend
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
     """One kernel call per request that has queries and keys."""
 
+    name: ClassVar[str] = "TORCH_SDPA"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
@@ -33,11 +34,6 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
             ),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TORCH_SDPA"
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:

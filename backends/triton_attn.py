@@ -8,15 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
-from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_ADA, Devices
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.backends.ragged_output import RaggedOutputBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _LIBRARY = Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm"))
@@ -24,12 +21,12 @@ _PAGE = 16
 _LEAST_HEAD_DIM = 32
 
 
-class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
+class TritonAttnPrefillBackend(RaggedOutputBackend):
     """New tokens whose LSE nobody needs."""
 
+    name: ClassVar[str] = "TRITON_ATTN"
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    needed_capability: ClassVar[str] = "8.9 or newer"
-    returns_lse: ClassVar[bool] = False
+    devices: ClassVar[Devices] = FROM_ADA
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("vllm", "triton"),
         deviations=(
@@ -42,16 +39,6 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRITON_ATTN"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where Triton converts to e4m3."""
-        return device_capability is not None and device_capability >= (8, 9)
-
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """Head dims that vLLM's backend accepts; V can be padded and not cut."""
@@ -61,43 +48,7 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         """Static e4m3, one scale for the tensor."""
         return quant_key == fp8_static_tensor_sym()
 
-    def run_prefill_new_tokens(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See :class:`MLAPrefillBackend`.
-
-        Raises:
-            UnsupportedConfiguration: the LSE is asked for.
-        """
-        if return_softmax_lse:
-            raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
-        batch = RaggedBatch.new_tokens(self._prefill_metadata)
-        rows = batch.query_tokens
-        check_operands(self, q, k, v, rows, rows)
-        if out is None:
-            out = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=output_dtype(q.dtype))
-        out[rows:] = 0
-        if rows:
-            out[:rows] = self._attend(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
-        return out
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: a chunk's output is of no use without its LSE.
-
-        Raises:
-            UnsupportedConfiguration: always.
-        """
-        raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
-
-    def _attend(
+    def outputs(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -106,12 +57,12 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         dtype: torch.dtype,
         output_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The result [T, N, V] in ``dtype``."""
+        """See :class:`RaggedOutputBackend`."""
         table, slots = _pages(batch.query_lens, q.device)
         width = q.shape[-1]
         keys, values = (_paged(x, slots, table.numel()) for x in (k, pad_head_dim(v, width)))
         wide = q.new_empty(q.shape, dtype=dtype)
-        _LIBRARY.load().unified_attention(
+        self.library.unified_attention(
             q=q.contiguous(),
             k=keys,
             v=values,

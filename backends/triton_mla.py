@@ -14,13 +14,9 @@ from mla_conformance.backends.declaration import Declaration, Deviation, Precisi
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import (
-    InterpretedKernel,
-    interpreted_declaration,
-    interpreted_libraries,
-)
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, DeviceCapability, Devices
 
 _LIBRARY = Library(
     "vllm.v1.attention.ops.triton_decode_attention",
@@ -47,8 +43,10 @@ _DEVIATIONS = (
 class TritonMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches; the LSE is stored in the query's dtype, because vLLM's backend allocates it so."""
 
+    name: ClassVar[str] = "TRITON_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -57,21 +55,6 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
         rounding=Rounding(dequantised_keys=Precision.MODEL),
         deviations=(*_DEVIATIONS, Deviation("LSE of the query's dtype", "widened to float32")),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRITON_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Multiples of 16 tokens."""
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def validate_configuration(
@@ -95,7 +78,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
         splits = key_splits(metadata.max_seq_len, _compute_units(q.device))
         table, lengths = _one_row_a_token(metadata, len(q))
         cache = kv_cache.unsqueeze(2)
-        self.libraries[0].load().decode_attention_fwd(
+        self.library.decode_attention_fwd(
             q,
             cache,
             cache[..., : self.kv_lora_rank],
@@ -137,9 +120,6 @@ class TritonMLAFloat32Lse(TritonMLADecodeBackend):
 
 class TritonMLAInterpreted(InterpretedKernel, TritonMLADecodeBackend):
     """The same source by Triton's interpreter."""
-
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(TritonMLADecodeBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(TritonMLADecodeBackend.declaration)
 
 
 def key_splits(max_seq_len: int, compute_units: int) -> int:

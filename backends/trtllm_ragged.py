@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -25,8 +25,9 @@ _HEAD_DIMS = ((192, 128), (128, 128), (256, 256))
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
     """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
 
+    name: ClassVar[str] = "TRTLLM_RAGGED"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    needed_capability: ClassVar[str] = "10.x"
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("flashinfer-python",),
@@ -42,16 +43,6 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
             Deviation("counters in the workspace must start at zero", "zeroed when it is allocated"),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRTLLM_RAGGED"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
-        return device_capability is not None and device_capability.major == 10
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -13,13 +13,19 @@ import torch
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.cache_checks import check_cache, check_gather, check_slots, check_workspace, expect
+from mla_conformance.backends.cache_checks import (
+    check_gather,
+    check_index_keys,
+    check_index_room,
+    check_latents,
+    check_workspace,
+    require_call,
+)
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.platform import FROM_TURING, Devices
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
@@ -33,8 +39,9 @@ _SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
 class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     """Entries alone; any slots in int64."""
 
+    name: ClassVar[str] = "VLLM_CACHE"
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    needed_capability: ClassVar[str] = "7.5 or newer"
+    devices: ClassVar[Devices] = FROM_TURING
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", _MIXED, _INDEX]
@@ -50,16 +57,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             Deviation("writes powers of two alone into mixed entries", "other scales declared unsupported"),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "VLLM_CACHE"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What the wheel has code for."""
-        return device_capability is not None and device_capability >= (7, 5)
 
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
@@ -86,11 +83,8 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         k_scale: torch.Tensor,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
-        check_cache(self, kv_cache, kv_c.dtype)
-        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
-        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
-        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
+        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         if self.kv_cache_dtype == _MIXED:
             kv_c, k_pe = aligned(kv_c), aligned(k_pe)
         if len(slot_mapping):
@@ -100,10 +94,8 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
-        check_cache(self, kv_cache, k.dtype)
-        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
-        check_slots(slot_mapping, kv_cache, k=k)
+        require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
+        check_index_keys(self, k, kv_cache, slot_mapping)
         if len(slot_mapping):
             keys, columns = aligned(k[: len(slot_mapping)].contiguous()), k.shape[1]
             scales = _SCALE_FORMATS[self.tile_scales]
@@ -122,7 +114,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         """See :class:`MLACacheBackend`."""
         as_stored = workspace.dtype == kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
-        self._refuse("gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
+        require_call(self, "gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
@@ -149,10 +141,8 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
-        check_cache(self, kv_cache, torch.bfloat16)
-        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
-        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+        require_call(self, "gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
+        check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
         aside, table = start % page, _columns_from(block_table, start // page)
@@ -166,21 +156,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             asked = torch.arange(len(request), device=k.device) + (ends - cu_seq_lens[1:])[request]
             k.view(torch.uint8)[: len(asked)] = codes.view(torch.uint8)[asked]
             k_scale[: len(asked)] = scales[asked, 0]
-
-    def _refuse(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
-        """Raise for what is not declared."""
-        config = MLACacheSelectorConfig(
-            call=call,
-            dtype=dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
-            block_size=kv_cache.shape[1],
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            tile_scales=self.tile_scales,
-            **asked,
-        )
-        if reasons := self.validate_configuration(get_device_capability(kv_cache.device), config):
-            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
 
 
 def _operators() -> Any:

@@ -15,7 +15,7 @@ from mla_conformance.backends.conversions import ALIGNMENT
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_TURING, DeviceCapability, Devices
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
@@ -38,23 +38,14 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
         operator: its name in vLLM's compiled library.
     """
 
+    name: ClassVar[str] = "VLLM_TOPK"
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    needed_capability: ClassVar[str] = "7.5 or newer"
+    devices: ClassVar[Devices] = FROM_TURING
     supports_row_starts: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = Declaration(
         distributions=_DISTRIBUTIONS, deterministic=False, deviations=(_OUTPUT,)
     )
     operator: ClassVar[str] = ""
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "VLLM_TOPK"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What the wheel has code for."""
-        return device_capability is not None and device_capability >= (7, 5)
 
     def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
         """See :class:`MLATopKBackend`."""
