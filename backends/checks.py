@@ -6,8 +6,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBa
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.kernel import require_declared
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
-from mla_conformance.reference.cache_layout import cache_dtype, entry_width
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.backends.sparse_checks import check_cache
 
 
 def check_operands(
@@ -48,13 +47,8 @@ def _check_declared(backend: PrefillKernelBackend, *operands: torch.Tensor) -> N
             raise UnsupportedConfiguration(
                 f"{backend.get_name()}: dtype {dtype} not supported (supported: {supported})"
             )
-    dimensions = MLADimensions(
-        qk_nope_head_dim=backend.qk_nope_head_dim,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
-        v_head_dim=backend.v_head_dim,
-    )
-    if not backend.supports_mla_dimensions(dimensions):
-        raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {dimensions} not supported")
+    if not backend.supports_mla_dimensions(backend.dimensions):
+        raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
 
 
 def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor | None) -> None:
@@ -108,22 +102,10 @@ def check_decode_operands(
                 f"{name}: expected at least {sum(query_lens)} tokens of [{backend.num_heads}, {width}] by the "
                 f"metadata, got shape {list(tensor.shape)}"
             )
-    _check_cache(backend, metadata, kv_cache, ql_nope.dtype)
-
-
-def _check_cache(
-    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, dtype: torch.dtype
-) -> None:
-    width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
-    stored = cache_dtype(backend.kv_cache_dtype, dtype)
-    if kv_cache.dim() != 3 or kv_cache.shape[2] != width or kv_cache.dtype != stored:
+    check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
+    longest, page = max(metadata.seq_lens_cpu.tolist()), kv_cache.shape[1]
+    if metadata.block_table.shape[1] * page < longest:
         raise ValueError(
-            f"kv_cache: expected [blocks, page, {width}] of {stored} for {backend.kv_cache_dtype}, "
-            f"got {list(kv_cache.shape)} of {kv_cache.dtype}"
-        )
-    pages = -(-max(metadata.seq_lens_cpu.tolist()) // kv_cache.shape[1])
-    if metadata.block_table.shape[1] < pages:
-        raise ValueError(
-            f"block_table: a sequence of {max(metadata.seq_lens_cpu.tolist())} tokens has {pages} pages of "
-            f"{kv_cache.shape[1]}, its row holds {metadata.block_table.shape[1]}"
+            f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
+            f"{metadata.block_table.shape[1]}"
         )

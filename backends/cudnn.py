@@ -9,12 +9,11 @@ from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse
 from mla_conformance.backends.cudnn_graph import CUDNN, Key, execute, lengths, offsets
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.flashinfer import FLASHINFER
+from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.platform import FROM_HOPPER, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
-_WORKSPACE_BYTES = 128 << 20
 ALIGNED = Deviation("operands must start at multiples of 16 bytes", "others are copied")
 OFFSETS = Deviation("lengths and element offsets instead of token offsets", "computed on the device, int64")
 _EMPTY = Deviation("output and LSE of a row without keys are undefined", "0 and -inf where the lengths say so")
@@ -97,7 +96,7 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
     ) -> torch.Tensor:
         entry = FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
         natural: dict[str, Any] = {"lse_base": "ln"} if "lse_base" in inspect.signature(entry).parameters else {}
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         options = {"causal": batch.causal, "return_lse": True, "out": output, **natural}
         _, padded = entry(q, k, v, self.scale, workspace, **_places(q, k, v, output, batch), **options)
         return rows_that_count(padded, batch)

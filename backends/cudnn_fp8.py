@@ -23,11 +23,7 @@ _SHORTEST = 2
 
 
 class CudnnFp8(CudnnPrefillBackend):
-    """The node ``sdpa_fp8`` in a graph like that of the variant ``graph``.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """The node ``sdpa_fp8`` in a graph like that of the variant ``graph``."""
 
     variant: ClassVar[str] = "fp8"
     devices: ClassVar[Devices] = HOPPER

@@ -14,6 +14,7 @@ from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.platform import DeviceCapability
 
 
@@ -79,7 +80,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True
 
 
-class MLADecodeBackend(PagedKernel):
+class MLADecodeBackend(PagedKernel, AttentionKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
@@ -152,14 +153,8 @@ class MLADecodeBackend(PagedKernel):
         kv_cache_dtype: str,
         vllm_config: Any,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.kv_cache_dtype = layout_of(kv_cache_dtype)
-        self.vllm_config = vllm_config
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""

@@ -14,10 +14,10 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
 
 
-class EagerDecodeBackend(OnlineSoftmax, NamedKernel, MLADecodeBackend):
+class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
 
     name: ClassVar[str] = "EAGER"
@@ -68,14 +68,6 @@ class EagerDecodeBackend(OnlineSoftmax, NamedKernel, MLADecodeBackend):
             scores = scores.masked_fill(~self._visible(q.shape[0], request, seq_len, tile), -torch.inf)
             state = self._accumulate(state, scores, self._values(keys))
         return state
-
-    def _values(self, keys: torch.Tensor) -> torch.Tensor:
-        """[tile, 1, L]: the latent part of the keys is the value."""
-        return keys[..., : self.kv_lora_rank]
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """To the model's dtype, whatever the dtype of the dequantised values is."""
-        return p.to(self._model_dtype).float()
 
     def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
         """[tile, width] entries of the tokens ``tile`` of a request."""

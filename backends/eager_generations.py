@@ -51,11 +51,7 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
 
 
 class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
-    """EAGER of the earlier generation.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """EAGER of the earlier generation."""
 
     name: ClassVar[str] = "EAGER"
     variant: ClassVar[str] = "earlier"
@@ -70,11 +66,7 @@ class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
 
 
 class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
-    """EAGER of the present generation.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """EAGER of the present generation."""
 
     variant: ClassVar[str] = "present"
 

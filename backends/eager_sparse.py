@@ -14,7 +14,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise, gather
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -23,7 +23,7 @@ _ROWS = 1024
 """Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
 
 
-class EagerSparseBackend(OnlineSoftmax, NamedKernel, SelectedKeysBackend):
+class EagerSparseBackend(LatentSoftmax, NamedKernel, SelectedKeysBackend):
     """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
 
     name: ClassVar[str] = "EAGER"
@@ -104,14 +104,6 @@ class EagerSparseBackend(OnlineSoftmax, NamedKernel, SelectedKeysBackend):
     def _entries(self, source: Selected, slots: torch.Tensor) -> torch.Tensor:
         """[T, tile, width] entries; gathered keys are a cache of pages of one token."""
         return gather(source.cache, slots, source.layout)
-
-    def _values(self, keys: torch.Tensor) -> torch.Tensor:
-        """[tile, T, L]: the first columns of a key are its value."""
-        return keys[..., : self.kv_lora_rank]
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """To the model's dtype, whatever the dtype of the dequantised values is."""
-        return p.to(self._model_dtype).float()
 
     def _with_sink(self, output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
         """[T, N, L] with the share of the weights that the keys have beside the sink."""

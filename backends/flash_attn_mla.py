@@ -61,9 +61,9 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
         """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         raise NotImplementedError(f"FLASH_ATTN_MLA is a family of kernels: choose one of {', '.join(self.variants)}")
 
-    def _with_kvcache(self, library: Any, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _with_kvcache(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         metadata = self._decode_metadata
-        return library.flash_attn_with_kvcache(
+        return self.library.flash_attn_with_kvcache(
             q,
             k,
             v,
@@ -98,7 +98,7 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
         return [f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}"] if lacks else []
 
     def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return self._with_kvcache(_UPSTREAM.load(), q, qv, k, v)
+        return self._with_kvcache(q, qv, k, v)
 
 
 def _left_out(flag: str) -> bool:
@@ -116,7 +116,7 @@ class FlashAttnMLASGLang(FlashAttnMLADecodeBackend, variant="sglang"):
     declaration: ClassVar[Declaration] = Declaration(distributions=("sglang-kernel", "torch"), deviations=_DEVIATIONS)
 
     def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return self._with_kvcache(_SGLANG.load(), q, qv, k, v)
+        return self._with_kvcache(q, qv, k, v)
 
 
 class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
@@ -132,8 +132,8 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
         return [f"package vllm is installed, but has no FlashAttention 3: {reason}"] if reason else []
 
     def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        metadata, library = self._decode_metadata, _VLLM.load()
-        return library.flash_attn_varlen_func(
+        metadata = self._decode_metadata
+        return self.library.flash_attn_varlen_func(
             q,
             k,
             v,

@@ -16,8 +16,7 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import HOPPER, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.backends.sparse_checks import listed, packed
 
 _ROPE = 64
 
@@ -92,6 +91,4 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _table(source: Selected, apart: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, K] int32: rows that the lists name, -1 behind them; [T] int32: how many that are."""
     named, page = listed(source.indices, source.length), source.cache.shape[1]
-    rows = (source.indices // page * apart + source.indices % page).masked_fill(~named, NO_KEY)
-    order = named.sort(dim=1, descending=True, stable=True).indices
-    return rows.gather(1, order), named.sum(dim=1, dtype=torch.int32)
+    return packed(source.indices // page * apart + source.indices % page, named)

@@ -14,11 +14,11 @@ from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.platform import BLACKWELL, FROM_AMPERE, HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
-_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
-_WORKSPACE_BYTES = 128 << 20
+TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
+DISTRIBUTIONS = ("flashinfer-python", "apache-tvm-ffi")
+WORKSPACE_BYTES = 128 << 20
 _E4M3_HEAD_DIMS = (64, 128, 256)
 _DEVIATIONS = (
     Deviation("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),
@@ -29,30 +29,19 @@ _DEVIATIONS = (
 
 
 class FlashInferPrefillBackend(RaggedPrefillBackend):
-    """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere.
-
-    Attributes:
-        head_dims: (q and k, v) that the kernels are compiled for; nothing is padded.
-    """
+    """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere."""
 
     name: ClassVar[str] = "FLASHINFER"
-    libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, _TVM_FFI)
+    libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, TVM_FFI)
     devices: ClassVar[Devices] = FROM_AMPERE
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"), deviations=_DEVIATIONS
-    )
+    declaration: ClassVar[Declaration] = Declaration(distributions=DISTRIBUTIONS, deviations=_DEVIATIONS)
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
         """The kernels written for the device first."""
         by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2")}
         return by_device.get(device_capability.major if device_capability else 0, ("fa2",))
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """The pairs in ``head_dims``."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
@@ -100,7 +89,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
         if not hasattr(self, "_buffer"):
-            self._buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
 
 
@@ -108,7 +97,7 @@ class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
     """FlashInfer's FA2 kernels; long keys are split and the partial outputs stored in the model's dtype."""
 
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        distributions=DISTRIBUTIONS,
         rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
         deviations=(
             *_DEVIATIONS,
@@ -124,7 +113,7 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
     devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        distributions=DISTRIBUTIONS,
         e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
         deviations=(
             *_DEVIATIONS,

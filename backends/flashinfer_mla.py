@@ -13,14 +13,12 @@ from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability, Devices
 
 _LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
-_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
-_WORKSPACE_BYTES = 128 << 20
-_DISTRIBUTIONS = ("flashinfer-python", "apache-tvm-ffi")
 _DEVIATIONS = (
     Deviation("LSE to base 2, [T, N]", "the natural one is asked for and transposed"),
     Deviation("wants the latent and the rope part of the cache apart", "two views of the one cache, not copied"),
@@ -47,14 +45,14 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
     """The family: fa3 on Hopper, fa2 elsewhere."""
 
     name: ClassVar[str] = "FLASHINFER_MLA"
-    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, _TVM_FFI)
+    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, TVM_FFI)
     devices: ClassVar[Devices] = FROM_AMPERE
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(distributions=_DISTRIBUTIONS, deviations=_DEVIATIONS)
+    declaration: ClassVar[Declaration] = Declaration(distributions=DISTRIBUTIONS, deviations=_DEVIATIONS)
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
@@ -147,7 +145,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         """A wrapper with buffers for as many requests and pages as the table can name."""
         device, requests = block_table.device, block_table.shape[0]
         if not hasattr(self, "_workspace"):
-            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         sizes = {
             "qo_indptr": requests + 1,
             "kv_indptr": requests + 1,
@@ -191,7 +189,7 @@ class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
     """FlashInfer's FA2 kernel."""
 
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS,
+        distributions=DISTRIBUTIONS,
         rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
         deviations=(
             *_DEVIATIONS,
@@ -205,5 +203,5 @@ class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
 
     devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
+        distributions=DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
     )

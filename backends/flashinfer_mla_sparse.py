@@ -10,15 +10,14 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.backends.sparse_checks import listed, packed
 
-_WORKSPACE_BYTES = 128 << 20
 _STATISTICS_BYTES = 8 * 256
 """Of the workspace, for each head of each query token, where the LSE is asked for."""
 
@@ -53,8 +52,8 @@ class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`SelectedKeysBackend`."""
         (source,), columns = sources, sources[0].indices.shape[1]
-        slots, lengths = _packed(source)
-        size = _WORKSPACE_BYTES + _STATISTICS_BYTES * q.shape[0] * self.num_heads
+        slots, lengths = packed(source.indices, listed(source.indices, source.length))
+        size = WORKSPACE_BYTES + _STATISTICS_BYTES * q.shape[0] * self.num_heads
         output, lse = self.library.trtllm_batch_decode_with_kv_cache_mla(
             query=q.contiguous().unsqueeze(1),
             kv_cache=source.cache.contiguous().unsqueeze(1),
@@ -73,11 +72,3 @@ class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
             return_lse_base="basee",
         )
         return output.squeeze(1), lse.mT
-
-
-def _packed(source: Selected) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, K] int32: what the lists name, in their order, and -1 behind it; [T] int32: how many that are."""
-    named = listed(source.indices, source.length)
-    order = named.sort(dim=1, descending=True, stable=True).indices
-    slots = source.indices.masked_fill(~named, NO_KEY).gather(1, order)
-    return slots, named.sum(dim=1, dtype=torch.int32)

@@ -11,14 +11,13 @@ import torch
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import listed
-
-_WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
@@ -89,7 +88,7 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
         library, named = self.library, listed(source.indices, source.length)
         lengths = named.sum(dim=1, dtype=torch.int32).cpu()
         if self._wrapper is None:
-            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=named.device)
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=named.device)
             self._wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
         self._wrapper.plan(
             metadata=library.MLAPlanMetadata.csr(

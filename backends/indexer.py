@@ -177,32 +177,44 @@ def check_index_call(
         ValueError: another shape or dtype than expected.
         UnsupportedConfiguration: the backend does not declare it.
     """
-    q, weights, k, k_scale = operands
-    tokens, codes = int(metadata.query_lens_cpu.sum()), backend.kv_cache_dtype != "auto"
-    heads, paged = backend.num_heads, metadata.block_table is not None
-    expect("q", q, (tokens, heads, backend.head_dim), torch.float8_e4m3fn if codes else q.dtype)
-    expect("weights", weights, (tokens, heads), torch.float32)
-    if paged:
-        shape = (*k.shape[:2], entry_width(backend.kv_cache_dtype, backend.head_dim, 0))
-        expect("k", k, shape, torch.uint8 if codes else q.dtype)
-    else:
-        expect("k", k, (*k.shape[:1], backend.head_dim), q.dtype)
-    if (k_scale is not None) != (codes and not paged):
-        want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
-        raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
-    if k_scale is not None:
-        expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)
+    q, _, k, _ = operands
+    paged = metadata.block_table is not None
+    _check_operands(backend, int(metadata.query_lens_cpu.sum()), paged, *operands)
     if topk_tokens < 1:
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     config = MLAIndexerSelectorConfig(
         call=call,
         paged=paged,
-        dtype=torch.bfloat16 if codes else q.dtype,
+        dtype=q.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16,
         kv_cache_dtype=backend.kv_cache_dtype,
         block_size=k.shape[1] if paged else 1,
-        num_heads=heads,
+        num_heads=backend.num_heads,
         head_dim=backend.head_dim,
         topk_tokens=topk_tokens,
         index_space=metadata.index_space,
     )
     require_declared(backend, q.device, config)
+
+
+def _check_operands(
+    backend: MLAIndexerBackend,
+    tokens: int,
+    paged: bool,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+) -> None:
+    heads, width, codes = backend.num_heads, backend.head_dim, backend.kv_cache_dtype != "auto"
+    expect("q", q, (tokens, heads, width), torch.float8_e4m3fn if codes else q.dtype)
+    expect("weights", weights, (tokens, heads), torch.float32)
+    if paged:
+        entry = entry_width(backend.kv_cache_dtype, width, 0)
+        expect("k", k, (*k.shape[:2], entry), torch.uint8 if codes else q.dtype)
+    else:
+        expect("k", k, (*k.shape[:1], width), q.dtype)
+    if (k_scale is not None) != (codes and not paged):
+        want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
+        raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
+    if k_scale is not None:
+        expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)

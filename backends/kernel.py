@@ -7,6 +7,9 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.reference.dimensions import MLADimensions
+
+HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class UnsupportedConfiguration(ValueError):
@@ -83,6 +86,39 @@ class KernelBackend(ABC):
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
         return reasons
+
+
+class AttentionKernel(KernelBackend):
+    """A kernel of attention, constructed with the sizes of a model's heads on this rank."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        vllm_config: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.scale = scale
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.vllm_config = vllm_config
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What another instance of the same configuration is constructed with."""
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS, "vllm_config")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def dimensions(self) -> MLADimensions:
+        """Head dims of queries, keys and values."""
+        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
 
 
 class NamedKernel(KernelBackend):

@@ -54,7 +54,8 @@ class MLACommonPrefillMetadata:
     query_lens_cpu: torch.Tensor | None = None
 
 
-def _int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor."""
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
@@ -77,11 +78,11 @@ def chunked_context_metadata(
     if largest > workspace.shape[0]:
         raise ValueError(f"a chunk of {largest} tokens does not fit a workspace of {workspace.shape[0]} tokens")
     return ChunkedContextMetadata(
-        cu_seq_lens=_int32([chunk.key_start_loc for chunk in chunks], device),
-        starts=_int32([chunk.starts for chunk in chunks], device),
+        cu_seq_lens=int32([chunk.key_start_loc for chunk in chunks], device),
+        starts=int32([chunk.starts for chunk in chunks], device),
         seq_tot=[chunk.num_tokens for chunk in chunks],
         max_seq_lens=[max(chunk.seq_lens) for chunk in chunks],
-        seq_lens=_int32([chunk.seq_lens for chunk in chunks], torch.device("cpu")),
+        seq_lens=int32([chunk.seq_lens for chunk in chunks], torch.device("cpu")),
         workspace=workspace,
     )
 
@@ -113,10 +114,10 @@ def prefill_metadata(
         raise ValueError(f"the context plan has {chunked_context.starts.shape[1]} requests, the batch {requests}")
     return MLACommonPrefillMetadata(
         block_table=block_table,
-        query_start_loc=_int32(list(accumulate(query_lens, initial=0)), device),
+        query_start_loc=int32(list(accumulate(query_lens, initial=0)), device),
         max_query_len=max(query_lens),
         chunked_context=chunked_context,
         q_data_type=dtype,
         output_dtype=output_dtype(dtype),
-        query_lens_cpu=_int32(query_lens, torch.device("cpu")),
+        query_lens_cpu=int32(query_lens, torch.device("cpu")),
     )

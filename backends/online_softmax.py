@@ -68,3 +68,22 @@ class OnlineSoftmax:
         output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
         lse = state.maximum + state.total.log()
         return output.transpose(0, 1), lse.squeeze(-1)
+
+
+class LatentSoftmax(OnlineSoftmax):
+    """The same over latents, which are keys and values.
+
+    Attributes:
+        kv_lora_rank: L.
+    """
+
+    kv_lora_rank: int
+    _model_dtype: torch.dtype
+
+    def _values(self, keys: torch.Tensor) -> torch.Tensor:
+        """[..., L]: the first columns of a key are its value."""
+        return keys[..., : self.kv_lora_rank]
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """To the model's dtype, whatever the dtype of the dequantised values is."""
+        return p.to(self._model_dtype).float()

@@ -4,7 +4,7 @@ An adapter implements :meth:`RaggedPrefillBackend.attend`; whatever its library 
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,13 +14,25 @@ from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.reference.dimensions import MLADimensions
 
 
 class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     """Operands are checked, trimmed to the rows that count, and handed to the library in one call.
 
     A call in which no query or no key counts is not launched: its output is 0 and its LSE -inf.
+
+    Attributes:
+        head_dims: pairs (q and k, v) that the kernels are made for; empty means any.
     """
+
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """Whether they are among ``head_dims`` too."""
+        among = not cls.head_dims or (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
+        return among and super().supports_mla_dimensions(dimensions)
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
         """Take the metadata of the next calls; plans of earlier ones are void."""

@@ -19,6 +19,7 @@ from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
 
@@ -107,7 +108,7 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
-class MLASparseBackend(PagedKernel):
+class MLASparseBackend(PagedKernel, AttentionKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
@@ -221,15 +222,9 @@ class MLASparseBackend(PagedKernel):
         vllm_config: Any,
         extra_kv_cache_dtype: str | None = None,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
         self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
-        self.vllm_config = vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""

@@ -79,6 +79,12 @@ def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Ten
     return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
 
 
+def packed(numbers: torch.Tensor, named: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, K] int32: the numbers at ``named`` [T, K] in their order, -1 behind them; [T] int32: how many they are."""
+    order = named.sort(dim=1, descending=True, stable=True).indices
+    return numbers.masked_fill(~named, NO_KEY).gather(1, order), named.sum(dim=1, dtype=torch.int32)
+
+
 def names_twice(indices: torch.Tensor, topk_length: torch.Tensor | None) -> bool:
     """Whether a list names a key more than once; reads the lists."""
     ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values

@@ -16,14 +16,12 @@ from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 _COMMAND = extra("tokenspeed-mla")
 _LIBRARY = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
 _DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
 _TILE = 128
 """Rows, query heads times query tokens, that a block of the decode kernel computes."""
-_HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 
 
 class _TokenspeedKernel(LibraryKernel):
@@ -49,6 +47,12 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
     """One call a batch; the LSE needs no conversion but its layout."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = (
+        (192, 128),
+        (128, 128),
+        (64, 64),
+        (32, 32),
+    )  # what the library asserts
     declaration: ClassVar[Declaration] = Declaration(
         distributions=_DISTRIBUTIONS,
         e4m3_rounding=Rounding(p=Precision.E4M3),
@@ -60,11 +64,6 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
             Deviation("imports even where its dependencies are missing", "its recorded import error is reported"),
         ),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What the library asserts."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None

@@ -25,11 +25,7 @@ _NO_MASK, _BOTTOM_RIGHT = 0, 2
 
 
 class TorchEfficientPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; nothing to install, and float32 as well.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """One call a batch; nothing to install, and float32 as well."""
 
     name: ClassVar[str] = "TORCH_SDPA"
     variant: ClassVar[str] = "efficient"

@@ -73,11 +73,7 @@ class TorchRows(NamedKernel):
 
 
 class TorchEfficientRows(TorchRows):
-    """``aten::_scaled_dot_product_efficient_attention`` with its LSE.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """``aten::_scaled_dot_product_efficient_attention`` with its LSE."""
 
     variant: ClassVar[str] = "efficient"
     kernel: ClassVar[str] = "efficient attention"

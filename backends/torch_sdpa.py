@@ -14,6 +14,7 @@ from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Rounding
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 
 
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
@@ -29,9 +30,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
             Deviation("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
             Deviation("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
             Deviation("no out argument", "copies the result into out"),
-            Deviation(
-                "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
-            ),
+            APPROXIMATE_EXP,
         ),
     )
 

@@ -12,14 +12,12 @@ import torch
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
 from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"
 _LIBRARY = Library("flashinfer.prefill", "flashinfer-python", extra("flashinfer"), _NOTE)
-_WORKSPACE_BYTES = 128 << 20
-_HEAD_DIMS = ((192, 128), (128, 128), (256, 256))
 
 
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
@@ -27,6 +25,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
 
     name: ClassVar[str] = "TRTLLM_RAGGED"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))  # what the library asserts
     devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     declaration: ClassVar[Declaration] = Declaration(
@@ -43,11 +42,6 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
             Deviation("counters in the workspace must start at zero", "zeroed when it is allocated"),
         ),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What the library asserts."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
@@ -74,7 +68,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
         if not hasattr(self, "_buffer"):
-            self._buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
 
 

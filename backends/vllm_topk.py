@@ -21,7 +21,6 @@ from mla_conformance.reference.selected import NO_KEY
 
 VLLM_OPERATORS = Library("vllm._C_stable_libtorch", "vllm", extra("vllm"), "its wheels for CUDA have these operators")
 """Importing it registers them with torch."""
-_DISTRIBUTIONS = ("vllm", "torch")
 _KNOWN = 512, 1024, 2048
 _WORKSPACE_BYTES = 1 << 20
 _ROWS = 64
@@ -29,6 +28,10 @@ _ROWS = 64
 _FLOATS = ALIGNMENT // 4
 _OUTPUT = Deviation("writes into numbers of its caller", "-1 beforehand, as in vLLM")
 _WORKSPACE = Deviation("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
+
+
+def _declared(*deviations: Deviation) -> Declaration:
+    return Declaration(distributions=("vllm", "torch"), deterministic=False, deviations=deviations)
 
 
 class VllmTopKBackend(LibraryKernel, MLATopKBackend):
@@ -42,9 +45,7 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
     devices: ClassVar[Devices] = FROM_TURING
     supports_row_starts: ClassVar[bool] = False
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS, deterministic=False, deviations=(_OUTPUT,)
-    )
+    declaration: ClassVar[Declaration] = _declared(_OUTPUT)
     operator: ClassVar[str] = ""
 
     def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
@@ -72,10 +73,8 @@ class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
 
     operator: ClassVar[str] = "top_k_per_row_prefill"
     supports_row_starts: ClassVar[bool] = True
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS,
-        deterministic=False,
-        deviations=(_OUTPUT, Deviation("wants starts and ends", "zeros where there are no starts, as in vLLM")),
+    declaration: ClassVar[Declaration] = _declared(
+        _OUTPUT, Deviation("wants starts and ends", "zeros where there are no starts, as in vLLM")
     )
 
     def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
@@ -98,9 +97,7 @@ class VllmTopKPersistent(VllmTopKBackend, variant="persistent"):
 
     operator: ClassVar[str] = "persistent_topk"
     supported_topk: ClassVar[list[int | MultipleOf]] = [*_KNOWN]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS, deterministic=False, deviations=(_OUTPUT, _WORKSPACE)
-    )
+    declaration: ClassVar[Declaration] = _declared(_OUTPUT, _WORKSPACE)
 
     def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
         self._call_with_workspace(logits, lengths, output)
@@ -112,15 +109,11 @@ class VllmTopKCooperative(VllmTopKBackend, variant="cooperative"):
     needed_capability: ClassVar[str] = "9.0 or newer, but not 12.x"
     operator: ClassVar[str] = "cooperative_topk"
     supported_topk: ClassVar[list[int | MultipleOf]] = [*_KNOWN]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS,
-        deterministic=False,
-        deviations=(
-            _OUTPUT,
-            _WORKSPACE,
-            Deviation(f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
-            Deviation("takes rows at multiples of 16 bytes alone", "others are copied"),
-        ),
+    declaration: ClassVar[Declaration] = _declared(
+        _OUTPUT,
+        _WORKSPACE,
+        Deviation(f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
+        Deviation("takes rows at multiples of 16 bytes alone", "others are copied"),
     )
 
     @classmethod

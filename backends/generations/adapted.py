@@ -119,21 +119,9 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""
-        dimensions = MLADimensions(
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-        )
-        config = self.vllm_config
-        return {
-            "num_heads": self.num_heads,
-            "scale": self.scale,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "vllm_config": minimal_vllm_config(dimensions, self.num_heads, dtype) if config is None else config,
-        }
+        given = self.vllm_config
+        config = minimal_vllm_config(self.dimensions, self.num_heads, dtype) if given is None else given
+        return self.sizes | {"vllm_config": config}
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """What the driven object says, in its own terms."""

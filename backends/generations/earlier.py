@@ -85,17 +85,14 @@ class MLAPrefillImpl(ABC):
         v: torch.Tensor,
         return_softmax_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention among each request's new tokens.
+        """See :class:`interface.MLAPrefillBackend`.
 
         Args:
             prefill_metadata: of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-            q: [T, N, P + R], rope applied.
+            q: [T, N, P + R], rope applied; the others as there.
             k: [T, N, P + R].
-            v: [T, N, V]; any strides.
+            v: [T, N, V].
             return_softmax_lse: whether to return the LSE as well.
-
-        Returns:
-            The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
         """
 
     @abstractmethod
@@ -107,18 +104,7 @@ class MLAPrefillImpl(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unmasked attention of the new tokens to one chunk of cached context.
-
-        Args:
-            prefill_metadata: as for the new tokens.
-            chunk_idx: index into ``chunked_context``.
-            q: [T, N, P + R].
-            k: [S, N, P + R], the chunk's keys of all requests one after the other.
-            v: [S, N, V]; any strides.
-
-        Returns:
-            (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
-        """
+        """See :class:`interface.MLAPrefillBackend`, and for the metadata the new tokens."""
 
 
 class MLAPrefillBackend(KernelBackend):

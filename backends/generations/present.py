@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from mla_conformance.backends import metadata
 from mla_conformance.backends.interface import PrefillKernelBackend
 
 
@@ -90,30 +91,18 @@ class ChunkedContextMetadata:
 
 
 @dataclass
-class MLACommonPrefillMetadata:
-    """What a prefill backend may know of a batch of B requests.
+class MLACommonPrefillMetadata(metadata.MLACommonPrefillMetadata):
+    """What a prefill backend may know of a batch, with this generation's chunks.
 
     Attributes:
-        block_table: [B, max blocks] int32; physical block of each page of a request's context.
-        query_start_loc: [B + 1] int32, on the device.
-        max_query_len: longest query in tokens.
         chunked_context: None when no request has cached context.
-        q_data_type: dtype of the queries.
-        output_dtype: dtype of the unquantised output.
         prefill_backend: the instance that was prepared with this metadata.
-        query_lens_cpu: [B] int32, on the CPU.
         use_dense_mha: a sparse model's choice of dense attention; never here.
         topk_mask_workspace: a sparse model's workspace; never here.
     """
 
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    chunked_context: ChunkedContextMetadata | None = None
-    q_data_type: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    chunked_context: ChunkedContextMetadata | None = None  # type: ignore[assignment]
     prefill_backend: Any = None
-    query_lens_cpu: torch.Tensor | None = None
     use_dense_mha: bool = False
     topk_mask_workspace: torch.Tensor | None = None
 
@@ -130,15 +119,7 @@ class MLAPrefillBackend(PrefillKernelBackend):
 
     def clone(self) -> Self:
         """Another instance of the same configuration; a metadata builder prepares one of its own."""
-        return type(self)(
-            num_heads=self.num_heads,
-            scale=self.scale,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            vllm_config=self.vllm_config,
-        )
+        return type(self)(**self.sizes)
 
     @abstractmethod
     def run_prefill_context_chunk(

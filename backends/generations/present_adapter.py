@@ -14,7 +14,7 @@ import torch
 from mla_conformance.backends.generations import present
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.generations.present import ContextChunk
-from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata, int32
 
 
 class PresentAdapter(AdaptedPrefillBackend):
@@ -158,7 +158,7 @@ def present_metadata(
     if context is not None and chunks:
         tokens = metadata.query_start_loc.tolist()
         translated = present.ChunkedContextMetadata(
-            context_lens=_int32(lengths, metadata.query_start_loc.device),
+            context_lens=int32(lengths, metadata.query_start_loc.device),
             workspace=context.workspace,
             chunks=chunks,
             context_lens_list=lengths,
@@ -200,17 +200,13 @@ class _Rows:
             continuation_token_end=first + queries[0],
             is_continuation=starts[requests.start] > 0,
             num_context_tokens=sum(keys),
-            query_start_loc=_int32(list(accumulate(queries, initial=0)), self.device),
+            query_start_loc=int32(list(accumulate(queries, initial=0)), self.device),
             max_query_len=max(queries) * self.looseness,
-            cu_seq_lens=_int32(list(accumulate(keys, initial=0)), self.device),
-            starts=_int32(starts[requests], self.device),
+            cu_seq_lens=int32(list(accumulate(keys, initial=0)), self.device),
+            starts=int32(starts[requests], self.device),
             max_seq_len=max(keys) * (max_seq_len // max(seq_lens)),
-            seq_lens=_int32(keys, torch.device("cpu")),
-            token_to_seq=_int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
+            seq_lens=int32(keys, torch.device("cpu")),
+            token_to_seq=int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
             all_rows_active=min(queries) > 0,
             num_local_context_tokens=sum(keys),
         )
-
-
-def _int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)

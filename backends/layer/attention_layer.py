@@ -13,9 +13,7 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_types import (
-    AttentionType,
-)
+from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
 
 Subclassed = TypeVar("Subclassed")

@@ -14,13 +14,13 @@ import torch
 
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.reference import cache_layout
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
 _LATENT, _ROPE, _TILE = 512, 64, 128
 _LEAST_SCALE = 1e-4
 _TILES = _LATENT // _TILE
-_ENTRY_BYTES = _LATENT + 4 * _TILES + 2 * _ROPE
 
 
 def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
@@ -47,14 +47,7 @@ def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -
     Raises:
         ValueError: an unknown layout, or one without room for such latents.
     """
-    if known_layout(kv_cache_dtype) != "fp8_ds_mla":
-        return kv_lora_rank + qk_rope_head_dim
-    if kv_lora_rank != _LATENT or qk_rope_head_dim not in (0, _ROPE):
-        raise ValueError(
-            f"an fp8_ds_mla entry holds L = {_LATENT} and R = {_ROPE} or 0, got L = {kv_lora_rank} and "
-            f"R = {qk_rope_head_dim}; use the cache dtype auto or fp8"
-        )
-    return _ENTRY_BYTES
+    return cache_layout.entry_width(known_layout(kv_cache_dtype), kv_lora_rank, qk_rope_head_dim)
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -63,14 +56,7 @@ def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: an unknown layout, or one that does not store such a model.
     """
-    layout = known_layout(kv_cache_dtype)
-    if layout != "fp8_ds_mla":
-        return model_dtype if layout == "auto" else torch.float8_e4m3fn
-    if model_dtype.itemsize != 2:
-        raise ValueError(
-            f"an fp8_ds_mla entry stores the rope of a model of 16 bits, got {model_dtype}; use float16 or bfloat16"
-        )
-    return torch.uint8
+    return cache_layout.cache_dtype(known_layout(kv_cache_dtype), model_dtype)
 
 
 def encode(

@@ -66,21 +66,18 @@ class MLACommonImpl(MLAKernels):
         if attn_metadata is None:
             return output
         self._check_rows(attn_metadata, q, k_c_normed, k_pe)
-        if not self.is_prepared(attn_metadata):
-            self.prepare(attn_metadata)
-        if attn_metadata.is_profile_run:
-            self._reserve_up_projection(attn_metadata, q)
+        self._make_ready(attn_metadata, q)
         q = q.reshape(q.shape[0], self.num_heads, self.qk_head_dim)
         k_pe = k_pe.reshape(k_pe.shape[0], self.qk_rope_head_dim)
         if kv_cache.numel():
             self.do_kv_cache_update(k_c_normed, k_pe, kv_cache, attn_metadata.slot_mapping, layer._k_scale)
-        new, scale = attn_metadata.prefill_tokens, layer._k_scale
         if attn_metadata.num_prefills:
-            latents = (k_c_normed[new], k_pe[new])
-            output[new] = self._forward_prefill(q[new], *latents, kv_cache, attn_metadata, scale)
+            new = attn_metadata.prefill_tokens
+            operands = (q[new], k_c_normed[new], k_pe[new])
+            output[new] = self._forward_prefill(*operands, kv_cache, attn_metadata, layer._k_scale)
         if attn_metadata.num_decodes:
             new = attn_metadata.decode_tokens
-            output[new] = self._absorbed_decode(q[new], kv_cache, attn_metadata, scale)
+            output[new] = self._absorbed_decode(q[new], kv_cache, attn_metadata, layer._k_scale)
         return output
 
     def do_kv_cache_update(
@@ -210,10 +207,12 @@ class MLACommonImpl(MLAKernels):
         k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
         return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
 
-    def _reserve_up_projection(self, attn_metadata: MLACommonMetadata, q: torch.Tensor) -> None:
-        """Allocate, once, what multiplying out a full workspace would take."""
+    def _make_ready(self, attn_metadata: MLACommonMetadata, q: torch.Tensor) -> None:
+        """Hand the batch to the kernels; to measure memory, allocate what multiplying out a full workspace takes."""
+        if not self.is_prepared(attn_metadata):
+            self.prepare(attn_metadata)
         workspace = attn_metadata.context_chunk_workspace
-        if workspace is not None:
+        if attn_metadata.is_profile_run and workspace is not None:
             q.new_empty(workspace.shape[0], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
 
     def _output(self, q: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.cache_dtypes import layout_of
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.cache_ops import entry_width
@@ -135,15 +135,8 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
     def _make_kernels(self) -> None:
         """An instance of each kernel that the backend names."""
         backend = self.attention_backend
-        sizes = {
-            "num_heads": self.num_heads,
-            "scale": self.scale,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "vllm_config": backend.vllm_config,
-        }
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
+        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
         prefill, decode = backend.prefill_backend, backend.decode_backend
         if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
             raise UnsupportedConfiguration(
