@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -103,9 +104,7 @@ class AiterTritonDecodeBackend(PagedOutputBackend):
         ),
     )
 
-    def outputs(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
         """See :class:`PagedOutputBackend`."""
         metadata, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
         getattr(self.library, self.function)(

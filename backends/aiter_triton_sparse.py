@@ -6,6 +6,7 @@ Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/unified_attenti
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.aiter_triton import DISTRIBUTIONS, PAGES, InterpretedAiter, aiter_library
 from mla_conformance.backends.block_size import MultipleOf
@@ -44,9 +45,7 @@ class AiterTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (listed,), metadata = sources, self._sparse_metadata
         indices, output = listed.indices.contiguous(), q.new_empty(*q.shape[:2], self.kv_lora_rank)

@@ -1,6 +1,6 @@
 """What a backend of ours checks before it launches: the refusals of SPEC 3.8, with expected and got."""
 
-import torch
+from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
@@ -10,7 +10,7 @@ from mla_conformance.backends.sparse_checks import check_cache
 
 
 def check_operands(
-    backend: PrefillKernelBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_tokens: int, key_tokens: int
+    backend: PrefillKernelBackend, q: Tensor, k: Tensor, v: Tensor, query_tokens: int, key_tokens: int
 ) -> None:
     """Refuse operands that the backend does not declare or that contradict the metadata.
 
@@ -40,7 +40,7 @@ def check_operands(
             )
 
 
-def _check_declared(backend: PrefillKernelBackend, *operands: torch.Tensor) -> None:
+def _check_declared(backend: PrefillKernelBackend, *operands: Tensor) -> None:
     for dtype in {operand.dtype for operand in operands}:
         if not backend.supports_dtype(dtype):
             supported = ", ".join(map(str, backend.supported_dtypes))
@@ -51,7 +51,7 @@ def _check_declared(backend: PrefillKernelBackend, *operands: torch.Tensor) -> N
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
 
 
-def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor | None) -> None:
+def check_unquantised(backend: PrefillKernelBackend, output_scale: Tensor | None) -> None:
     """Refuse a quantised output in a backend that has none.
 
     Raises:
@@ -64,11 +64,7 @@ def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor 
 
 
 def check_decode_operands(
-    backend: MLADecodeBackend,
-    metadata: MLACommonDecodeMetadata,
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
+    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
     """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
 

@@ -4,6 +4,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, rows_that_count
 from mla_conformance.backends.cudnn_graph import CUDNN, Key, execute, lengths, offsets
@@ -36,9 +37,7 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
         """Versions of the packages and of the library that the frontend loaded."""
         return {**super().kernel_evidence(), "cudnn": str(CUDNN.load().backend_version())}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         q, k, v = (aligned(x) for x in (q, k, v))
         direct = out is not None and out.is_contiguous() and aligned(out) is out
@@ -46,9 +45,7 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
         lse = self._kernel(q, k, v, output, batch)
         return blank_output(output, batch), blank_lse(lse, batch)
 
-    def _kernel(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
-    ) -> torch.Tensor:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         """Write ``output`` [T, N, V], packed; return the LSE [N, T]."""
         raise NotImplementedError(f"CUDNN is a family of kernels: choose one of {', '.join(self.variants)}")
 
@@ -62,9 +59,7 @@ class CudnnGraph(CudnnPrefillBackend, variant="graph"):
         deviations=(_EMPTY, OFFSETS, ALIGNED, _FP8_NODE),
     )
 
-    def _kernel(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
-    ) -> torch.Tensor:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         lse = q.new_empty(q.shape[0], self.num_heads, dtype=torch.float32)
         tensors = {"q": q, "k": k, "v": v, "o": output, "stats": lse}
         self._served = {"plan": execute(Key.of(q, k, v, batch, self.scale), tensors, batch)}
@@ -91,9 +86,7 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
         """The pairs that its documentation gives."""
         return (dimensions.qk_head_dim, dimensions.v_head_dim) in ((192, 128), (128, 128))
 
-    def _kernel(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
-    ) -> torch.Tensor:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         entry = FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
         natural: dict[str, Any] = {"lse_base": "ln"} if "lse_base" in inspect.signature(entry).parameters else {}
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
@@ -102,9 +95,7 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
         return rows_that_count(padded, batch)
 
 
-def _places(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
-) -> dict[str, Any]:
+def _places(q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> dict[str, Any]:
     """Lengths and offsets as keywords of FlashInfer's entry."""
     queries, keys = batch.query_start_loc, batch.key_start_loc
     return {

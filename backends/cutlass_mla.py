@@ -6,6 +6,7 @@ It always computes 128 heads. Its LSE is natural, [B, 128]; how it splits keys i
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.block_size import MultipleOf
@@ -49,9 +50,7 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
             return []
         return [f"package vllm is installed, but its compiled operators lack {_OPERATOR}; its wheels for CUDA have it"]
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, tokens = self._decode_metadata, ql_nope.shape[0]
         q_nope, q_pe = (pad(x, (0, 0, 0, _HEADS - self.num_heads)).contiguous() for x in (ql_nope, q_pe))
@@ -71,7 +70,7 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
         )
         return output[:, : self.num_heads], lse[:, : self.num_heads].mT
 
-    def _workspace(self, tokens: int, block_table: torch.Tensor) -> torch.Tensor:
+    def _workspace(self, tokens: int, block_table: Tensor) -> Tensor:
         """[bytes] uint8 for the longest sequence that the block table has room for; 0 stands for this device."""
         size = _LIBRARY.load().sm100_cutlass_mla_get_workspace_size(
             block_table.shape[1] * _PAGE, tokens, 0, num_kv_splits=_AUTOMATIC

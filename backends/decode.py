@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
@@ -39,17 +40,17 @@ class MLACommonDecodeMetadata:
             one rank.
     """
 
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
-    query_lens_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    query_lens_cpu: Tensor
+    seq_lens_cpu: Tensor
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
-    dcp_tot_seq_lens: torch.Tensor | None = None
+    dcp_tot_seq_lens: Tensor | None = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
@@ -162,8 +163,8 @@ class MLADecodeBackend(PagedKernel, AttentionKernel):
 
     @abstractmethod
     def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 
         Args:

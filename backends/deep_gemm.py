@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -48,9 +49,7 @@ class DeepGemmIndexerBackend(LibraryKernel, MLAIndexerBackend):
         ),
     )
 
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
         if k_scale is None:
@@ -63,22 +62,17 @@ class DeepGemmIndexerBackend(LibraryKernel, MLAIndexerBackend):
         return self.library.fp8_fp4_mqa_logits(query, keys, weights, first, ends, metadata.max_seq_len)
 
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """Refused."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         raise AssertionError("not declared, so refused before")
 
-    def _query(self, q: torch.Tensor) -> Any:
+    def _query(self, q: Tensor) -> Any:
         """Queries as the library takes them."""
         return q
 
-    def _paged(self, q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _paged(self, q: Tensor, weights: Tensor, cache: Tensor) -> Tensor:
         metadata, library = self._sparse_metadata, self.library
         assert metadata.block_table is not None
         queries = set(metadata.query_lens_cpu.tolist())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend
@@ -32,5 +32,5 @@ class DeepGemmIndexerVllm(DeepGemmIndexerBackend):
         ),
     )
 
-    def _query(self, q: torch.Tensor) -> Any:
+    def _query(self, q: Tensor) -> Any:
         return q, None

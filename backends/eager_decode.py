@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
@@ -28,9 +29,7 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
@@ -45,20 +44,12 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
             output[rows], lse[:, rows] = self._finish(state)
         return output.to(ql_nope.dtype), lse
 
-    def _attend(
-        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> SoftmaxState:
+    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
         """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
-        self,
-        tiles: Iterable[slice],
-        q: torch.Tensor,
-        request: int,
-        seq_len: int,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
     ) -> SoftmaxState:
         """State over some tiles of a request's tokens."""
         state = self._initial(q, q[..., : self.kv_lora_rank])
@@ -69,7 +60,7 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
             state = self._accumulate(state, scores, self._values(keys))
         return state
 
-    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+    def _entries(self, kv_cache: Tensor, request: int, tile: slice) -> Tensor:
         """[tile, width] entries of the tokens ``tile`` of a request."""
         tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
         blocks = self._blocks(request, tokens // kv_cache.shape[1])
@@ -77,23 +68,23 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
         rows = kv_cache.view(torch.uint8)[blocks, tokens % kv_cache.shape[1]]
         return rows.view(kv_cache.dtype)
 
-    def _blocks(self, request: int, pages: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, request: int, pages: Tensor) -> Tensor:
         """Blocks that hold these pages of a request."""
         return self._decode_metadata.block_table[request][pages].long()
 
-    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+    def _dequantise(self, rows: Tensor, k_scale: Tensor) -> Tensor:
         """[tile, L + R] keys in float32."""
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
-    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
         """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""
         metadata = self._decode_metadata
         total = seq_len if metadata.dcp_tot_seq_lens is None else int(metadata.dcp_tot_seq_lens[request])
         last = torch.arange(total - queries, total, device=metadata.seq_lens.device).unsqueeze(1)
         return self._positions(metadata, tile) <= last
 
-    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> torch.Tensor:
+    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
         """[tile] positions in the whole sequence of tokens that this rank holds."""
         local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
         interleave = metadata.cp_kv_cache_interleave_size

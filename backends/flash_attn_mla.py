@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import aligned
@@ -48,20 +49,18 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
     supports_nonuniform_queries: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         pages = aligned(kv_cache).unsqueeze(2)
         latent, rope = pages[..., : self.kv_lora_rank], pages[..., self.kv_lora_rank :]
         output, lse, *_ = self._kernel(aligned(q_pe), aligned(ql_nope), rope, latent)
         return output, lse
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         raise NotImplementedError(f"FLASH_ATTN_MLA is a family of kernels: choose one of {', '.join(self.variants)}")
 
-    def _with_kvcache(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _with_kvcache(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         metadata = self._decode_metadata
         return self.library.flash_attn_with_kvcache(
             q,
@@ -97,7 +96,7 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
         lacks = ", ".join(what for flag, what in _NEEDED.items() if _left_out(flag))
         return [f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}"] if lacks else []
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         return self._with_kvcache(q, qv, k, v)
 
 
@@ -115,7 +114,7 @@ class FlashAttnMLASGLang(FlashAttnMLADecodeBackend, variant="sglang"):
     libraries: ClassVar[tuple[Library, ...]] = (_SGLANG,)
     declaration: ClassVar[Declaration] = Declaration(distributions=("sglang-kernel", "torch"), deviations=_DEVIATIONS)
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         return self._with_kvcache(q, qv, k, v)
 
 
@@ -131,7 +130,7 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
         reason = _VLLM.load().fa_version_unsupported_reason(3)
         return [f"package vllm is installed, but has no FlashAttention 3: {reason}"] if reason else []
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         metadata = self._decode_metadata
         return self.library.flash_attn_varlen_func(
             q,

@@ -7,6 +7,7 @@ Each query token is a request whose block table is its list. Written for vLLM 0.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -51,9 +52,7 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         """As without lists."""
         return FlashAttnMLAvLLM.lacks()
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (source,), query = sources, aligned(q)
         rows, apart = _rows(source.cache)
@@ -79,7 +78,7 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         return output, None
 
 
-def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _rows(cache: Tensor) -> tuple[Tensor, int]:
     """Rows [S, 1, 1, D] of a cache from its first to its last, and how many of them lie from block to block."""
     page, width = cache.shape[1:]
     packed = cache if cache.stride(0) % width == 0 and cache.stride()[1:] == (width, 1) else cache.contiguous()
@@ -88,7 +87,7 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     return pages.as_strided((len(cache) * apart - apart + page, 1, 1, width), (width, width, width, 1)), apart
 
 
-def _table(source: Selected, apart: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(source: Selected, apart: int) -> tuple[Tensor, Tensor]:
     """[T, K] int32: rows that the lists name, -1 behind them; [T] int32: how many that are."""
     named, page = listed(source.indices, source.length), source.cache.shape[1]
     return packed(source.indices // page * apart + source.indices % page, named)

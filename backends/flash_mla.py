@@ -8,6 +8,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import aligned
@@ -63,9 +64,7 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         kernels = {"kernels": "legacy"} if is_fork(library.load()) else {}
         return {library.distribution: library.version(), **kernels}
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, FORK.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())

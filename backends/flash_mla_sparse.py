@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import layout_of
@@ -74,17 +75,13 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         reasons = super().validate_configuration(device_capability, selector_config)
         return [*reasons, *_limits(selector_config)]
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         run = self._decode if sources[0].paged else self._prefill
         output, lse = run(aligned(q), sources, sink)
         return output, lse.masked_fill(lse == torch.inf, -torch.inf).mT
 
-    def _decode(
-        self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, q: Tensor, sources: list[Selected], sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and LSE [T, N]."""
         library, (main, *others) = FORK.load(), sources
         schedule, _ = library.get_mla_metadata()
@@ -109,9 +106,7 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         )
         return output.squeeze(1), lse.squeeze(2)
 
-    def _prefill(
-        self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prefill(self, q: Tensor, sources: list[Selected], sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and LSE [T, N]."""
         (gathered,) = sources
         output, _, lse = FORK.load().flash_mla_sparse_fwd(

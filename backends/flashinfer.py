@@ -7,6 +7,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
@@ -43,9 +44,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2")}
         return by_device.get(device_capability.major if device_capability else 0, ("fa2",))
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         q, k, v = self._fitted(q, k, v)
         if batch.chunk_idx not in self._plans:
@@ -58,15 +57,15 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), *self._scales(q), **options)
         return output[..., : self.v_head_dim], blank_lse(lse if natural else natural_heads_first(lse), batch)
 
-    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _fitted(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """q, k and v with head dims that a kernel is compiled for."""
         return operands
 
-    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _scales(self, q: Tensor) -> tuple[Tensor, ...]:
         """Further arguments of a call."""
         return ()
 
-    def _plan(self, q: torch.Tensor, v_columns: int, batch: RaggedBatch) -> Any:
+    def _plan(self, q: Tensor, v_columns: int, batch: RaggedBatch) -> Any:
         """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace(q.device), "NHD", backend=self.variant
@@ -87,7 +86,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         if not hasattr(self, "_buffer"):
             self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
@@ -123,14 +122,14 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
         ),
     )
 
-    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _fitted(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if operands[0].dtype != torch.float8_e4m3fn:
             return operands
         widest = max(x.shape[-1] for x in operands)
         width = min(width for width in _E4M3_HEAD_DIMS if width >= widest)
         return tuple(pad_head_dim(x, width) for x in operands)
 
-    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _scales(self, q: Tensor) -> tuple[Tensor, ...]:
         """Those of q, k and v [N]."""
         if q.dtype != torch.float8_e4m3fn:
             return ()

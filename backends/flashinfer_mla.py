@@ -8,6 +8,7 @@ import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
@@ -88,9 +89,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
             form, _ = self._planned
             self._planned = form, self._plan(form)
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         form = _Form(kv_cache.shape[1], ql_nope.dtype, kv_cache.dtype)
         if self._planned is None or self._planned[0] != form:
@@ -141,7 +140,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
-    def _wrapper(self, block_table: torch.Tensor) -> Any:
+    def _wrapper(self, block_table: Tensor) -> Any:
         """A wrapper with buffers for as many requests and pages as the table can name."""
         device, requests = block_table.device, block_table.shape[0]
         if not hasattr(self, "_workspace"):
@@ -158,7 +157,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         )
 
 
-def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, torch.Tensor]:
+def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, Tensor]:
     """Offsets and lengths on the host, the pages of all requests one after the other on the device."""
     table, lengths = metadata.block_table, metadata.seq_lens_cpu
     pages = (lengths + (page - 1)) // page
@@ -171,7 +170,7 @@ def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, torch.Tensor
     }
 
 
-def _starts(lengths: torch.Tensor) -> torch.Tensor:
+def _starts(lengths: Tensor) -> Tensor:
     """[B + 1] int32: where each request starts, and the end."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 

@@ -6,6 +6,7 @@ Written for 0.7.2. No device with compute capability 10 was at hand: what is che
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -47,9 +48,7 @@ class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         (source,), columns = sources, sources[0].indices.shape[1]
         slots, lengths = packed(source.indices, listed(source.indices, source.length))

@@ -7,6 +7,7 @@ lists are counted on the host, since that is where the wrapper plans.
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -65,9 +66,7 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
         super().__init__(*args, **kwargs)
         self._wrapper: Any = None
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         (source,) = sources
         latent, scales = self.kv_lora_rank, {}

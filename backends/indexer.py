@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
@@ -115,9 +116,7 @@ class MLAIndexerBackend(PagedKernel):
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
 
         Args:
@@ -136,13 +135,8 @@ class MLAIndexerBackend(PagedKernel):
 
     @abstractmethod
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
 
         Returns:
@@ -150,7 +144,7 @@ class MLAIndexerBackend(PagedKernel):
         """
 
 
-def bounds_of(metadata: MLASparseMetadata) -> torch.Tensor:
+def bounds_of(metadata: MLASparseMetadata) -> Tensor:
     """[T] int32, on the device: tokens that each query token sees, those of its request up to its own."""
     request = metadata.req_id_per_token.long()
     rows = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -160,7 +154,7 @@ def bounds_of(metadata: MLASparseMetadata) -> torch.Tensor:
 def check_index_call(
     backend: MLAIndexerBackend,
     metadata: MLASparseMetadata,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
     call: str,
     topk_tokens: int = 1,
 ) -> None:
@@ -197,13 +191,7 @@ def check_index_call(
 
 
 def _check_operands(
-    backend: MLAIndexerBackend,
-    tokens: int,
-    paged: bool,
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor | None,
+    backend: MLAIndexerBackend, tokens: int, paged: bool, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None
 ) -> None:
     heads, width, codes = backend.num_heads, backend.head_dim, backend.kv_cache_dtype != "auto"
     expect("q", q, (tokens, heads, width), torch.float8_e4m3fn if codes else q.dtype)

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
@@ -67,13 +68,13 @@ class PrefillKernelBackend(AttentionKernel):
     @abstractmethod
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention among each request's new tokens.
 
         Args:
@@ -95,9 +96,7 @@ class MLAPrefillBackend(PrefillKernelBackend):
     _prefill_metadata: MLACommonPrefillMetadata
 
     @abstractmethod
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Unmasked attention of the new tokens to one chunk of cached context.
 
         Args:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
@@ -152,7 +153,7 @@ def require_declared(backend: Any, device: torch.device, selector_config: Any) -
         raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
 
 
-def expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuse a tensor of another shape or dtype.
 
     Raises:

@@ -7,6 +7,7 @@ its engine takes where DeepGEMM is missing, and ``bitonic_topk.py``.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import (
@@ -55,7 +56,7 @@ class LmdeployTopKBackend(LmdeployKernel, MLATopKBackend):
         ),
     )
 
-    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """See :class:`MLATopKBackend`."""
         metadata = self._topk_metadata
         check_topk_call(self, metadata, logits, topk_tokens)
@@ -91,32 +92,25 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
         reasons = super().validate_configuration(device_capability, selector_config)
         return reasons if selector_config.paged else [*reasons, "gathered keys not supported"]
 
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k)
 
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         return _best(self.libraries[1], self._logits(q, weights, k), bounds_of(self._sparse_metadata), topk_tokens)
 
-    def _logits(self, q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _logits(self, q: Tensor, weights: Tensor, cache: Tensor) -> Tensor:
         """[T, max_seq_len]."""
         metadata = self._sparse_metadata
         assert metadata.block_table is not None
         codes, scales = cache.flatten(1).tensor_split([_PAGE * self.head_dim], dim=1)
         asking = metadata.query_lens_cpu.nonzero().flatten().to(q.device)
-        logits: torch.Tensor = self.library.fp8_index(
+        logits: Tensor = self.library.fp8_index(
             q.contiguous(),
             weights,
             codes.view(torch.float8_e4m3fn).unflatten(1, (_PAGE, -1)),
@@ -162,13 +156,8 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         return reasons if rotated == width else [*reasons, f"{rotated} rotated columns not supported"]
 
     def run_prepare_index(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        k_norm_weight: torch.Tensor,
-        k_norm_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :class:`MLAPrepareBackend`."""
         metadata = self._prepare_metadata
         check_prepare_call(self, metadata, (q, k, weights, k_norm_weight, k_norm_bias))
@@ -181,9 +170,7 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         )
         return q_codes, *self._keys(k.contiguous(), (k_norm_weight, k_norm_bias), cos, sin), last
 
-    def _keys(
-        self, k: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(self, k: Tensor, norm: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, D] and scales [T, 1]."""
         tokens, pages = len(k), -(-len(k) // _PAGE)
         codes = k.new_empty(pages, _PAGE, _HEAD_DIM, dtype=torch.float8_e4m3fn)
@@ -218,7 +205,7 @@ class LmdeployInterpretedIndexer(InterpretedKernel, LmdeployIndexerBackend, libr
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
 
 
-def _best(library: Library, logits: torch.Tensor, lengths: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+def _best(library: Library, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
     """[T, K] int32."""
-    best: torch.Tensor = library.load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
+    best: Tensor = library.load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
     return best

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import RaggedBatch
@@ -86,16 +87,10 @@ class LmdeployPrefillBackend(LmdeployKernel, RaggedOutputBackend):
         return values <= max(_LONG_TILES, 1 << (keys.bit_length() - 1))
 
     def outputs(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: RaggedBatch,
-        dtype: torch.dtype,
-        output_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
         """See :class:`RaggedOutputBackend`."""
-        output: torch.Tensor = self.library.flash_attn_varlen_func(
+        output: Tensor = self.library.flash_attn_varlen_func(
             q,
             k,
             v,
@@ -129,13 +124,11 @@ class LmdeployDecodeBackend(LmdeployKernel, PagedOutputBackend):
         ),
     )
 
-    def outputs(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
         """See :class:`PagedOutputBackend`."""
         metadata, library, keys = self._decode_metadata, self.library, kv_cache.unsqueeze(2)
         codes = self.kv_cache_dtype == "fp8"
-        output: torch.Tensor = library.flash_attn_with_kvcache(
+        output: Tensor = library.flash_attn_with_kvcache(
             torch.cat([ql_nope, q_pe], dim=-1),
             keys,
             keys[..., : self.kv_lora_rank],

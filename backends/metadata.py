@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.reference.chunking import ContextChunk
@@ -23,12 +24,12 @@ class ChunkedContextMetadata:
         workspace: [workspace tokens, L + R], receives a chunk's gathered latents.
     """
 
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     seq_tot: list[int]
     max_seq_lens: list[int]
-    seq_lens: torch.Tensor
-    workspace: torch.Tensor
+    seq_lens: Tensor
+    workspace: Tensor
 
 
 @dataclass
@@ -45,22 +46,22 @@ class MLACommonPrefillMetadata:
         query_lens_cpu: [B] int32, on the CPU.
     """
 
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
     max_query_len: int
     chunked_context: ChunkedContextMetadata | None = None
     q_data_type: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    query_lens_cpu: torch.Tensor | None = None
+    query_lens_cpu: Tensor | None = None
 
 
-def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Numbers as a tensor."""
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def chunked_context_metadata(
-    chunks: Sequence[ContextChunk], workspace: torch.Tensor, device: torch.device
+    chunks: Sequence[ContextChunk], workspace: Tensor, device: torch.device
 ) -> ChunkedContextMetadata:
     """Tensors of a chunk plan.
 
@@ -90,7 +91,7 @@ def chunked_context_metadata(
 def prefill_metadata(
     query_lens: Sequence[int],
     *,
-    block_table: torch.Tensor,
+    block_table: Tensor,
     dtype: torch.dtype,
     device: torch.device,
     chunked_context: ChunkedContextMetadata | None = None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.kernel import KernelBackend, expect, require_declared
 from mla_conformance.backends.platform import DeviceCapability
@@ -67,8 +68,8 @@ class PrepareMetadata:
         cos_sin_cache: [P, R] float32, for each position the cosines of the R/2 pairs, then the sines.
     """
 
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
+    positions: Tensor
+    cos_sin_cache: Tensor
 
 
 class MLAPrepareBackend(KernelBackend):
@@ -124,13 +125,8 @@ class MLAPrepareBackend(KernelBackend):
 
     @abstractmethod
     def run_prepare_index(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        k_norm_weight: torch.Tensor,
-        k_norm_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
 
         Args:
@@ -147,9 +143,7 @@ class MLAPrepareBackend(KernelBackend):
         """
 
 
-def check_prepare_call(
-    backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[torch.Tensor, ...]
-) -> None:
+def check_prepare_call(backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[Tensor, ...]) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
     Args:

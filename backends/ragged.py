@@ -7,6 +7,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
@@ -41,28 +42,24 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         check_unquantised(self, output_scale)
         output, lse = self._run(q, k, v, RaggedBatch.new_tokens(self._prefill_metadata), out)
         return (output, lse) if return_softmax_lse else output
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         return self._run(q, k, v, RaggedBatch.context_chunk(self._prefill_metadata, chunk_idx), None)
 
     @abstractmethod
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Call the library.
 
         Args:
@@ -76,9 +73,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
             (output [T, N, V], lse [N, T] float32, natural logarithm).
         """
 
-    def _run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         check_operands(self, q, k, v, batch.query_tokens, batch.key_tokens)
         rows, keys = batch.query_tokens, batch.key_tokens
         if not rows or not keys:
@@ -92,7 +87,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         whole_lse[:, :rows] = lse
         return whole, whole_lse
 
-    def _nothing(self, q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _nothing(self, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result of attention to no key."""
         shape = (q.shape[0], self.num_heads, self.v_head_dim)
         output = q.new_empty(shape, dtype=output_dtype(q.dtype)) if out is None else out
@@ -100,6 +95,6 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return output.zero_(), lse
 
 
-def _stored(output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _stored(output: Tensor, out: Tensor) -> Tensor:
     """``out``, holding ``output``; copied unless the library wrote it there itself."""
     return out if output.data_ptr() == out.data_ptr() else out.copy_(output)

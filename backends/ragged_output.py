@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
@@ -19,13 +20,13 @@ class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor:
         """See :class:`MLAPrefillBackend`.
 
         Raises:
@@ -44,9 +45,7 @@ class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
             out[:rows] = self.outputs(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
         return out
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Refuse: a chunk's output is of no use without its LSE.
 
         Raises:
@@ -56,14 +55,8 @@ class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
 
     @abstractmethod
     def outputs(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: RaggedBatch,
-        dtype: torch.dtype,
-        output_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
         """Call the library.
 
         Args:

@@ -7,6 +7,7 @@ Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, wh
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -59,9 +60,7 @@ class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
         """Value head dims of models."""
         return dimensions.v_head_dim > _FAULTY_VALUE_DIM
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         output = out if out is not None and out.is_contiguous() else q.new_empty(*q.shape[:2], self.v_head_dim)
@@ -111,9 +110,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         ),
     )
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, q = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1)
         slots = kv_cache.flatten(0, 1).unsqueeze(1)
@@ -140,7 +137,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         self._served = {"splits": f"at most {most}"}
         return output, lse.logsumexp(-1).mT
 
-    def _splits(self, lengths: torch.Tensor, context: int) -> tuple[torch.Tensor, int]:
+    def _splits(self, lengths: Tensor, context: int) -> tuple[Tensor, int]:
         """Splits of each request's keys, [B] int32, and the most that there can be."""
         splits = torch.full_like(lengths, _SPLITS)
         if lengths.device.type != "cuda":  # as SGLang does without compute units
@@ -169,7 +166,7 @@ class SGLangTritonInterpretedDecode(InterpretedKernel, SGLangTritonDecodeBackend
     """The same source by Triton's interpreter."""
 
 
-def _slots(metadata: MLACommonDecodeMetadata, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots(metadata: MLACommonDecodeMetadata, page: int) -> tuple[Tensor, Tensor]:
     """Where the tokens of each request start, [B + 1] int32, and the slots of all, one after the other, int64.
 
     Computed on the device from what stands there when it runs; behind the last slot stands what does not count.

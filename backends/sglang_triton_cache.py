@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache import MLACacheBackend, MLACacheSelectorConfig
 from mla_conformance.backends.cache_checks import check_gather, check_latents, check_workspace, require_call
@@ -59,12 +60,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             yield f"{config.qk_rope_head_dim} columns of rope not supported"
 
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
         require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
@@ -91,12 +87,12 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
@@ -123,7 +119,7 @@ class SGLangTritonCacheInterpreted(InterpretedKernel, SGLangTritonCacheBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
+def _rows(cache: Tensor) -> Tensor:
     """[rows, width], of which a block begins every so many; of several layers' blocks the others are among them.
 
     Raises:
@@ -135,7 +131,7 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided(((blocks - 1) * cache.stride(0) // width + page, width), (width, 1))
 
 
-def _numbers(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _numbers(slots: Tensor, cache: Tensor) -> Tensor:
     """The rows of slots, int64; -1 of none."""
     page, apart = cache.shape[1], cache.stride(0) // cache.shape[2]
     return torch.where(slots < 0, _NONE, slots // page * apart + slots % page).long()

@@ -6,6 +6,7 @@ Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 o
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -42,9 +43,7 @@ class SGLangTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (gathered,) = sources
         output = self.library.sparse_mla_prefill(
@@ -105,9 +104,7 @@ class SGLangTritonSparseInterpreted(InterpretedKernel, SGLangTritonSparseBackend
         deviations=(_LAUNCHED, *SGLangTritonSparseBackend.declaration.deviations),
     )
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """As the launcher does."""
         (gathered,), library = sources, self.library
         q, indices, columns = q.contiguous(), gathered.indices.contiguous(), gathered.indices.shape[1]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
@@ -49,16 +50,16 @@ class MLASparseMetadata:
         cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
     """
 
-    query_start_loc: torch.Tensor
-    req_id_per_token: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor | None
-    workspace_starts: torch.Tensor | None
+    query_start_loc: Tensor
+    req_id_per_token: Tensor
+    seq_lens: Tensor
+    block_table: Tensor | None
+    workspace_starts: Tensor | None
     index_space: IndexSpace
     max_query_len: int
     max_seq_len: int
-    query_lens_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    query_lens_cpu: Tensor
+    seq_lens_cpu: Tensor
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
@@ -233,17 +234,17 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
     @abstractmethod
     def run_sparse_decode(
         self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
+        k_scale: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        extra_kv_cache: torch.Tensor | None = None,
-        extra_topk_indices: torch.Tensor | None = None,
-        extra_topk_length: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_topk_indices: Tensor | None = None,
+        extra_topk_length: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the entries of a paged cache that its list names; no other mask.
 
         Args:
@@ -269,13 +270,13 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
     @abstractmethod
     def run_sparse_prefill(
         self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the gathered rows that its list names; no other mask.
 
         Args:

@@ -6,6 +6,7 @@ The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
@@ -65,9 +66,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
         ),
     )
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output, lse = _LIBRARY.load().tokenspeed_mla_prefill(
             query=q.contiguous(),
@@ -108,9 +107,7 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
         ),
     )
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(metadata.query_lens_cpu), -1))
@@ -129,7 +126,7 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
         )
         return output.flatten(0, 1), natural_heads_first(lse.flatten(0, 1))
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         """Float32 partial outputs and LSEs; the kernel splits keys until its blocks fill half of the processors."""
         if not hasattr(self, "_buffer"):
             rows = _LIBRARY.load().get_num_sm(device) * _TILE

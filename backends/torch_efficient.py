@@ -7,6 +7,7 @@ value may be narrower than the key, and the LSE is natural, float32, [B, N, long
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import (
     ALIGNMENT,
@@ -52,9 +53,7 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         operator = "aten::_efficient_attention_forward"
         return {"torch": torch.__version__, "operator": operator, **super().kernel_evidence()}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output, lse, *_ = torch.ops.aten._efficient_attention_forward(
             *(self._operand(x) for x in (q, k, v)),
@@ -72,7 +71,7 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         return output, blank_lse(rows_that_count(lse.mT, batch), batch)
 
     @staticmethod
-    def _operand(x: torch.Tensor) -> torch.Tensor:
+    def _operand(x: Tensor) -> Tensor:
         """[1, tokens, N, D] with rows that the kernel's vector loads can read."""
         unit = ALIGNMENT // x.element_size()
         return aligned(pad_head_dim(x, -(-x.shape[-1] // unit) * unit)).unsqueeze(0)

@@ -7,6 +7,7 @@ its value. All of it is tensor operations of fixed shapes without a synchronisat
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Deviation, LseClass, Precision, Rounding
@@ -43,9 +44,7 @@ class TorchRows(NamedKernel):
         """PyTorch's version, and which of its kernels serves the calls."""
         return {"torch": torch.__version__, "kernel": self.kernel}
 
-    def attend_rows(
-        self, q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_rows(self, q: Tensor, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of each row to the keys of its own that it sees.
 
         Args:
@@ -64,7 +63,7 @@ class TorchRows(NamedKernel):
         output = output[:, 0, :, : self.kv_lora_rank].masked_fill(empty[:, None, None], 0.0)
         return output, lse[:, 0, : self.num_heads].mT.masked_fill(empty, -torch.inf)
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Output [T, 1, N, D] and LSE [T, 1, at least N] of q [T, 1, N, D] and keys [T, 1, S, D]."""
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, keys, keys, 0.0, False, attn_mask=mask, scale=self.scale
@@ -83,7 +82,7 @@ class TorchEfficientRows(TorchRows):
         """Any GPU."""
         return device_capability is not None
 
-    def _attend(self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             aligned(q), keys, keys, mask, True, 0.0, False, scale=self.scale
         )

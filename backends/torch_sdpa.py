@@ -8,6 +8,7 @@ value need one head dim; its causal mask is aligned top-left; an empty key or qu
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.conversions import RaggedBatch
@@ -43,9 +44,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         """PyTorch's version."""
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -54,15 +53,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         return output, lse
 
 
-def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-) -> None:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, scale: float, causal: bool) -> None:
     """Attend to one request's keys and write ``output`` and ``lse``; causal masks are aligned bottom-right.
 
     Args:
@@ -88,7 +79,7 @@ def flash_attention(
     lse.copy_(logsumexp[0])
 
 
-def _bottom_right(queries: int, keys: int) -> torch.Tensor:
+def _bottom_right(queries: int, keys: int) -> Tensor:
     """[queries, keys] additive float32 mask."""
     visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     return torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)

@@ -7,6 +7,7 @@ without a synchronisation, so a call may be captured in a CUDA graph whose buffe
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -56,9 +57,7 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientDecodeBackend
 
-    def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
@@ -80,7 +79,7 @@ class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
     )
 
 
-def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[Tensor, Tensor]:
     """[T] request of each query token, and the last position in the whole sequence that it sees; -1 for none."""
     starts = metadata.query_start_loc
     token = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
@@ -90,7 +89,7 @@ def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[tor
     return request, last.masked_fill(token >= starts[-1], -1)
 
 
-def _gather(metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+def _gather(metadata: MLACommonDecodeMetadata, kv_cache: Tensor, request: Tensor) -> Tensor:
     """[T, S, width] entries of each query token's request; past its last token, whatever the clamped ids lead to."""
     page, columns = kv_cache.shape[1], metadata.block_table.shape[1]
     tokens = max(1, min(metadata.max_seq_len, columns * page))
@@ -103,7 +102,7 @@ def _gather(metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, request: 
     return rows.view(kv_cache.dtype)
 
 
-def _positions(metadata: MLACommonDecodeMetadata, tokens: int) -> torch.Tensor:
+def _positions(metadata: MLACommonDecodeMetadata, tokens: int) -> Tensor:
     """[S] positions in the whole sequence of the tokens that this rank holds."""
     local = torch.arange(tokens, device=metadata.seq_lens.device)
     interleave = metadata.cp_kv_cache_interleave_size

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -53,23 +54,19 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
         """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientSparseBackend
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         parts = [self._rows(q[rows], [x.rows(rows) for x in sources], k_scale) for rows in _parts(q, sources)]
         outputs, lses = zip(*parts, strict=True)
         return torch.cat(outputs), torch.cat(lses, dim=1)
 
-    def _rows(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, q: Tensor, sources: list[Selected], k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and LSE [N, T] of some rows."""
         visible = torch.cat([listed(source.indices, source.length) for source in sources], dim=1)
         keys = torch.cat([self._keys(source, k_scale, q.dtype) for source in sources], dim=1)
         return self.attend_rows(q, keys, visible)
 
-    def _keys(self, source: Selected, k_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _keys(self, source: Selected, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, K, D] in the model's dtype; anything where a list names none."""
         slots = source.indices.masked_fill(~listed(source.indices, source.length), 0).long()
         keys = dequantise(gather(source.cache, slots, source.layout), source.layout, k_scale, dtype)
@@ -91,7 +88,7 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
     )
 
 
-def _parts(q: torch.Tensor, sources: list[Selected]) -> Iterator[slice]:
+def _parts(q: Tensor, sources: list[Selected]) -> Iterator[slice]:
     """Rows whose keys are gathered at once."""
     columns = sum(source.indices.shape[1] for source in sources)
     step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))

@@ -7,6 +7,7 @@ LSE, so that it can serve neither a context chunk nor new tokens behind a contex
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -49,14 +50,8 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
         return quant_key == fp8_static_tensor_sym()
 
     def outputs(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: RaggedBatch,
-        dtype: torch.dtype,
-        output_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
         """See :class:`RaggedOutputBackend`."""
         table, slots = _pages(batch.query_lens, q.device)
         width = q.shape[-1]
@@ -84,7 +79,7 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
         return wide[..., : self.v_head_dim]
 
 
-def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Block table [B, pages of the longest] int32 of requests with their own pages, and the slot of each token."""
     pages = -(-max(lengths) // _PAGE)
     table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
@@ -92,7 +87,7 @@ def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
     return table.to(device), slots.to(device)
 
 
-def _paged(x: torch.Tensor, slots: torch.Tensor, pages: int) -> torch.Tensor:
+def _paged(x: Tensor, slots: Tensor, pages: int) -> Tensor:
     """``x`` [tokens, N, D] as [pages, 16, N, D]."""
     stored = x.new_zeros(pages * _PAGE, *x.shape[1:])
     stored[slots] = x

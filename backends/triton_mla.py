@@ -8,6 +8,7 @@ vLLM's compiled extension, which it does not use.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -69,9 +70,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
             reasons.append(f"kv_cache_dtype fp8 needs compute capability 8.9, this device has {device_capability}")
         return reasons
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, q = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1)
         output, lse = q.new_zeros(ql_nope.shape), q.new_zeros(q.shape[:2], dtype=self._lse_dtype(q.dtype))
@@ -132,7 +131,7 @@ def _compute_units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _one_row_a_token(metadata: MLACommonDecodeMetadata, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_row_a_token(metadata: MLACommonDecodeMetadata, rows: int) -> tuple[Tensor, Tensor]:
     """Block table [T, max blocks] and keys [T] int32 of each query token; the last one of a request sees them all."""
     table, lengths = metadata.block_table, metadata.seq_lens
     queries = rows // len(lengths)

@@ -8,6 +8,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
@@ -43,9 +44,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
         ),
     )
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         kernel = _LIBRARY.load().trtllm_ragged_attention_deepseek
         direct = out if out is not None and out.is_contiguous() else None
@@ -66,7 +65,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
         )
         return blank_output(output, batch), blank_lse(natural_heads_first(lse), batch)
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
@@ -85,7 +84,7 @@ def _lengths(batch: RaggedBatch) -> dict[str, Any]:
     }
 
 
-def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, torch.Tensor]:
+def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, Tensor]:
     """Lengths on the host, for the versions that use them to drop empty requests."""
     if "kv_seq_lens_cpu" not in inspect.signature(kernel).parameters:
         return {}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
@@ -75,12 +76,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             yield f"keys of {width} columns are not dequantised (supported: {', '.join(map(str, _WIDTHS))})"
 
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
         require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
@@ -92,7 +88,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
                 kv_c, k_pe, kv_cache, slot_mapping.contiguous(), self.kv_cache_dtype, k_scale
             )
 
-    def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See :class:`MLACacheBackend`."""
         require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
         check_index_keys(self, k, kv_cache, slot_mapping)
@@ -103,12 +99,12 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
@@ -132,12 +128,12 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_index(
         self,
-        kv_cache: torch.Tensor,
-        k: torch.Tensor,
-        k_scale: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
+        kv_cache: Tensor,
+        k: Tensor,
+        k_scale: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
@@ -164,13 +160,13 @@ def _operators() -> Any:
     return torch.ops._C_cache_ops
 
 
-def _columns_from(block_table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _columns_from(block_table: Tensor, first: Tensor) -> Tensor:
     """The table from a column of each request on, since those before it may hold anything; behind it anything."""
     columns = torch.arange(block_table.shape[1], device=first.device) + first.unsqueeze(1)
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
 
 
-def _request_of(cu_seq_lens: torch.Tensor) -> torch.Tensor:
+def _request_of(cu_seq_lens: Tensor) -> Tensor:
     """[S] int32, the request of each row."""
     requests = torch.arange(len(cu_seq_lens) - 1, dtype=torch.int32, device=cu_seq_lens.device)
     return requests.repeat_interleave(cu_seq_lens.diff())

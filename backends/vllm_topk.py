@@ -9,6 +9,7 @@ them. All of them place what they find by atomic counters, so that equal calls n
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import ALIGNMENT
@@ -48,14 +49,14 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
     declaration: ClassVar[Declaration] = _declared(_OUTPUT)
     operator: ClassVar[str] = ""
 
-    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         output = torch.full((len(logits), topk_tokens), NO_KEY, dtype=torch.int32, device=logits.device)
         self._select(logits, self._topk_metadata.lengths.contiguous(), output)
         return output
 
-    def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         """Fill output [T, K] for rows of lengths [T]."""
         raise NotImplementedError(f"VLLM_TOPK is a family of kernels: choose one of {', '.join(self.variants)}")
 
@@ -63,7 +64,7 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
         self.libraries[0].load()
         getattr(torch.ops._C, self.operator)(*arguments)
 
-    def _call_with_workspace(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _call_with_workspace(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=logits.device)
         self._call(logits, lengths, output, workspace, output.shape[1], self._topk_metadata.max_seq_len)
 
@@ -77,7 +78,7 @@ class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
         _OUTPUT, Deviation("wants starts and ends", "zeros where there are no starts, as in vLLM")
     )
 
-    def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         given = self._topk_metadata.row_starts
         starts = torch.zeros_like(lengths) if given is None else given.contiguous()
         self._call(logits, starts, starts + lengths, output, len(logits), *logits.stride(), output.shape[1])
@@ -88,7 +89,7 @@ class VllmTopKDecode(VllmTopKBackend, variant="decode"):
 
     operator: ClassVar[str] = "top_k_per_row_decode"
 
-    def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         self._call(logits, 1, lengths, output, len(logits), *logits.stride(), output.shape[1])
 
 
@@ -99,7 +100,7 @@ class VllmTopKPersistent(VllmTopKBackend, variant="persistent"):
     supported_topk: ClassVar[list[int | MultipleOf]] = [*_KNOWN]
     declaration: ClassVar[Declaration] = _declared(_OUTPUT, _WORKSPACE)
 
-    def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         self._call_with_workspace(logits, lengths, output)
 
 
@@ -121,12 +122,12 @@ class VllmTopKCooperative(VllmTopKBackend, variant="cooperative"):
         """As vLLM's choice."""
         return device_capability is not None and device_capability >= (9, 0) and device_capability.major != 12
 
-    def _select(self, logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         for part in zip(*(x.split(_ROWS) for x in (_aligned(logits), lengths, output)), strict=True):
             self._call_with_workspace(*part)
 
 
-def _aligned(logits: torch.Tensor) -> torch.Tensor:
+def _aligned(logits: Tensor) -> Tensor:
     """Logits whose rows start at multiples of 16 bytes."""
     if logits.stride(0) % _FLOATS == 0 and logits.data_ptr() % ALIGNMENT == 0:
         return logits

@@ -7,6 +7,7 @@ exists. It translates; it does not repair.
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import reasons_of, yes_or_no
@@ -137,20 +138,18 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Hand the call on; see :class:`MLAPrefillBackend`."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
         return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Hand the call on; see :class:`MLAPrefillBackend`."""
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
 
@@ -167,7 +166,7 @@ def first_columns(result: Any, width: int) -> Any:
     return result[..., :width]
 
 
-def copied_to(out: torch.Tensor, result: Any) -> Any:
+def copied_to(out: Tensor, result: Any) -> Any:
     """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
 
     Raises:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -43,7 +44,7 @@ class MLAPrefillBuilderState:
         backend_state: anything else, by name.
     """
 
-    workspace_buffer: torch.Tensor | None = None
+    workspace_buffer: Tensor | None = None
     backend_state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,13 +79,8 @@ class MLAPrefillImpl(ABC):
 
     @abstractmethod
     def run_prefill_new_tokens(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`interface.MLAPrefillBackend`.
 
         Args:
@@ -97,13 +93,8 @@ class MLAPrefillImpl(ABC):
 
     @abstractmethod
     def run_prefill_context_chunk(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        chunk_idx: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, prefill_metadata: MLACommonPrefillMetadata, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`interface.MLAPrefillBackend`, and for the metadata the new tokens."""
 
 
@@ -153,7 +144,7 @@ class MLAPrefillBackend(KernelBackend):
         cls,
         prefill_metadata: MLACommonPrefillMetadata,
         builder_state: MLAPrefillBuilderState,
-        prefill_query_start_loc: torch.Tensor,
+        prefill_query_start_loc: Tensor,
     ) -> None:
         """Fill the backend's own fields of a batch's prefill metadata; by default there are none."""
         return
@@ -240,13 +231,13 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Hand the call on with the metadata; the output is copied to ``out``."""
         check_unquantised(self, output_scale)
         result = self._unpadded(
@@ -254,9 +245,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
         )
         return result if out is None else copied_to(out, result)
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Hand the call on with the metadata."""
         result = self._target.run_prefill_context_chunk(self._prefill_metadata, chunk_idx, q, k, v)
         return self._unpadded(result)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
+from torch import Tensor
 
 from mla_conformance.backends import metadata
 from mla_conformance.backends.interface import PrefillKernelBackend
@@ -48,18 +48,18 @@ class ContextChunk:
     continuation_token_end: int
     is_continuation: bool
     num_context_tokens: int
-    query_start_loc: torch.Tensor
+    query_start_loc: Tensor
     max_query_len: int
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     max_seq_len: int
-    seq_lens: torch.Tensor
-    token_to_seq: torch.Tensor
+    seq_lens: Tensor
+    token_to_seq: Tensor
     all_rows_active: bool
     padded_local_seq_lens: list[int] | None = None
     local_context_lens_allranks: list[list[int]] | None = None
-    padded_local_cu_seq_lens: torch.Tensor | None = None
-    padded_local_token_to_seq: torch.Tensor | None = None
+    padded_local_cu_seq_lens: Tensor | None = None
+    padded_local_token_to_seq: Tensor | None = None
     num_local_context_tokens: int = 0
     local_starts: list[int] | None = None
 
@@ -82,8 +82,8 @@ class ChunkedContextMetadata:
         dcp_manager: collectives of decode context parallelism; None without.
     """
 
-    context_lens: torch.Tensor
-    workspace: torch.Tensor
+    context_lens: Tensor
+    workspace: Tensor
     chunks: list[ContextChunk]
     context_lens_list: list[int]
     empty_token_slices: list[slice]
@@ -104,7 +104,7 @@ class MLACommonPrefillMetadata(metadata.MLACommonPrefillMetadata):
     chunked_context: ChunkedContextMetadata | None = None  # type: ignore[assignment]
     prefill_backend: Any = None
     use_dense_mha: bool = False
-    topk_mask_workspace: torch.Tensor | None = None
+    topk_mask_workspace: Tensor | None = None
 
 
 class MLAPrefillBackend(PrefillKernelBackend):
@@ -123,8 +123,8 @@ class MLAPrefillBackend(PrefillKernelBackend):
 
     @abstractmethod
     def run_prefill_context_chunk(
-        self, chunk: ContextChunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Unmasked attention of a run's new tokens to one chunk of its cached context.
 
         Args:

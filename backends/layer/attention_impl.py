@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_types import (
@@ -77,7 +78,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             fast_build: whether building fast is worth more than computing fast, for metadata that is used little.
         """
 
-    def update_block_table(self, metadata: M, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> M:
+    def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
         """The metadata of the same batch over other pages.
 
         Args:
@@ -191,15 +192,15 @@ class AttentionImpl(ABC, Generic[T]):
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: T,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Write ``key`` and ``value`` to the cache and attend to it.
 
         Args:
@@ -252,15 +253,15 @@ class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
     def forward(
         self,
         layer: AttentionLayer,
-        hidden_states_or_cq: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
+        hidden_states_or_cq: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
         attn_metadata: T,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Write the latents to the cache and attend to it.
 
         Args:

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
@@ -29,8 +30,8 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
     attention_backend: ClassVar[Any] = None
     can_return_lse_for_decode = True
-    W_UK_T: torch.Tensor
-    W_UV: torch.Tensor
+    W_UK_T: Tensor
+    W_UV: Tensor
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ def _refuse(**settings: object) -> None:
             raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
 
 
-def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> Tensor:
     """[out, in] weight of a linear layer, dequantised if it is stored in codes; ValueError for one that adds a bias."""
     stored = stored_weight(linear)
     if is_dense(stored):
@@ -169,13 +170,13 @@ def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Te
     return (image[0] if isinstance(image, tuple) else image).mT
 
 
-def stored_weight(linear: Any) -> torch.Tensor:
+def stored_weight(linear: Any) -> Tensor:
     """The weight of a linear layer as it is stored, possibly in codes.
 
     Raises:
         ValueError: a layer without a weight.
     """
-    stored: torch.Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
+    stored: Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
     if stored is None:
         raise ValueError(
             f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
@@ -184,6 +185,6 @@ def stored_weight(linear: Any) -> torch.Tensor:
     return stored
 
 
-def is_dense(weight: torch.Tensor) -> bool:
+def is_dense(weight: Tensor) -> bool:
     """Whether a stored weight holds values, not codes."""
     return weight.dtype.is_floating_point and weight.dtype.itemsize > 1
