@@ -18,7 +18,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary
-from mla_conformance.backends.paged_output import PagedOutputBackend
+from mla_conformance.backends.paged import PagedOutputBackend
 from mla_conformance.backends.platform import FROM_AMPERE, Devices
 
 PAGES: list[int | MultipleOf] = [16, 32, 64]
@@ -88,7 +88,7 @@ class AiterTritonDecodeBackend(PagedOutputBackend):
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = PAGES
     libraries: ClassVar[tuple[Library, ...]] = (aiter_library("mla"),)
     function: ClassVar[str] = "mla_decode_fwd"
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None

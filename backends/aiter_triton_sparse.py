@@ -28,7 +28,7 @@ class AiterTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
     name: ClassVar[str] = "AITER_TRITON_SPARSE"
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = PAGES
     libraries: ClassVar[tuple[Library, ...]] = (aiter_library(_MODULE),)
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_calls: ClassVar[list[str]] = ["decode"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64), (256, 64)]

@@ -33,11 +33,13 @@ def check_operands(
         ("k", k, key_tokens, head_dim),
         ("v", v, key_tokens, backend.v_head_dim),
     ):
-        if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < tokens:
-            raise ValueError(
-                f"{name}: expected at least {tokens} tokens of [{backend.num_heads}, {width}] by the metadata, "
-                f"got shape {list(tensor.shape)}"
-            )
+        _check_rows(name, tensor, tokens, backend.num_heads, width)
+
+
+def _check_rows(name: str, x: Tensor, tokens: int, *shape: int) -> None:
+    if x.shape[1:] != shape or x.shape[0] < tokens:
+        expected = f"at least {tokens} tokens of {list(shape)} by the metadata"
+        raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
 
 
 def _check_declared(backend: PrefillKernelBackend, *operands: Tensor) -> None:
@@ -93,11 +95,7 @@ def check_decode_operands(
     )
     require_declared(backend, ql_nope.device, config)
     for name, tensor, width in (("ql_nope", ql_nope, backend.kv_lora_rank), ("q_pe", q_pe, backend.qk_rope_head_dim)):
-        if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < sum(query_lens):
-            raise ValueError(
-                f"{name}: expected at least {sum(query_lens)} tokens of [{backend.num_heads}, {width}] by the "
-                f"metadata, got shape {list(tensor.shape)}"
-            )
+        _check_rows(name, tensor, sum(query_lens), backend.num_heads, width)
     check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
     longest, page = max(metadata.seq_lens_cpu.tolist()), kv_cache.shape[1]
     if metadata.block_table.shape[1] * page < longest:

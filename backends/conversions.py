@@ -102,6 +102,11 @@ class RaggedBatch:
         return keyless.repeat_interleave(self.query_start_loc.diff(), output_size=self.query_tokens)
 
 
+def starts_of(lengths: Tensor) -> Tensor:
+    """[B + 1] int32: where each of B requests starts, and the end."""
+    return pad(lengths.cumsum(0), (1, 0)).int()
+
+
 def _query_lens(metadata: MLACommonPrefillMetadata) -> tuple[int, ...]:
     lengths = metadata.query_lens_cpu
     return tuple((metadata.query_start_loc.diff() if lengths is None else lengths).tolist())

@@ -25,7 +25,7 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
     """The family: the graph API, or FlashInfer's entry where only that is asked for."""
 
     name: ClassVar[str] = "CUDNN"
-    devices: ClassVar[Devices] = FROM_HOPPER
+    devices: ClassVar[Devices] = FROM_HOPPER  # which ragged operands need
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -55,8 +55,7 @@ class CudnnGraph(CudnnPrefillBackend, variant="graph"):
 
     libraries: ClassVar[tuple[Library, ...]] = (CUDNN,)
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("nvidia-cudnn-frontend", "nvidia-cudnn-cu13"),
-        deviations=(_EMPTY, OFFSETS, ALIGNED, _FP8_NODE),
+        distributions=("nvidia-cudnn-frontend", "nvidia-cudnn-cu13"), deviations=(_EMPTY, OFFSETS, ALIGNED, _FP8_NODE)
     )
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:

@@ -27,7 +27,7 @@ class CudnnFp8(CudnnPrefillBackend):
     """The node ``sdpa_fp8`` in a graph like that of the variant ``graph``."""
 
     variant: ClassVar[str] = "fp8"
-    devices: ClassVar[Devices] = HOPPER
+    devices: ClassVar[Devices] = HOPPER  # where it was tried
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float8_e4m3fn]
     libraries: ClassVar[tuple[Library, ...]] = (CUDNN,)
     declaration: ClassVar[Declaration] = Declaration(

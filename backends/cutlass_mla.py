@@ -26,7 +26,7 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
     """One query token a request, pages of 128 tokens."""
 
     name: ClassVar[str] = "CUTLASS_MLA"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]  # which vLLM gives it
     devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]

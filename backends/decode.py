@@ -184,3 +184,10 @@ class MLADecodeBackend(PagedKernel, AttentionKernel):
 def output_of(result: Any) -> Any:
     """The output of what ``run_decode`` returned, whether an LSE stands beside it or not."""
     return result[0] if isinstance(result, (tuple, list)) and len(result) == 2 else result
+
+
+def positions_of(metadata: MLACommonDecodeMetadata, local: Tensor) -> Tensor:
+    """Positions in whole sequences of tokens by their numbers among those that this rank holds."""
+    interleave = metadata.cp_kv_cache_interleave_size
+    shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
+    return shares * interleave + local % interleave

@@ -24,12 +24,7 @@ class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
     """Online softmax over key tiles, one request after the other."""
 
     name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float8_e4m3fn,
-    ]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, positions_of
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
@@ -86,7 +86,4 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
 
     def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
         """[tile] positions in the whole sequence of tokens that this rank holds."""
-        local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
-        interleave = metadata.cp_kv_cache_interleave_size
-        shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
-        return shares * interleave + local % interleave
+        return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))

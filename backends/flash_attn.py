@@ -24,8 +24,6 @@ _ALIGNED = Deviation("faults on rows that do not start at multiples of 16 bytes"
 _INFINITE = Deviation("LSE +inf in a row without keys", "-inf in the rows that the lengths say see no key")
 _BY_DEVICE = {9: ("fa3", "fa4", "fa2", "torch"), 10: ("fa4", "fa2", "torch")}
 
-Result = tuple[Tensor, Tensor]
-
 
 class FlashAttnPrefillBackend(RaggedPrefillBackend):
     """The family: on Hopper FA3, on Blackwell FA4, elsewhere FA2, and PyTorch's own where nothing is installed."""
@@ -43,7 +41,7 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         """Anything up to 256 columns, padded."""
         return max(dimensions.qk_head_dim, dimensions.v_head_dim) <= _WIDEST
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Result:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         unit = ALIGNMENT // q.element_size()
         if q.shape[-1] % unit or v.shape[-1] % unit or not self._takes(q.shape[-1], v.shape[-1]):
@@ -56,11 +54,11 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         """Whether the kernel takes these head dims, whose rows fill multiples of 16 bytes, as they are."""
         return qk_head_dim == v_head_dim
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Output [T, N, columns of v] and LSE [N, T]."""
         raise NotImplementedError(f"FLASH_ATTN is a family of kernels: choose one of {', '.join(self.variants)}")
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, **asked: bool) -> Result:
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, **asked: bool) -> tuple[Tensor, Tensor]:
         """The call that all packages share; ``asked`` is how one is asked for the LSE."""
         output, lse, *_ = self.library.flash_attn_varlen_func(
             q,
@@ -87,7 +85,7 @@ class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
         distributions=("flash-attn", "torch"), deviations=(_PADS_V, _INFINITE, _ALIGNED, _NO_OUT)
     )
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         return self._varlen(q, k, v, batch, return_attn_probs=True)
 
 
@@ -108,7 +106,7 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
         """PyTorch's version and operator."""
         return {"torch": torch.__version__, "operator": "aten::_flash_attention_forward", **super().kernel_evidence()}
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         lengths = (batch.query_start_loc, batch.key_start_loc, batch.max_query_len, batch.max_key_len)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, batch.causal, False, scale=self.scale
@@ -167,7 +165,7 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
         return (128 < qk_head_dim <= 192 and 96 < v_head_dim <= 128) or super()._takes(qk_head_dim, v_head_dim)
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         return self._varlen(q, k, v, batch, return_attn_probs=True)
 
 
@@ -191,5 +189,5 @@ class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
         return (qk_head_dim, v_head_dim) == (192, 128) or super()._takes(qk_head_dim, v_head_dim)
 
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         return self._varlen(q, k, v, batch, return_lse=True)

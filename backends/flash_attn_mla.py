@@ -42,7 +42,7 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
     """The family: whichever package is installed, upstream's build first."""
 
     name: ClassVar[str] = "FLASH_ATTN_MLA"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]  # what vLLM asks of it
     devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None

@@ -24,14 +24,13 @@ FORK = Library(
 """The build on the package index."""
 
 _DEEPSEEK = Library("flash_mla", "flash-mla", FORK.command)
-_PAGE = 64
 
 
 class FlashMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches over pages of 64 tokens."""
 
     name: ClassVar[str] = "FLASHMLA"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [64]
     libraries: ClassVar[tuple[Library, ...]] = (FORK,)
     devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]

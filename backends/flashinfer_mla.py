@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.dependencies import Library, extra
@@ -163,16 +163,11 @@ def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, Tensor]:
     pages = (lengths + (page - 1)) // page
     used = torch.arange(table.shape[1]) < pages[:, None]
     return {
-        "qo_indptr": _starts(metadata.query_lens_cpu),
-        "kv_indptr": _starts(pages),
+        "qo_indptr": starts_of(metadata.query_lens_cpu),
+        "kv_indptr": starts_of(pages),
         "kv_indices": table[used.to(table.device)],
         "kv_len_arr": lengths,
     }
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    """[B + 1] int32: where each request starts, and the end."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _has_metadata_object() -> bool:

@@ -27,7 +27,7 @@ class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists over a plain cache, each query token a request of its own."""
 
     name: ClassVar[str] = "FLASHINFER_MLA_SPARSE"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [32, 64]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [32, 64]  # as vLLM has them
     libraries: ClassVar[tuple[Library, ...]] = FlashInferMLADecodeBackend.libraries
     devices: ClassVar[Devices] = BLACKWELL
     supported_calls: ClassVar[list[str]] = ["decode"]

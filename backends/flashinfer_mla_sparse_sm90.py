@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
@@ -92,7 +92,7 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
         self._wrapper.plan(
             metadata=library.MLAPlanMetadata.csr(
                 qo_indptr=torch.arange(len(lengths) + 1, dtype=torch.int32),
-                kv_indptr=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+                kv_indptr=starts_of(lengths),
                 kv_indices=source.indices[named],
                 kv_len_arr=lengths,
             ),

@@ -89,8 +89,8 @@ class KernelBackend(ABC):
         return reasons
 
 
-class AttentionKernel(KernelBackend):
-    """A kernel of attention, constructed with the sizes of a model's heads on this rank."""
+class AttentionSizes:
+    """What is constructed with the sizes of a model's heads on this rank."""
 
     def __init__(
         self,
@@ -120,6 +120,10 @@ class AttentionKernel(KernelBackend):
     def dimensions(self) -> MLADimensions:
         """Head dims of queries, keys and values."""
         return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
+
+
+class AttentionKernel(AttentionSizes, KernelBackend):
+    """A kernel of attention."""
 
 
 class NamedKernel(KernelBackend):

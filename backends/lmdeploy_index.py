@@ -19,12 +19,7 @@ from mla_conformance.backends.declaration import (
     SelectionOrder,
 )
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.indexer import (
-    MLAIndexerBackend,
-    MLAIndexerSelectorConfig,
-    bounds_of,
-    check_index_call,
-)
+from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig, bounds_of, check_index_call
 from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.lmdeploy_triton import (
     DISTRIBUTIONS,
@@ -68,7 +63,7 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
 
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("ds_index"), lmdeploy_library("bitonic_topk"))
-    devices: ClassVar[Devices] = FROM_HOPPER
+    devices: ClassVar[Devices] = FROM_HOPPER  # where its tests run, as e4m3 is
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_heads: ClassVar[list[int]] = [32, 64]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
@@ -129,7 +124,7 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
     """Queries and keys by a kernel each, which leave out the transform."""
 
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("dsa_indexer_preprocess"),)
-    devices: ClassVar[Devices] = FROM_HOPPER
+    devices: ClassVar[Devices] = FROM_HOPPER  # where its tests run, as e4m3 is
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
     supported_scale_formats: ClassVar[list[str]] = ["pow2"]

@@ -18,9 +18,9 @@ from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.paged_output import PagedOutputBackend
+from mla_conformance.backends.paged import PagedOutputBackend
 from mla_conformance.backends.platform import FROM_AMPERE, Devices
-from mla_conformance.backends.ragged_output import RaggedOutputBackend
+from mla_conformance.backends.ragged import RaggedOutputBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 DISTRIBUTIONS = ("lmdeploy", "triton")
@@ -60,7 +60,7 @@ class LmdeployKernel(LibraryKernel):
     """Name and devices."""
 
     name: ClassVar[str] = "LMDEPLOY_TRITON"
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
 
 
 class LmdeployPrefillBackend(LmdeployKernel, RaggedOutputBackend):
@@ -108,7 +108,7 @@ class LmdeployPrefillBackend(LmdeployKernel, RaggedOutputBackend):
 class LmdeployDecodeBackend(LmdeployKernel, PagedOutputBackend):
     """One query token a request; a page is a tile of keys."""
 
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64]  # what fits a multiprocessor
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("pagedattention"),)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]

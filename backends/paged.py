@@ -5,12 +5,13 @@ Nothing here decides by the lengths what to launch, so that a captured CUDA grap
 """
 
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, output_of
 from mla_conformance.backends.packaged import LibraryKernel
 
 
@@ -53,6 +54,25 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
         """The result of attention to no key."""
         lse = ql_nope.new_full((self.num_heads, ql_nope.shape[0]), -torch.inf, dtype=torch.float32)
         return ql_nope.new_zeros(ql_nope.shape), lse
+
+
+class PagedOutputBackend(PagedDecodeBackend):
+    """As :class:`PagedDecodeBackend`, of libraries that return no LSE."""
+
+    returns_lse: ClassVar[bool] = False
+
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        """See :class:`MLADecodeBackend`; the output alone."""
+        return output_of(super().run_decode(ql_nope, q_pe, kv_cache, k_scale))
+
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`PagedDecodeBackend`; the LSE is dropped."""
+        output = self.outputs(ql_nope, q_pe, kv_cache, k_scale)
+        return output, output.new_full((self.num_heads, len(output)), torch.nan, dtype=torch.float32)
+
+    @abstractmethod
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
+        """Call the library; arguments as of :meth:`PagedDecodeBackend.attend`, which returns the output alone."""
 
 
 def _rows_without_keys(metadata: MLACommonDecodeMetadata, rows: int) -> Tensor:

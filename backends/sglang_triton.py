@@ -36,7 +36,7 @@ class _SGLangKernel(LibraryKernel):
     """Name and devices."""
 
     name: ClassVar[str] = "SGLANG_TRITON"
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
 
 
 class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):

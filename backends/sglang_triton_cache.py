@@ -35,7 +35,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         _library("quantization.dsa_quant_k_cache"),
         _library("attention.dsa.dequant_k_cache"),
     )
-    devices: ClassVar[Devices] = FROM_ADA
+    devices: ClassVar[Devices] = FROM_ADA  # where Triton converts to e4m3
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_calls: ClassVar[list[str]] = ["write_latent", "gather_latent"]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", _TILED]

@@ -28,7 +28,7 @@ class SGLangTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
     name: ClassVar[str] = "SGLANG_TRITON_SPARSE"
     union: ClassVar[int] = 0
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    devices: ClassVar[Devices] = FROM_HOPPER
+    devices: ClassVar[Devices] = FROM_HOPPER  # as its description says
     supported_calls: ClassVar[list[str]] = ["prefill"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]

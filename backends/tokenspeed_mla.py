@@ -89,7 +89,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
 class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
     """Uniform batches in the model's dtype; one call a batch."""
 
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [2, 4, 8, 16, 32, 64, 128]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [2, 4, 8, 16, 32, 64, 128]  # divisors of a tile of keys
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH

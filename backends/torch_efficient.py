@@ -31,7 +31,7 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
     name: ClassVar[str] = "TORCH_SDPA"
     variant: ClassVar[str] = "efficient"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # where bfloat16 is
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
         deviations=(

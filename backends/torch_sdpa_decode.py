@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, positions_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.platform import DeviceCapability
@@ -63,7 +63,8 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         request, last = _last_positions(metadata, ql_nope.shape[0])
         rows = _gather(metadata, kv_cache, request)
-        visible = _positions(metadata, rows.shape[1]) <= last.unsqueeze(1)
+        local = torch.arange(rows.shape[1], device=rows.device)
+        visible = positions_of(metadata, local) <= last.unsqueeze(1)
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, ql_nope.dtype)
         keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
         return self.attend_rows(torch.cat((ql_nope, q_pe), dim=-1), keys, visible)
@@ -100,11 +101,3 @@ def _gather(metadata: MLACommonDecodeMetadata, kv_cache: Tensor, request: Tensor
     # As bytes, since float8 cannot be indexed everywhere.
     rows = kv_cache.view(torch.uint8)[blocks[request], position % page]
     return rows.view(kv_cache.dtype)
-
-
-def _positions(metadata: MLACommonDecodeMetadata, tokens: int) -> Tensor:
-    """[S] positions in the whole sequence of the tokens that this rank holds."""
-    local = torch.arange(tokens, device=metadata.seq_lens.device)
-    interleave = metadata.cp_kv_cache_interleave_size
-    shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
-    return shares * interleave + local % interleave

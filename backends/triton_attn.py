@@ -14,7 +14,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.platform import FROM_ADA, Devices
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
-from mla_conformance.backends.ragged_output import RaggedOutputBackend
+from mla_conformance.backends.ragged import RaggedOutputBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _LIBRARY = Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm"))
@@ -27,7 +27,7 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
 
     name: ClassVar[str] = "TRITON_ATTN"
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    devices: ClassVar[Devices] = FROM_ADA
+    devices: ClassVar[Devices] = FROM_ADA  # where Triton converts to e4m3
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("vllm", "triton"),
         deviations=(

@@ -47,7 +47,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     name: ClassVar[str] = "TRITON_MLA"
     supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    devices: ClassVar[Devices] = FROM_AMPERE
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH

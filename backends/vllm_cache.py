@@ -42,7 +42,7 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     name: ClassVar[str] = "VLLM_CACHE"
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    devices: ClassVar[Devices] = FROM_TURING
+    devices: ClassVar[Devices] = FROM_TURING  # what the wheel has code for
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", _MIXED, _INDEX]

@@ -44,7 +44,7 @@ class VllmTopKBackend(LibraryKernel, MLATopKBackend):
 
     name: ClassVar[str] = "VLLM_TOPK"
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    devices: ClassVar[Devices] = FROM_TURING
+    devices: ClassVar[Devices] = FROM_TURING  # what the wheel has code for
     supports_row_starts: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = _declared(_OUTPUT)
     operator: ClassVar[str] = ""

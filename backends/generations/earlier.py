@@ -17,7 +17,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.kernel import AttentionSizes, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.platform import DeviceCapability
@@ -48,7 +48,7 @@ class MLAPrefillBuilderState:
     backend_state: dict[str, Any] = field(default_factory=dict)
 
 
-class MLAPrefillImpl(ABC):
+class MLAPrefillImpl(AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call.
 
     Attributes:
@@ -68,13 +68,7 @@ class MLAPrefillImpl(ABC):
         vllm_config: Any,
         device: torch.device,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.vllm_config = vllm_config
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.device = device
 
     @abstractmethod

@@ -34,12 +34,8 @@ class ContextChunk:
         seq_lens: [n] int32, on the CPU.
         token_to_seq: [s] int32, on the device; the request of each key, counted from the run's first.
         all_rows_active: whether every request has queries and keys.
-        padded_local_seq_lens: with decode context parallelism only, as what follows; None without.
-        local_context_lens_allranks: context of each request on each rank.
-        padded_local_cu_seq_lens: [n + 1] int32 of the padded lengths on this rank.
-        padded_local_token_to_seq: the request of each padded key on this rank.
-        num_local_context_tokens: keys on this rank, padded where ranks share the sequences.
-        local_starts: first position of each request on this rank.
+        padded_local_seq_lens: with decode context parallelism only, as all that follows but
+            ``num_local_context_tokens``: keys on this rank, padded where ranks share the sequences.
     """
 
     index: int

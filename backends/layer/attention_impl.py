@@ -224,30 +224,10 @@ class AttentionImpl(ABC, Generic[T]):
 
 
 class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
-    """Attention over latents: L ``kv_lora_rank``, P/R/V the nope, rope and value head dims."""
+    """Attention over latents: L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
 
-    @abstractmethod
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: Any,
-        indexer: object | None = None,
-    ) -> None: ...
+    It is constructed with the keywords of ``mla_kernels.MLAKernels``.
+    """
 
     @abstractmethod
     def forward(
@@ -262,16 +242,4 @@ class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the latents to the cache and attend to it.
-
-        Args:
-            layer: holds the scales.
-            hidden_states_or_cq: the query [T, N, P + R], or what an implementation makes its query of.
-            kv_c_normed: [T, L].
-            k_pe: [T, 1, R], rope applied.
-            kv_cache: as ``AttentionBackend.get_kv_cache_shape`` says.
-            attn_metadata: of the batch.
-            output: to be written.
-            output_scale: scale of a quantised output.
-            output_block_scale: scales of an output that is quantised in blocks.
-        """
+        """Write the latents to the cache and attend to it; operands as of ``mla_impl.MLACommonImpl.forward``."""
