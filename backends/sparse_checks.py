@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -90,7 +91,7 @@ def names_twice(indices: Tensor, topk_length: Tensor | None) -> bool:
     return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
 
 
-def check_cache(name: str, cache: Tensor, layout: str, backend: MLASparseBackend, dtype: torch.dtype) -> None:
+def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
     """Refuse a cache of another form than the layout's; reads no device memory.
 
     Raises:
