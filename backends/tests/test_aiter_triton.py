@@ -10,9 +10,7 @@ import torch
 
 from mla_conformance.backends.aiter_triton import (
     AiterTritonDecodeBackend,
-    AiterTritonInterpreted,
     AiterTritonPrefill,
-    AiterTritonPrefillInterpreted,
     aiter_library,
 )
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
@@ -87,9 +85,3 @@ def test_aiter_is_imported_without_building_and_launches_without_amds_option(tmp
     for name in ("decode_fwd", "prefill_fwd", "decode_fwd_reduce"):
         getattr(module, f"triton_mla_{name}_kernel")[1, 2](output_ptr=3, waves_per_eu=1)
     assert module.launched == [((1, 2), {"output_ptr": 3, "waves_per_eu": 1}), *[((1, 2), {"output_ptr": 3})] * 2]
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (AiterTritonInterpreted, AiterTritonPrefillInterpreted):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

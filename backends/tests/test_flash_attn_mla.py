@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.flash_attn_mla import FlashAttnMLADecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
 
 _VARIANTS: Any = FlashAttnMLADecodeBackend.variants
 _WITH_CACHE = "flash_attn_with_kvcache"
@@ -74,8 +73,3 @@ def test_vllm_without_fa3_says_why(installed: Any) -> None:
     assert _VARIANTS["vllm"].broken_dependencies() == [
         "package vllm is installed, but has no FlashAttention 3: no extension 3"
     ]
-
-
-def test_needs_hopper() -> None:
-    able = [c for c in ((8, 0), (9, 0), (10, 0)) if _VARIANTS["vllm"].supports_compute_capability(DeviceCapability(*c))]
-    assert able == [(9, 0)]

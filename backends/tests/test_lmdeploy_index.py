@@ -11,8 +11,6 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.lmdeploy_index import (
     LmdeployIndexerBackend,
-    LmdeployInterpretedIndexer,
-    LmdeployInterpretedTopK,
     LmdeployPrepareBackend,
     LmdeployTopKBackend,
 )
@@ -186,8 +184,3 @@ def test_says_what_it_does_not_do() -> None:
     said = LmdeployPrepareBackend.validate_configuration(HOPPER, MLAPrepareSelectorConfig(torch.bfloat16, 4, other))
     wanted = ["scales float32", "rope_first=False", "hadamard=True", "fold_scales=False", "32 rotated columns"]
     assert [reason.partition(" not")[0] for reason in said] == wanted
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (LmdeployInterpretedTopK, LmdeployInterpretedIndexer):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated

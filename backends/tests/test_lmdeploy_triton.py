@@ -10,8 +10,6 @@ from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.lmdeploy_triton import (
     LmdeployDecodeBackend,
-    LmdeployInterpretedDecode,
-    LmdeployInterpretedPrefill,
     LmdeployPrefillBackend,
 )
 from mla_conformance.backends.metadata import prefill_metadata
@@ -126,9 +124,3 @@ def test_says_what_it_does_not_do() -> None:
 def test_says_which_head_dims_fit_hopper(nope: int, rope: int, value: int, fits: bool) -> None:
     dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
     assert LmdeployPrefillBackend.supports_mla_dimensions(dims) == fits
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (LmdeployInterpretedPrefill, LmdeployInterpretedDecode):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

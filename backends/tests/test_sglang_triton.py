@@ -12,8 +12,6 @@ from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sglang_triton import (
     SGLangTritonDecodeBackend,
-    SGLangTritonInterpretedDecode,
-    SGLangTritonInterpretedPrefill,
     SGLangTritonPrefillBackend,
 )
 from mla_conformance.reference.dimensions import MLADimensions
@@ -87,9 +85,3 @@ def test_says_what_it_does_not_do(decode: Any) -> None:
     small, usual = (MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=v) for v in (32, 128))
     assert not SGLangTritonPrefillBackend.supports_mla_dimensions(small)
     assert SGLangTritonPrefillBackend.supports_mla_dimensions(usual)
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (SGLangTritonInterpretedPrefill, SGLangTritonInterpretedDecode):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

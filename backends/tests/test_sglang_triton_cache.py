@@ -9,7 +9,7 @@ from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend, SGLangTritonCacheInterpreted
+from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 
 _LABEL, _FOLDER = "sglang 0.5.23", "sglang/kernels/ops"
@@ -127,9 +127,3 @@ def test_says_what_it_does_not_do(change: Any, reasons: Any, monkeypatch: Any) -
     config = MLACacheSelectorConfig("gather_latent", torch.bfloat16, "auto", 64, LATENT, ROPE)
     said = SGLangTritonCacheBackend.validate_configuration(DeviceCapability(9, 0), config._replace(**change))
     assert said == reasons
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    variant = SGLangTritonCacheInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes

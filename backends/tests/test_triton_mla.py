@@ -13,7 +13,6 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.triton_mla import (
     TritonMLADecodeBackend,
     TritonMLAFloat32Lse,
-    TritonMLAInterpreted,
     key_splits,
 )
 
@@ -76,13 +75,6 @@ def test_says_what_it_does_not_do(calls: Any) -> None:
     config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 16, 32, 8, max_query_len=2, dcp_world_size=2)
     reasons = TritonMLADecodeBackend.validate_configuration(DeviceCapability(8, 0), config)
     assert [reason.split()[0] for reason in reasons] == ["several", "latent", "kv_cache_dtype"]
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    assert TritonMLAInterpreted.supports_compute_capability(None)
-    assert not TritonMLAInterpreted.supports_compute_capability(DeviceCapability(9, 0))
-    assert TritonMLAInterpreted.declaration.emulated and not TritonMLADecodeBackend.declaration.emulated
-    assert any("not certified" in deviation.adapter for deviation in TritonMLAInterpreted.declaration.deviations)
 
 
 def test_a_vllm_without_its_compiled_extension_says_what_is_missing(tmp_path: Any, monkeypatch: Any) -> None:

@@ -95,12 +95,3 @@ def test_a_kernel_of_fixed_columns_says_so() -> None:
             "topk 100 not supported",
             "rows that start elsewhere than at column 0 not supported",
         ]
-
-
-def test_needs_clusters_or_what_the_wheel_has() -> None:
-    devices = [(7, 0), (7, 5), (9, 0), (10, 3), (12, 0)]
-    able = {
-        name: [c for c in devices if _VARIANTS[name].supports_compute_capability(DeviceCapability(*c))]
-        for name in ("decode", "cooperative")
-    }
-    assert able == {"decode": devices[1:], "cooperative": [(9, 0), (10, 3)]}

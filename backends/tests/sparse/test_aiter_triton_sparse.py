@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.aiter_triton_sparse import AiterTritonSparseBackend, AiterTritonSparseInterpreted
+from mla_conformance.backends.aiter_triton_sparse import AiterTritonSparseBackend
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
@@ -51,9 +51,3 @@ def test_says_what_it_does_not_do(change: Any, reasons: Any, monkeypatch: Any) -
     config = MLASparseSelectorConfig("decode", torch.bfloat16, "auto", 64, 512, 64, 16, 100, lse=False)
     changed = config._replace(**change)
     assert AiterTritonSparseBackend.validate_configuration(DeviceCapability(9, 0), changed) == reasons
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    variant = AiterTritonSparseInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes

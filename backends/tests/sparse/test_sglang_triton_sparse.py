@@ -91,9 +91,3 @@ def test_says_what_rows_do_not_share(change: Any, reasons: Any, monkeypatch: Any
     monkeypatch.setattr(SGLangTritonSparseBackend, "libraries", ())
     config, hopper = _CONFIG._replace(**change), DeviceCapability(9, 0)
     assert SGLangTritonSparseUnion2.validate_configuration(hopper, config) == reasons
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    variant = SGLangTritonSparseInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes
