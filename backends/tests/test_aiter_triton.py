@@ -41,8 +41,7 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         assert (a["kv_lora_rank"], a["qk_rope_head_dim"]) == (512, 64)
         lengths = a["seqused_k"].tolist()
         assert a["max_seqlen_kv"] == max(lengths)
-        tables = [row[: -(-n // 64)].tolist() for row, n in zip(a["block_tables"], lengths, strict=True)]
-        found, lse = mla_kernel(a["q"], cache[:, :, 0], lengths, queries.diff(), tables, a["softmax_scale"])
+        found, lse = mla_kernel(a["q"], cache[:, :, 0], lengths, queries.diff(), a["block_tables"], a["softmax_scale"])
         out.copy_(found.masked_fill(lse.mT.unsqueeze(-1).isneginf(), torch.nan))
 
     names = ("mla_decode_fwd", "mla_prefill_fwd")

@@ -26,11 +26,10 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         assert all(x.is_contiguous() for x in (q_nope, q_pe, table, a["out"], a["lse"]))
         assert a["workspace"].dtype == torch.uint8 and a["workspace"].numel() == 4096 and a["num_kv_splits"] == -1
         lengths = a["seq_lens"].tolist()
-        tables = [row[: -(-n // 128)].tolist() for row, n in zip(table, lengths, strict=True)]
         # The heads of padding are the same in each row: two stand for all of them.
         query = torch.cat([q_nope, q_pe], dim=-1)
         assert not query[:, 2:].any()
-        output, lse = mla_kernel(query[:, :2], cache, lengths, [1] * tokens, tables, a["scale"])
+        output, lse = mla_kernel(query[:, :2], cache, lengths, [1] * tokens, table, a["scale"])
         empty = lse[0] == -math.inf
         output[empty], lse[:, empty] = math.nan, math.inf
         a["out"].copy_(pad(output, (0, 0, 0, 126)))

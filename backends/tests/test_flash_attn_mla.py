@@ -34,11 +34,10 @@ def _library(mla_kernel: Any, variant: str) -> Any:
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
         assert a["causal"] and a["return_softmax_lse"] and a["max_seqlen_q"] == int(a["cu_seqlens_q"].diff().max())
         assert variant != "vllm" or (a["fa_version"], a["max_seqlen_k"]) == (3, int(lengths.max()))
-        page, lengths = k.shape[1], lengths.tolist()
-        tables = [row[: -(-n // page)].tolist() for row, n in zip(table, lengths, strict=True)]
+        lengths = lengths.tolist()
         pages = torch.cat([v, k], dim=-1)[:, :, 0]
         queries = a["cu_seqlens_q"].diff().tolist()
-        output, lse = mla_kernel(torch.cat([qv, a["q"]], dim=-1), pages, lengths, queries, tables, a["softmax_scale"])
+        output, lse = mla_kernel(torch.cat([qv, a["q"]], dim=-1), pages, lengths, queries, table, a["softmax_scale"])
         return output, lse
 
     return call

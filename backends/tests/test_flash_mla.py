@@ -27,11 +27,10 @@ def library(request: Any, recorded: Any, installed: Any, mla_kernel: Any) -> Any
         assert a["num_splits"] is None and a["tile_scheduler_metadata"] == "schedule" and a["head_dim_v"] == 512
         assert cache.shape[1:] == (64, 1, 576)
         lengths = a["cache_seqlens"].tolist()
-        tables = [row[: -(-n // 64)].tolist() for row, n in zip(a["block_table"], lengths, strict=True)]
         requests, queries = q.shape[:2]
         assert a["causal"] == (queries > 1)
         sizes = [queries] * requests
-        output, lse = mla_kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, tables, a["softmax_scale"])
+        output, lse = mla_kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, a["block_table"], a["softmax_scale"])
         empty = lse[0] == -math.inf
         output[empty], lse[:, empty] = math.nan, math.inf
         return output.unflatten(0, (requests, queries)), lse.unflatten(1, (requests, queries)).transpose(0, 1)

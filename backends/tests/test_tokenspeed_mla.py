@@ -50,10 +50,9 @@ def decode_library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         splits, workspace = max(1, min(32, 148 // requests // (tiles * 2))), a["workspace_buffer"]
         assert workspace.dtype == torch.int8 and workspace.numel() >= requests * 128 * tiles * splits * 513 * 4
         assert a["block_tables"].is_contiguous() and a["seq_lens"].dtype == torch.int32
-        lengths, page = a["seq_lens"].tolist(), cache.shape[1]
-        tables = [row[: -(-n // page)].tolist() for row, n in zip(a["block_tables"], lengths, strict=True)]
+        lengths = a["seq_lens"].tolist()
         sizes = [queries] * requests
-        output, lse = mla_kernel(q.flatten(0, 1), cache, lengths, sizes, tables, a["softmax_scale"])
+        output, lse = mla_kernel(q.flatten(0, 1), cache, lengths, sizes, a["block_tables"], a["softmax_scale"])
         return output.unflatten(0, (requests, queries)), (lse / math.log(2)).mT.unflatten(0, (requests, queries))
 
     function = recorded("tokenspeed-mla 2.0.4", _DECODE, call)

@@ -33,8 +33,7 @@ def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Any:
         assert a["attn_logits"].shape == (*q.shape[:2], a["num_kv_splits"], 513)
         assert a["k_scale"] is a["v_scale"]
         lengths = a["b_seq_len"].tolist()
-        tables = [row[: -(-n // page)].tolist() for row, n in zip(a["req_to_token"], lengths, strict=True)]
-        output, lse = mla_kernel(q, cache[:, :, 0], lengths, [1] * len(q), tables, a["sm_scale"])
+        output, lse = mla_kernel(q, cache[:, :, 0], lengths, [1] * len(q), a["req_to_token"], a["sm_scale"])
         output[lse[0] == -math.inf] = math.nan
         a["o"].copy_(output)
         a["lse"].copy_(lse.mT)
