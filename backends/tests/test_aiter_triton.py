@@ -13,9 +13,6 @@ from mla_conformance.backends.aiter_triton import (
     AiterTritonPrefill,
     aiter_library,
 )
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 
 _LABEL, _FILE = "amd-aiter 0.1.21.dev46+ge4048607a", "aiter/ops/triton/attention/mla.py"
 _MODULE = "aiter.ops.triton.attention.mla"
@@ -58,15 +55,6 @@ def test_decode_conventions(lengths: Any, decodes: Any) -> None:
 def test_several_query_tokens(decodes: Any) -> None:
     decodes(AiterTritonDecodeBackend, 64, (3, 3), (65, 130))
     decodes(AiterTritonPrefill, 64, (3, 1, 2), (65, 1, 130))
-    with pytest.raises(UnsupportedConfiguration, match="different numbers"):
-        decodes(AiterTritonDecodeBackend, 64, (3, 1), (65, 130))
-
-
-@pytest.mark.usefixtures("library")
-def test_says_what_it_does_not_do() -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "auto", 1, 32, 8)
-    reasons = AiterTritonDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["block_size", "latent", "LSE"]
 
 
 def test_aiter_is_imported_without_building_and_launches_without_amds_option(tmp_path: Path, monkeypatch: Any) -> None:

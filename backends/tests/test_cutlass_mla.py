@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cutlass_mla import CutlassMLADecodeBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 
 _LABEL, _FILE = "vllm 0.33.0", "vllm/_custom_ops.py"
 
@@ -50,12 +49,6 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
 @pytest.mark.usefixtures("library")
 def test_conventions(decodes: Any) -> None:
     decodes(CutlassMLADecodeBackend, 128, (1, 1, 1), (129, 0, 260))
-
-
-@pytest.mark.usefixtures("library")
-def test_several_query_tokens_are_refused(decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match="2 query tokens a request not supported"):
-        decodes(CutlassMLADecodeBackend, 128, (2, 2), (65, 130))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

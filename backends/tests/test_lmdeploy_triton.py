@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.lmdeploy_triton import (
     LmdeployDecodeBackend,
     LmdeployPrefillBackend,
 )
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.dimensions import MLADimensions
 
 _LABEL, _FOLDER = "lmdeploy 0.18.0", "lmdeploy/pytorch/kernels/cuda"
@@ -68,13 +66,6 @@ def test_prefill_conventions(out: bool, serves_new_tokens: Any) -> None:
 @pytest.mark.parametrize("lengths", [(65, 0, 130), (1, 64, 63)])
 def test_decode_conventions(lengths: Any, decodes: Any) -> None:
     decodes(LmdeployDecodeBackend, 64, (1, 1, 1), lengths)
-
-
-@pytest.mark.usefixtures("decode")
-def test_says_what_it_does_not_do() -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "auto", 128, 256, 32, max_query_len=2)
-    reasons = LmdeployDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["block_size", "latent", "2", "LSE"]
 
 
 @pytest.mark.parametrize(

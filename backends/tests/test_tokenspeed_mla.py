@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.tokenspeed_mla import TokenspeedMLADecodeBackend, TokenspeedMLAPrefillBackend
 
 _PREFILL = "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill"
@@ -63,13 +61,6 @@ def decode_library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
 @pytest.mark.parametrize(("queries", "lengths"), [((1, 1, 1), (65, 0, 130)), ((3, 3), (64, 129))])
 def test_conventions_of_decode(queries: Any, lengths: Any, decodes: Any) -> None:
     decodes(TokenspeedMLADecodeBackend, 32, queries, lengths)
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(TokenspeedMLADecodeBackend, "libraries", ())
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 1, 512, 64, max_query_len=2, dcp_world_size=2)
-    reasons = TokenspeedMLADecodeBackend.validate_configuration(DeviceCapability(10, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["kv_cache_dtype", "block_size", "several"]
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)
