@@ -19,24 +19,24 @@ from mla_conformance.backends.topk import MLATopKSelectorConfig
 BF16, FP16, FP32, INT = torch.bfloat16, torch.float16, torch.float32, torch.int32
 SCORES, SELECTION, PREPARATION = MLAIndexerSelectorConfig, MLATopKSelectorConfig, MLAPrepareSelectorConfig
 CONVENTIONS = IndexPreparation(128, 32, False, True, True, "float32", False, 1e-6)
-SECOND = {"extra_kv_cache_dtype": "fp8_v4", "extra_block_size": 64, "extra_topk": 64}
+SECOND: dict[str, Any] = {"extra_kv_cache_dtype": "fp8_v4", "extra_block_size": 64, "extra_topk": 64}
 MIXED, KEYS = "fp8_ds_mla", "fp8_index"
 
 
-def decode(layout: str, page: int, *dims: int) -> MLADecodeSelectorConfig:
+def decode(layout: str, page: int, latent: int = 512, rope: int = 64) -> MLADecodeSelectorConfig:
     """Two query tokens of requests of many lengths, on two ranks."""
-    many = {"max_query_len": 2, "uniform": False, "dcp_world_size": 2}
-    return MLADecodeSelectorConfig(BF16, layout, page, *(dims or (512, 64)), **many)
+    many: dict[str, Any] = {"max_query_len": 2, "uniform": False, "dcp_world_size": 2}
+    return MLADecodeSelectorConfig(BF16, layout, page, latent, rope, **many)
 
 
 def sparse(call: str, layout: str = "auto", page: int = 64, rope: int = 64, **asked: Any) -> MLASparseSelectorConfig:
-    given = {"dtype": BF16, "num_heads": 64, "topk": 128, "lse": False} | asked
-    sizes = {"block_size": page, "kv_lora_rank": 512, "qk_rope_head_dim": rope}
+    given: dict[str, Any] = {"dtype": BF16, "num_heads": 64, "topk": 128, "lse": False} | asked
+    sizes: dict[str, Any] = {"block_size": page, "kv_lora_rank": 512, "qk_rope_head_dim": rope}
     return MLASparseSelectorConfig(call=call, kv_cache_dtype=layout, **sizes, **given)
 
 
 def cache(call: str, layout: str, latent: int = 512, **asked: Any) -> MLACacheSelectorConfig:
-    given = {"dtype": BF16, "block_size": 64, "qk_rope_head_dim": 64, "tile_scales": "pow2"} | asked
+    given: dict[str, Any] = {"dtype": BF16, "block_size": 64, "qk_rope_head_dim": 64, "tile_scales": "pow2"} | asked
     return MLACacheSelectorConfig(call=call, kv_cache_dtype=layout, kv_lora_rank=latent, **given)
 
 
@@ -48,7 +48,7 @@ ROLES: dict[type, Role] = {
     PREPARATION: Role.PREPARE,
     MLACacheSelectorConfig: Role.CACHE,
 }
-NEAR_UNION = {"topk": 100, "topk_length": True, "duplicates": True, "lse": True}
+NEAR_UNION: dict[str, Any] = {"topk": 100, "topk_length": True, "duplicates": True, "lse": True}
 """What rows that share their keys do not take."""
 SAID: list[tuple[str, int, Any, str]] = [
     ("AITER_TRITON_MLA", 9, decode("auto", 1, 32, 8), "block_size 1 | latent | requests | several | LSE"),

@@ -146,7 +146,7 @@ def test_what_is_not_declared_is_refused_by_the_call_too() -> None:
         supports_duplicates = False
         supported_heads: ClassVar[list[int]] = [64]
 
-    given = operands() | {"return_softmax_lse": True}
+    given: Any = operands() | {"return_softmax_lse": True}
     with pytest.raises(UnsupportedConfiguration, match="TORCH_SDPA: sinks not supported"):
         made(TorchSDPASparseBackend).run_sparse_decode(**given, attn_sink=torch.zeros(2))
     with pytest.raises(UnsupportedConfiguration, match=r"EAGER: 2 heads not supported \(supported: \[64\]\)$"):
