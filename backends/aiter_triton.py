@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary, interpreted_declaration
-from mla_conformance.backends.paged_output import PagedOutputBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary
+from mla_conformance.backends.paged import PagedOutputBackend
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 
 PAGES: list[int | MultipleOf] = [16, 32, 64]
 """Page sizes, which are the kernels' tiles of keys."""
@@ -71,7 +72,7 @@ class _WithoutDevice(AiterLibrary):
         return module
 
 
-class _InterpretedAiter(InterpretedLibrary, _WithoutDevice):
+class InterpretedAiter(InterpretedLibrary, _WithoutDevice):
     """The same with interpreted kernels."""
 
 
@@ -80,17 +81,14 @@ def aiter_library(module: str) -> AiterLibrary:
     return AiterLibrary(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
 
 
-def interpreted_aiter(module: str) -> InterpretedLibrary:
-    """The same, interpreted."""
-    return _InterpretedAiter(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
-
-
 class AiterTritonDecodeBackend(PagedOutputBackend):
     """Batches whose requests have as many query tokens each."""
 
+    name: ClassVar[str] = "AITER_TRITON_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = PAGES
     libraries: ClassVar[tuple[Library, ...]] = (aiter_library("mla"),)
     function: ClassVar[str] = "mla_decode_fwd"
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
@@ -106,27 +104,10 @@ class AiterTritonDecodeBackend(PagedOutputBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "AITER_TRITON_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """See :data:`PAGES`."""
-        return PAGES
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
-
-    def outputs(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
         """See :class:`PagedOutputBackend`."""
         metadata, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
-        getattr(self.libraries[0].load(), self.function)(
+        getattr(self.library, self.function)(
             q=torch.cat([ql_nope, q_pe], dim=-1),
             kv_buffer=kv_cache.unsqueeze(2),
             out=output,
@@ -163,16 +144,11 @@ class AiterTritonPrefill(AiterTritonDecodeBackend):
     )
 
 
-class AiterTritonInterpreted(InterpretedKernel, AiterTritonDecodeBackend):
+class AiterTritonInterpreted(InterpretedKernel, AiterTritonDecodeBackend, library=InterpretedAiter):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_aiter("mla"),)
-    declaration: ClassVar[Declaration] = interpreted_declaration(AiterTritonDecodeBackend.declaration)
 
-
-class AiterTritonPrefillInterpreted(InterpretedKernel, AiterTritonPrefill):
+class AiterTritonPrefillInterpreted(InterpretedKernel, AiterTritonPrefill, library=InterpretedAiter):
     """The same source by Triton's interpreter."""
 
     variant: ClassVar[str] = "prefill-interpreted"
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_aiter("mla"),)
-    declaration: ClassVar[Declaration] = interpreted_declaration(AiterTritonPrefill.declaration)

@@ -6,15 +6,16 @@ Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/unified_attenti
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.aiter_triton import DISTRIBUTIONS, PAGES, aiter_library, interpreted_aiter
+from mla_conformance.backends.aiter_triton import DISTRIBUTIONS, PAGES, InterpretedAiter, aiter_library
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _MODULE = "unified_attention_sparse_mla"
@@ -24,8 +25,10 @@ _HEADS_OF_A_TILE = 16
 class AiterTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists of slots; a program for each query token and 16 heads."""
 
+    name: ClassVar[str] = "AITER_TRITON_SPARSE"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = PAGES
     libraries: ClassVar[tuple[Library, ...]] = (aiter_library(_MODULE),)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_calls: ClassVar[list[str]] = ["decode"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64), (256, 64)]
@@ -42,28 +45,11 @@ class AiterTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "AITER_TRITON_SPARSE"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Of a cache; as many entries of a list are a tile."""
-        return PAGES
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
-
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (listed,), metadata = sources, self._sparse_metadata
         indices, output = listed.indices.contiguous(), q.new_empty(*q.shape[:2], self.kv_lora_rank)
-        self.libraries[0].load().unified_attention_sparse_mla(
+        self.library.unified_attention_sparse_mla(
             q=q.contiguous(),
             kv=listed.cache.unsqueeze(2),
             out=output,
@@ -79,8 +65,5 @@ class AiterTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
         return output.masked_fill_((indices < 0).all(dim=1)[:, None, None], 0.0), None
 
 
-class AiterTritonSparseInterpreted(InterpretedKernel, AiterTritonSparseBackend):
+class AiterTritonSparseInterpreted(InterpretedKernel, AiterTritonSparseBackend, library=InterpretedAiter):
     """The same source by Triton's interpreter."""
-
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_aiter(_MODULE),)
-    declaration: ClassVar[Declaration] = interpreted_declaration(AiterTritonSparseBackend.declaration)

@@ -1,6 +1,9 @@
 """Page sizes that a kernel accepts (vLLM's ``MultipleOf``)."""
 
 from collections.abc import Sequence
+from typing import ClassVar
+
+from mla_conformance.backends.kernel import KernelBackend
 
 
 class MultipleOf:
@@ -13,6 +16,21 @@ class MultipleOf:
 
     def __repr__(self) -> str:
         return f"MultipleOf({self.base})"
+
+
+class PagedKernel(KernelBackend):
+    """A kernel over a paged cache.
+
+    Attributes:
+        supported_block_sizes: page sizes of the cache, in tokens.
+    """
+
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Page sizes of the cache, in tokens, by vLLM's name."""
+        return cls.supported_block_sizes
 
 
 def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
+from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
@@ -53,7 +54,7 @@ class MLACacheSelectorConfig(NamedTuple):
     outside: bool = False
 
 
-class MLACacheBackend(KernelBackend):
+class MLACacheBackend(PagedKernel):
     """Operations over a paged cache.
 
     Symbols: T tokens, B requests, S gathered entries, L, R and D columns of a latent, a rotated key and an index key.
@@ -77,11 +78,6 @@ class MLACacheBackend(KernelBackend):
     supports_compression: ClassVar[bool] = True
     supports_dcp: ClassVar[bool] = True
     supports_outside: ClassVar[bool] = True
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes, in entries."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -122,12 +118,7 @@ class MLACacheBackend(KernelBackend):
         self.kv_cache_dtype, self.tile_scales, self.vllm_config = kv_cache_dtype, tile_scales, vllm_config
 
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """Write the entries of T tokens to their slots; -1 writes nothing, and so do rows from T on.
 
@@ -140,18 +131,18 @@ class MLACacheBackend(KernelBackend):
         """
         self._lacks("write_latent")
 
-    def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Write the codes of index keys k [T or more, D] and their scales; otherwise as :meth:`run_write_latent`."""
         self._lacks("write_index")
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """Gather entries of each request into rows of a workspace, one request after the other.
@@ -170,12 +161,12 @@ class MLACacheBackend(KernelBackend):
 
     def run_gather_index(
         self,
-        kv_cache: torch.Tensor,
-        k: torch.Tensor,
-        k_scale: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
+        kv_cache: Tensor,
+        k: Tensor,
+        k_scale: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """Gather codes into k [S or more, D] e4m3 and scales into k_scale [S or more] float32; otherwise as above."""
@@ -183,10 +174,10 @@ class MLACacheBackend(KernelBackend):
 
     def run_slot_mapping(
         self,
-        slot_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        positions: torch.Tensor,
-        block_table: torch.Tensor,
+        slot_mapping: Tensor,
+        query_start_loc: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
         block_size: int,
         compress_ratio: int = 1,
         dcp_world_size: int = 1,
@@ -209,12 +200,7 @@ class MLACacheBackend(KernelBackend):
         self._lacks("slot_mapping")
 
     def run_global_slots(
-        self,
-        out: torch.Tensor,
-        req_id_per_token: torch.Tensor,
-        block_table: torch.Tensor,
-        token_indices: torch.Tensor,
-        block_size: int,
+        self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
     ) -> None:
         """Fill out [T, K] int32 with the slots of the positions token_indices [T, K] int32 of each row's request.
 

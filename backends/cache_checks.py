@@ -1,29 +1,81 @@
 """What cache operations of ours check before they launch: the refusals of SPEC 9.6, with expected and got."""
 
-import torch
+from typing import Any
 
-from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend, MLACacheSelectorConfig
+from mla_conformance.backends.kernel import expect, require_declared
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 _SLOTS = (torch.int64, torch.int32)
 
 
-def check_cache(backend: MLACacheBackend, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> None:
-    """Refuse a cache of another width or dtype than its layout's.
+def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dtype: torch.dtype, **asked: Any) -> None:
+    """Refuse a call that is not declared.
+
+    Args:
+        backend: which is called.
+        call: its name.
+        kv_cache: what it is called with.
+        model_dtype: of the model.
+        asked: further fields of :class:`MLACacheSelectorConfig`.
 
     Raises:
-        ValueError: it has, or the layout has no room for such a model.
+        UnsupportedConfiguration: with every reason.
     """
+    config = MLACacheSelectorConfig(
+        call=call,
+        dtype=model_dtype,
+        kv_cache_dtype=backend.kv_cache_dtype,
+        block_size=kv_cache.shape[1],
+        kv_lora_rank=backend.kv_lora_rank,
+        qk_rope_head_dim=backend.qk_rope_head_dim,
+        tile_scales=backend.tile_scales,
+        **asked,
+    )
+    require_declared(backend, kv_cache.device, config)
+
+
+def check_latents(backend: MLACacheBackend, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Refuse what latents cannot be written with; reads the slots.
+
+    Raises:
+        ValueError: rows, a cache or slots that do not fit.
+    """
+    _check_cache(backend, kv_cache, kv_c.dtype)
+    expect("kv_c", kv_c, (len(kv_c), backend.kv_lora_rank), kv_c.dtype)
+    expect("k_pe", k_pe, (len(k_pe), backend.qk_rope_head_dim), kv_c.dtype)
+    _check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+
+
+def check_index_keys(backend: MLACacheBackend, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """The same for index keys."""
+    _check_cache(backend, kv_cache, k.dtype)
+    expect("k", k, (len(k), backend.kv_lora_rank), k.dtype)
+    _check_slots(slot_mapping, kv_cache, k=k)
+
+
+def check_index_room(backend: MLACacheBackend, kv_cache: Tensor, k: Tensor, k_scale: Tensor) -> None:
+    """Refuse a cache of another layout, and what codes or scales of index keys cannot be gathered into.
+
+    Raises:
+        ValueError: another shape or dtype than expected.
+    """
+    _check_cache(backend, kv_cache, torch.bfloat16)
+    expect("k", k, (len(k), backend.kv_lora_rank), torch.float8_e4m3fn)
+    expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+
+
+def _check_cache(backend: MLACacheBackend, kv_cache: Tensor, model_dtype: torch.dtype) -> None:
+    """Refuse a cache of another width or dtype than its layout's, or a layout that has no room for such a model."""
     width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
     expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(backend.kv_cache_dtype, model_dtype))
 
 
-def check_slots(slots: torch.Tensor, kv_cache: torch.Tensor, **rows: torch.Tensor) -> None:
-    """Refuse slots that are no slots of a cache, and fewer rows than there are slots; reads the slots.
-
-    Raises:
-        ValueError: with the first number that is none.
-    """
+def _check_slots(slots: Tensor, kv_cache: Tensor, **rows: Tensor) -> None:
+    """Refuse slots that are no slots of a cache, and fewer rows than there are slots."""
     if slots.dim() != 1 or slots.dtype not in _SLOTS:
         raise ValueError(f"slot_mapping: expected [T] of int64 or int32, got {list(slots.shape)} of {slots.dtype}")
     for name, x in rows.items():
@@ -34,12 +86,12 @@ def check_slots(slots: torch.Tensor, kv_cache: torch.Tensor, **rows: torch.Tenso
 
 
 def check_gather(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    seq_starts: torch.Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    seq_starts: Tensor,
     compress_ratio: int,
-    **workspaces: torch.Tensor,
+    **workspaces: Tensor,
 ) -> None:
     """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them.
 
@@ -64,14 +116,14 @@ def check_gather(
     _refuse("block_table: block", block_table, outside, f"0..{len(kv_cache) - 1}")
 
 
-def check_workspace(backend: MLACacheBackend, kv_cache: torch.Tensor, workspace: torch.Tensor) -> None:
+def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
     """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout.
 
     Raises:
         ValueError: with expected and got.
     """
     as_stored = workspace.dtype == kv_cache.dtype
-    check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
+    _check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
     if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
         raise ValueError(
@@ -81,11 +133,7 @@ def check_workspace(backend: MLACacheBackend, kv_cache: torch.Tensor, workspace:
 
 
 def check_mapping(
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
-    block_table: torch.Tensor,
-    tokens_of_a_page: int,
+    slot_mapping: Tensor, query_start_loc: Tensor, positions: Tensor, block_table: Tensor, tokens_of_a_page: int
 ) -> None:
     """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
 
@@ -114,7 +162,7 @@ def check_mapping(
     )
 
 
-def check_lists(out: torch.Tensor, req_id_per_token: torch.Tensor, token_indices: torch.Tensor, requests: int) -> None:
+def check_lists(out: Tensor, req_id_per_token: Tensor, token_indices: Tensor, requests: int) -> None:
     """Refuse lists of another dtype than int32, results of another shape, and requests that the table has no row for.
 
     Raises:
@@ -126,16 +174,6 @@ def check_lists(out: torch.Tensor, req_id_per_token: torch.Tensor, token_indices
     _refuse("req_id_per_token: request", req_id_per_token, wrong, f"0..{requests - 1}")
 
 
-def expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a tensor of another shape or dtype.
-
-    Raises:
-        ValueError: it has.
-    """
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
-
-
-def _refuse(name: str, numbers: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+def _refuse(name: str, numbers: Tensor, wrong: Tensor, expected: str) -> None:
     if bool(wrong.any()):
         raise ValueError(f"{name}: expected {expected}, got {int(numbers[wrong][0])}")

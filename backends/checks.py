@@ -1,16 +1,16 @@
 """What a backend of ours checks before it launches: the refusals of SPEC 3.8, with expected and got."""
 
-import torch
+from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import get_device_capability
-from mla_conformance.reference.cache_layout import cache_dtype, entry_width
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.sparse_checks import check_cache
 
 
 def check_operands(
-    backend: PrefillKernelBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_tokens: int, key_tokens: int
+    backend: PrefillKernelBackend, q: Tensor, k: Tensor, v: Tensor, query_tokens: int, key_tokens: int
 ) -> None:
     """Refuse operands that the backend does not declare or that contradict the metadata.
 
@@ -33,47 +33,40 @@ def check_operands(
         ("k", k, key_tokens, head_dim),
         ("v", v, key_tokens, backend.v_head_dim),
     ):
-        if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < tokens:
-            raise ValueError(
-                f"{name}: expected at least {tokens} tokens of [{backend.num_heads}, {width}] by the metadata, "
-                f"got shape {list(tensor.shape)}"
-            )
+        _check_rows(name, tensor, tokens, backend.num_heads, width)
 
 
-def _check_declared(backend: PrefillKernelBackend, *operands: torch.Tensor) -> None:
+def _check_rows(name: str, x: Tensor, tokens: int, *shape: int) -> None:
+    if x.shape[1:] != shape or x.shape[0] < tokens:
+        expected = f"at least {tokens} tokens of {list(shape)} by the metadata"
+        raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
+
+
+def _check_declared(backend: PrefillKernelBackend, *operands: Tensor) -> None:
     for dtype in {operand.dtype for operand in operands}:
         if not backend.supports_dtype(dtype):
             supported = ", ".join(map(str, backend.supported_dtypes))
             raise UnsupportedConfiguration(
                 f"{backend.get_name()}: dtype {dtype} not supported (supported: {supported})"
             )
-    dimensions = MLADimensions(
-        qk_nope_head_dim=backend.qk_nope_head_dim,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
-        v_head_dim=backend.v_head_dim,
-    )
-    if not backend.supports_mla_dimensions(dimensions):
-        raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {dimensions} not supported")
+    if not backend.supports_mla_dimensions(backend.dimensions):
+        raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
 
 
-def check_unquantised(backend: PrefillKernelBackend, output_scale: torch.Tensor | None) -> None:
+def check_unquantised(backend: PrefillKernelBackend, output_scale: Tensor | None) -> None:
     """Refuse a quantised output in a backend that has none.
 
     Raises:
         UnsupportedConfiguration: an output scale was given.
     """
-    if output_scale is not None:
+    if output_scale is not None and not backend.supports_quant_output(fp8_static_tensor_sym()):
         raise UnsupportedConfiguration(
             f"{backend.get_name()}: quantised output not supported; quantise the result of a call without output_scale"
         )
 
 
 def check_decode_operands(
-    backend: MLADecodeBackend,
-    metadata: MLACommonDecodeMetadata,
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
+    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
     """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
 
@@ -100,31 +93,13 @@ def check_decode_operands(
         dcp_world_size=metadata.dcp_world_size,
         lse=metadata.dcp_world_size > 1,
     )
-    reasons = backend.validate_configuration(get_device_capability(ql_nope.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    require_declared(backend, ql_nope.device, config)
     for name, tensor, width in (("ql_nope", ql_nope, backend.kv_lora_rank), ("q_pe", q_pe, backend.qk_rope_head_dim)):
-        if tensor.shape[1:] != (backend.num_heads, width) or tensor.shape[0] < sum(query_lens):
-            raise ValueError(
-                f"{name}: expected at least {sum(query_lens)} tokens of [{backend.num_heads}, {width}] by the "
-                f"metadata, got shape {list(tensor.shape)}"
-            )
-    _check_cache(backend, metadata, kv_cache, ql_nope.dtype)
-
-
-def _check_cache(
-    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, kv_cache: torch.Tensor, dtype: torch.dtype
-) -> None:
-    width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
-    stored = cache_dtype(backend.kv_cache_dtype, dtype)
-    if kv_cache.dim() != 3 or kv_cache.shape[2] != width or kv_cache.dtype != stored:
+        _check_rows(name, tensor, sum(query_lens), backend.num_heads, width)
+    check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
+    longest, page = max(metadata.seq_lens_cpu.tolist()), kv_cache.shape[1]
+    if metadata.block_table.shape[1] * page < longest:
         raise ValueError(
-            f"kv_cache: expected [blocks, page, {width}] of {stored} for {backend.kv_cache_dtype}, "
-            f"got {list(kv_cache.shape)} of {kv_cache.dtype}"
-        )
-    pages = -(-max(metadata.seq_lens_cpu.tolist()) // kv_cache.shape[1])
-    if metadata.block_table.shape[1] < pages:
-        raise ValueError(
-            f"block_table: a sequence of {max(metadata.seq_lens_cpu.tolist())} tokens has {pages} pages of "
-            f"{kv_cache.shape[1]}, its row holds {metadata.block_table.shape[1]}"
+            f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
+            f"{metadata.block_table.shape[1]}"
         )

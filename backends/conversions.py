@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
@@ -28,8 +29,8 @@ class RaggedBatch:
     """
 
     chunk_idx: int | None
-    query_start_loc: torch.Tensor
-    key_start_loc: torch.Tensor
+    query_start_loc: Tensor
+    key_start_loc: Tensor
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
 
@@ -93,7 +94,7 @@ class RaggedBatch:
         bounds = torch.tensor([*kept, len(self.query_lens)], device=self.query_start_loc.device)
         return RaggedBatch(self.chunk_idx, self.query_start_loc[bounds], self.key_start_loc[bounds], *lengths)
 
-    def rows_without_keys(self) -> torch.Tensor | None:
+    def rows_without_keys(self) -> Tensor | None:
         """[T] bool on the device, or None if every row sees a key; launches no synchronisation."""
         if all(keys or not queries for queries, keys in zip(self.query_lens, self.key_lens, strict=True)):
             return None
@@ -101,17 +102,22 @@ class RaggedBatch:
         return keyless.repeat_interleave(self.query_start_loc.diff(), output_size=self.query_tokens)
 
 
+def starts_of(lengths: Tensor) -> Tensor:
+    """[B + 1] int32: where each of B requests starts, and the end."""
+    return pad(lengths.cumsum(0), (1, 0)).int()
+
+
 def _query_lens(metadata: MLACommonPrefillMetadata) -> tuple[int, ...]:
     lengths = metadata.query_lens_cpu
     return tuple((metadata.query_start_loc.diff() if lengths is None else lengths).tolist())
 
 
-def pad_head_dim(x: torch.Tensor, width: int) -> torch.Tensor:
+def pad_head_dim(x: Tensor, width: int) -> Tensor:
     """``x`` [tokens, N, D] with zeros up to ``width`` columns; ``x`` itself if it has them."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: Tensor) -> Tensor:
     """``x``, copied unless its columns are adjacent and every row of it starts at a multiple of 16 bytes.
 
     Its columns must fill a multiple of 16 bytes, or no copy would help.
@@ -121,12 +127,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x
 
 
-def natural_heads_first(lse: torch.Tensor) -> torch.Tensor:
+def natural_heads_first(lse: Tensor) -> Tensor:
     """[T, N] of logarithms to base 2 as [N, T] of natural ones."""
     return lse.mT * math.log(2)
 
 
-def rows_that_count(padded: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+def rows_that_count(padded: Tensor, batch: RaggedBatch) -> Tensor:
     """[N, T] of an LSE [B, at least the longest query, N] that is padded a request; launches no synchronisation."""
     lengths = batch.query_start_loc.diff()
     requests = torch.arange(len(lengths), device=padded.device)
@@ -135,13 +141,13 @@ def rows_that_count(padded: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
     return padded[request, position].mT
 
 
-def blank_lse(lse: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+def blank_lse(lse: Tensor, batch: RaggedBatch) -> Tensor:
     """``lse`` [N, T] with -inf in the rows that see no key, whatever the kernel left there."""
     keyless = batch.rows_without_keys()
     return lse if keyless is None else lse.masked_fill(keyless, -torch.inf)
 
 
-def blank_output(output: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
+def blank_output(output: Tensor, batch: RaggedBatch) -> Tensor:
     """``output`` [T, N, V], set to 0 in place in the rows that see no key, whatever the kernel left there."""
     keyless = batch.rows_without_keys()
     return output if keyless is None else output.masked_fill_(keyless[:, None, None], 0.0)

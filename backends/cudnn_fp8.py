@@ -6,6 +6,7 @@ On Hopper it writes e4m3 codes and nothing else, so new tokens with an output sc
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.cudnn import ALIGNED, OFFSETS, CudnnPrefillBackend
@@ -13,7 +14,7 @@ from mla_conformance.backends.cudnn_graph import CUDNN, SCALES, Key, execute
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -23,14 +24,10 @@ _SHORTEST = 2
 
 
 class CudnnFp8(CudnnPrefillBackend):
-    """The node ``sdpa_fp8`` in a graph like that of the variant ``graph``.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """The node ``sdpa_fp8`` in a graph like that of the variant ``graph``."""
 
     variant: ClassVar[str] = "fp8"
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER  # where it was tried
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float8_e4m3fn]
     libraries: ClassVar[tuple[Library, ...]] = (CUDNN,)
     declaration: ClassVar[Declaration] = Declaration(
@@ -50,11 +47,6 @@ class CudnnFp8(CudnnPrefillBackend):
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper, where it was tried."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """Multiples of 16 columns, at most 256."""
         widths = (dimensions.qk_head_dim, dimensions.v_head_dim)
@@ -71,13 +63,13 @@ class CudnnFp8(CudnnPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         if out is None or output_scale is None or out.dtype != torch.float8_e4m3fn:
             raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only; pass out in e4m3 and output_scale")
@@ -86,15 +78,11 @@ class CudnnFp8(CudnnPrefillBackend):
         output, lse = self._run(q, k, v, batch, out)
         return (output, lse) if return_softmax_lse else output
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Refused: its result is never quantised."""
         raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
 
-    def _kernel(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, batch: RaggedBatch
-    ) -> torch.Tensor:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         lse = q.new_empty(q.shape[0], self.num_heads, dtype=torch.float32)
         scales = dict.fromkeys(SCALES, lse.new_ones(1))
         scales |= {"scale_s": lse.new_full((1,), _P_SCALE), "descale_s": lse.new_full((1,), 1 / _P_SCALE)}

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.dependencies import Library, extra
@@ -35,7 +36,7 @@ class Key(NamedTuple):
     causal: bool
 
     @staticmethod
-    def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, scale: float) -> "Key":
+    def of(q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float) -> "Key":
         """The key of a call on q [T, N, D], k [S, N, D] and v [S, N, V]."""
         lengths = (len(batch.query_lens), q.shape[1], batch.max_query_len, batch.max_key_len)
         strides = tuple(x.stride() for x in (q, k, v))
@@ -51,17 +52,17 @@ class _Plan(NamedTuple):
     name: str
 
 
-def lengths(start_loc: torch.Tensor) -> torch.Tensor:
+def lengths(start_loc: Tensor) -> Tensor:
     """[B, 1, 1, 1] int32."""
     return start_loc.diff().view(-1, 1, 1, 1)
 
 
-def offsets(start_loc: torch.Tensor, token_stride: int) -> torch.Tensor:
+def offsets(start_loc: Tensor, token_stride: int) -> Tensor:
     """[B + 1, 1, 1, 1] int64, in elements."""
     return (start_loc.long() * token_stride).view(-1, 1, 1, 1)
 
 
-def execute(key: Key, tensors: Mapping[str, torch.Tensor], batch: RaggedBatch) -> str:
+def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
     """Run the graph of ``key``; the name of its plan.
 
     Args:

@@ -6,6 +6,7 @@ It always computes 128 heads. Its LSE is natural, [B, 128]; how it splits keys i
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.block_size import MultipleOf
@@ -14,7 +15,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 
 _LIBRARY = Library("vllm._custom_ops", "vllm", "pip install vllm")
 _OPERATOR = "sm100_cutlass_mla_decode"
@@ -24,7 +25,9 @@ _HEADS, _PAGE, _AUTOMATIC = 128, 128, -1
 class CutlassMLADecodeBackend(PagedDecodeBackend):
     """One query token a request, pages of 128 tokens."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    name: ClassVar[str] = "CUTLASS_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]  # which vLLM gives it
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -40,32 +43,14 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "CUTLASS_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of 128 tokens, which vLLM gives it."""
-        return [_PAGE]
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """vLLM imports without its compiled operators, and not every build has this one."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies() or hasattr(torch.ops._C, _OPERATOR):
-            return reasons
+        if hasattr(torch.ops._C, _OPERATOR):
+            return []
         return [f"package vllm is installed, but its compiled operators lack {_OPERATOR}; its wheels for CUDA have it"]
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, tokens = self._decode_metadata, ql_nope.shape[0]
         q_nope, q_pe = (pad(x, (0, 0, 0, _HEADS - self.num_heads)).contiguous() for x in (ql_nope, q_pe))
@@ -85,7 +70,7 @@ class CutlassMLADecodeBackend(PagedDecodeBackend):
         )
         return output[:, : self.num_heads], lse[:, : self.num_heads].mT
 
-    def _workspace(self, tokens: int, block_table: torch.Tensor) -> torch.Tensor:
+    def _workspace(self, tokens: int, block_table: Tensor) -> Tensor:
         """[bytes] uint8 for the longest sequence that the block table has room for; 0 stands for this device."""
         size = _LIBRARY.load().sm100_cutlass_mla_get_workspace_size(
             block_table.shape[1] * _PAGE, tokens, 0, num_kv_splits=_AUTOMATIC

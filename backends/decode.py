@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.platform import DeviceCapability
 
 
@@ -39,17 +40,17 @@ class MLACommonDecodeMetadata:
             one rank.
     """
 
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
-    query_lens_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    query_lens_cpu: Tensor
+    seq_lens_cpu: Tensor
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
-    dcp_tot_seq_lens: torch.Tensor | None = None
+    dcp_tot_seq_lens: Tensor | None = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
@@ -80,7 +81,7 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True
 
 
-class MLADecodeBackend(KernelBackend):
+class MLADecodeBackend(PagedKernel, AttentionKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
@@ -104,11 +105,6 @@ class MLADecodeBackend(KernelBackend):
     supports_causal_dcp: ClassVar[bool] = False
     returns_lse: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of the cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -158,14 +154,8 @@ class MLADecodeBackend(KernelBackend):
         kv_cache_dtype: str,
         vllm_config: Any,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.kv_cache_dtype = layout_of(kv_cache_dtype)
-        self.vllm_config = vllm_config
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
@@ -173,8 +163,8 @@ class MLADecodeBackend(KernelBackend):
 
     @abstractmethod
     def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 
         Args:
@@ -194,3 +184,10 @@ class MLADecodeBackend(KernelBackend):
 def output_of(result: Any) -> Any:
     """The output of what ``run_decode`` returned, whether an LSE stands beside it or not."""
     return result[0] if isinstance(result, (tuple, list)) and len(result) == 2 else result
+
+
+def positions_of(metadata: MLACommonDecodeMetadata, local: Tensor) -> Tensor:
+    """Positions in whole sequences of tokens by their numbers among those that this rank holds."""
+    interleave = metadata.cp_kv_cache_interleave_size
+    shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
+    return shares * interleave + local % interleave

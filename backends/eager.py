@@ -9,31 +9,23 @@ counts as a certified kernel.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
-class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
+class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
     """Online softmax over key tiles, one request after the other."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float8_e4m3fn,
-    ]
+    name: ClassVar[str] = "EAGER"
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Static per-tensor e4m3."""
@@ -41,13 +33,13 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         start_loc = self._prefill_metadata.query_start_loc.tolist()
         accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
@@ -56,12 +48,12 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
 
     def merge_attn_states(
         self,
-        output: torch.Tensor,
-        prefix_output: torch.Tensor,
-        prefix_lse: torch.Tensor,
-        suffix_output: torch.Tensor,
-        suffix_lse: torch.Tensor,
-        output_lse: torch.Tensor | None = None,
+        output: Tensor,
+        prefix_output: Tensor,
+        prefix_lse: Tensor,
+        suffix_output: Tensor,
+        suffix_lse: Tensor,
+        output_lse: Tensor | None = None,
     ) -> None:
         """Merge partial results [T, N, V] with LSEs [N, T], in float32, into ``output`` and ``output_lse``."""
         lse = torch.logaddexp(prefix_lse, suffix_lse)
@@ -78,14 +70,8 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
             output_lse.copy_(lse)
 
     def _batch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        query_start_loc: list[int],
-        key_start_loc: list[int],
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, query_start_loc: list[int], key_start_loc: list[int], causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Output [T, N, V] and LSE [N, T] of all requests, both float32."""
         check_operands(self, q, k, v, query_start_loc[-1], key_start_loc[-1])
         q, k, v = map(self._widened, (q, k, v))
@@ -97,11 +83,11 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
             output[rows], lse[:, rows] = self._finish(self._attend(q[rows], k[keys], v[keys], causal))
         return output, lse
 
-    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+    def _widened(self, x: Tensor) -> Tensor:
         """An operand as the steps compute with it."""
         return x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> SoftmaxState:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SoftmaxState:
         """State of one request: q [T, N, D], k [S, N, D], v [S, N, V]."""
         state = self._initial(q, v)
         for tile in self._tiles(k.shape[0]):
@@ -111,18 +97,14 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
             state = self._accumulate(state, scores, v[tile])
         return state
 
-    def _visible(self, queries: int, keys: int, tile: slice, device: torch.device) -> torch.Tensor:
+    def _visible(self, queries: int, keys: int, tile: slice, device: torch.device) -> Tensor:
         """[T, tile] mask, bottom-right: query i sees keys 0 ... keys - queries + i."""
         last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
     def _store(
-        self,
-        accumulated: torch.Tensor,
-        dtype: torch.dtype,
-        out: torch.Tensor | None,
-        output_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, accumulated: Tensor, dtype: torch.dtype, out: Tensor | None, output_scale: Tensor | None
+    ) -> Tensor:
         """Round once: to the dtype that operands of ``dtype`` give, or to e4m3 codes of value / scale."""
         if output_scale is None:
             result = accumulated.to(output_dtype(dtype))
@@ -133,16 +115,14 @@ class EagerKernel(OnlineSoftmax, PrefillKernelBackend):
             result = self._quantise(accumulated, output_scale)
         return result if out is None else out.copy_(result)
 
-    def _quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+    def _quantise(self, accumulated: Tensor, output_scale: Tensor) -> Tensor:
         return (accumulated / output_scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
     """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         context = self._prefill_metadata.chunked_context
         if context is None:

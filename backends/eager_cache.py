@@ -7,18 +7,20 @@ which override a step, and never counts as certified.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
 from mla_conformance.backends.cache_checks import (
-    check_cache,
     check_gather,
+    check_index_keys,
+    check_index_room,
+    check_latents,
     check_lists,
     check_mapping,
-    check_slots,
     check_workspace,
-    expect,
 )
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
@@ -30,50 +32,36 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(MLACacheBackend):
+class EagerCacheBackend(NamedKernel, MLACacheBackend):
     """Every call and every layout, with any strides."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, kv_c.dtype)
-        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
-        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
-        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
-    def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, k.dtype)
-        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
-        check_slots(slot_mapping, kv_cache, k=k)
+        check_index_keys(self, k, kv_cache, slot_mapping)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
@@ -87,18 +75,16 @@ class EagerCacheBackend(MLACacheBackend):
 
     def run_gather_index(
         self,
-        kv_cache: torch.Tensor,
-        k: torch.Tensor,
-        k_scale: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
+        kv_cache: Tensor,
+        k: Tensor,
+        k_scale: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        check_cache(self, kv_cache, torch.bfloat16)
-        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
-        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+        check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
@@ -107,10 +93,10 @@ class EagerCacheBackend(MLACacheBackend):
 
     def run_slot_mapping(
         self,
-        slot_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        positions: torch.Tensor,
-        block_table: torch.Tensor,
+        slot_mapping: Tensor,
+        query_start_loc: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
         block_size: int,
         compress_ratio: int = 1,
         dcp_world_size: int = 1,
@@ -131,12 +117,7 @@ class EagerCacheBackend(MLACacheBackend):
         slot_mapping[: len(request)] = slots.where(last & own, NO_SLOT).to(slot_mapping.dtype)
 
     def run_global_slots(
-        self,
-        out: torch.Tensor,
-        req_id_per_token: torch.Tensor,
-        block_table: torch.Tensor,
-        token_indices: torch.Tensor,
-        block_size: int,
+        self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
     ) -> None:
         """See :class:`MLACacheBackend`."""
         check_lists(out, req_id_per_token, token_indices, len(block_table))
@@ -145,7 +126,7 @@ class EagerCacheBackend(MLACacheBackend):
         position = token_indices.where(inside, 0).long()
         out.copy_(self._slots(block_table, request, position, block_size).where(inside, NO_SLOT))
 
-    def _latent_entries(self, kv_c: torch.Tensor, k_pe: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+    def _latent_entries(self, kv_c: Tensor, k_pe: Tensor, k_scale: Tensor) -> Tensor:
         """[T, width] bytes."""
         keys = torch.cat((kv_c, k_pe), dim=-1)
         if self.kv_cache_dtype == "auto":
@@ -154,7 +135,7 @@ class EagerCacheBackend(MLACacheBackend):
             return _codes(keys.float() / k_scale)
         return self._tiled(keys, TILED_FORMATS[self.kv_cache_dtype])
 
-    def _tiled(self, keys: torch.Tensor, form: TiledFormat) -> torch.Tensor:
+    def _tiled(self, keys: Tensor, form: TiledFormat) -> Tensor:
         """[T, width] bytes of keys [T, columns] in tiles."""
         tiles = keys[:, : form.coded].float().unflatten(-1, (form.tiles, form.tile))
         scales, stored = self._tile_scales(self._largest(tiles), form)
@@ -167,11 +148,11 @@ class EagerCacheBackend(MLACacheBackend):
         }
         return torch.cat([parts[name] for name in form.order], dim=1)
 
-    def _largest(self, tiles: torch.Tensor) -> torch.Tensor:
+    def _largest(self, tiles: Tensor) -> Tensor:
         """[T, tiles] magnitudes."""
         return tiles.abs().amax(dim=-1)
 
-    def _tile_scales(self, largest: torch.Tensor, form: TiledFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tile_scales(self, largest: Tensor, form: TiledFormat) -> tuple[Tensor, Tensor]:
         """Scales [T, tiles] float32, and as they are stored."""
         if form.cache == "index":
             largest = largest.clamp(min=_LEAST_KEY)
@@ -185,22 +166,22 @@ class EagerCacheBackend(MLACacheBackend):
         scales = exponent.exp2() if self.tile_scales == "pow2" else least.where(least > 0, 1.0)
         return scales, scales
 
-    def _store(self, cache: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor) -> None:
+    def _store(self, cache: Tensor, entries: Tensor, slots: Tensor) -> None:
         """Entries [T or more, width] in bytes to slots [T]."""
         kept = slots >= 0
         memory_of(cache)[self._addresses(cache, slots[kept].long())] = entries[: len(slots)][kept]
 
-    def _gathered(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Entries [S, width] of the cache's dtype."""
         return memory_of(cache)[self._addresses(cache, slots)].view(cache.dtype)
 
-    def _addresses(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _addresses(self, cache: Tensor, slots: Tensor) -> Tensor:
         """[T, width] int64, where in the cache's storage each byte of an entry stands."""
         page, size = cache.shape[1], cache.element_size()
         block = (slots // page).mul(cache.stride(0) * size).add(cache.storage_offset() * size)
         return block.unsqueeze(1) + self._in_page(slots % page, page, cache.shape[2] * size)
 
-    def _in_page(self, token: torch.Tensor, page: int, width: int) -> torch.Tensor:
+    def _in_page(self, token: Tensor, page: int, width: int) -> Tensor:
         """[T, width] int64, where in its page each byte of a token's entry stands."""
         form, token = TILED_FORMATS.get(self.kv_cache_dtype), token[:, None]
         if form is None or not form.scales_behind_page:
@@ -209,54 +190,49 @@ class EagerCacheBackend(MLACacheBackend):
         first = self._shuffled(token, data) if form.shuffled else token * len(data) + data
         return torch.cat((first, page * len(data) + token * len(scales) + scales), dim=1)
 
-    def _shuffled(self, token: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def _shuffled(self, token: Tensor, column: Tensor) -> Tensor:
         """Tiles of 16 tokens, in them tiles of 16 columns, token after token."""
         tile = token // SHUFFLE * SHUFFLE * len(column) + column // SHUFFLE * SHUFFLE * SHUFFLE
         return tile + token % SHUFFLE * SHUFFLE + column % SHUFFLE
 
-    def _meaning(self, entries: torch.Tensor, k_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _meaning(self, entries: Tensor, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
         """[S, L + R] of the model's dtype."""
         return dequantise(entries, self.kv_cache_dtype, k_scale, dtype).to(dtype)
 
-    def _scales(self, data: torch.Tensor) -> torch.Tensor:
+    def _scales(self, data: Tensor) -> Tensor:
         """[S] float32 of bytes [S, 4]."""
         return data.view(torch.float32)[:, 0]
 
     def _slots_of_requests(
-        self,
-        page: int,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        compress_ratio: int,
-    ) -> torch.Tensor:
+        self, page: int, block_table: Tensor, cu_seq_lens: Tensor, seq_starts: Tensor, compress_ratio: int
+    ) -> Tensor:
         """[S] int64, of the entries that are gathered."""
         request = _repeated(cu_seq_lens)
         row = torch.arange(len(request), device=request.device) - cu_seq_lens.long()[request]
         return self._slots(block_table, request, row + seq_starts.long()[request] // compress_ratio, page)
 
-    def _slots(self, block_table: torch.Tensor, request: torch.Tensor, entry: torch.Tensor, page: int) -> torch.Tensor:
+    def _slots(self, block_table: Tensor, request: Tensor, entry: Tensor, page: int) -> Tensor:
         """Int64 slots of entries of requests; of those beyond the table any."""
         column = (entry // page).clamp(max=block_table.shape[1] - 1)
         return block_table[request, column].long() * page + entry % page
 
 
-def _repeated(start_loc: torch.Tensor) -> torch.Tensor:
+def _repeated(start_loc: Tensor) -> Tensor:
     """[T] int64, the request of each token."""
     return torch.arange(len(start_loc) - 1, device=start_loc.device).repeat_interleave(start_loc.diff())
 
 
-def memory_of(cache: torch.Tensor) -> torch.Tensor:
+def memory_of(cache: Tensor) -> Tensor:
     """The bytes of a cache's storage, which it may share with others."""
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 
 
-def _codes(quotients: torch.Tensor) -> torch.Tensor:
+def _codes(quotients: Tensor) -> Tensor:
     """Bytes of e4m3 codes."""
     return quotients.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _halves(quotients: torch.Tensor) -> torch.Tensor:
+def _halves(quotients: Tensor) -> Tensor:
     """Bytes [T, columns / 2] of e2m1 codes, the first of two in the low half."""
     magnitude = quotients.abs().unsqueeze(-1)
     stay, go_on = (quotients.new_tensor(middles) for middles in (_TIES_STAY, _TIES_GO_ON))

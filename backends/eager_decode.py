@@ -8,17 +8,20 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, positions_of
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
 
 
-class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
+class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
@@ -26,14 +29,7 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
-    def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
@@ -48,20 +44,12 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
             output[rows], lse[:, rows] = self._finish(state)
         return output.to(ql_nope.dtype), lse
 
-    def _attend(
-        self, q: torch.Tensor, request: int, seq_len: int, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> SoftmaxState:
+    def _attend(self, q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor) -> SoftmaxState:
         """State of one request: q [T, N, L + R] against its ``seq_len`` cached tokens on this rank."""
         return self._over(self._tiles(seq_len), q, request, seq_len, kv_cache, k_scale)
 
     def _over(
-        self,
-        tiles: Iterable[slice],
-        q: torch.Tensor,
-        request: int,
-        seq_len: int,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, tiles: Iterable[slice], q: Tensor, request: int, seq_len: int, kv_cache: Tensor, k_scale: Tensor
     ) -> SoftmaxState:
         """State over some tiles of a request's tokens."""
         state = self._initial(q, q[..., : self.kv_lora_rank])
@@ -72,15 +60,7 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
             state = self._accumulate(state, scores, self._values(keys))
         return state
 
-    def _values(self, keys: torch.Tensor) -> torch.Tensor:
-        """[tile, 1, L]: the latent part of the keys is the value."""
-        return keys[..., : self.kv_lora_rank]
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """To the model's dtype, whatever the dtype of the dequantised values is."""
-        return p.to(self._model_dtype).float()
-
-    def _entries(self, kv_cache: torch.Tensor, request: int, tile: slice) -> torch.Tensor:
+    def _entries(self, kv_cache: Tensor, request: int, tile: slice) -> Tensor:
         """[tile, width] entries of the tokens ``tile`` of a request."""
         tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
         blocks = self._blocks(request, tokens // kv_cache.shape[1])
@@ -88,25 +68,22 @@ class EagerDecodeBackend(OnlineSoftmax, MLADecodeBackend):
         rows = kv_cache.view(torch.uint8)[blocks, tokens % kv_cache.shape[1]]
         return rows.view(kv_cache.dtype)
 
-    def _blocks(self, request: int, pages: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, request: int, pages: Tensor) -> Tensor:
         """Blocks that hold these pages of a request."""
         return self._decode_metadata.block_table[request][pages].long()
 
-    def _dequantise(self, rows: torch.Tensor, k_scale: torch.Tensor) -> torch.Tensor:
+    def _dequantise(self, rows: Tensor, k_scale: Tensor) -> Tensor:
         """[tile, L + R] keys in float32."""
         keys = dequantise(rows, self.kv_cache_dtype, k_scale, self._model_dtype)
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
 
-    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> torch.Tensor:
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
         """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""
         metadata = self._decode_metadata
         total = seq_len if metadata.dcp_tot_seq_lens is None else int(metadata.dcp_tot_seq_lens[request])
         last = torch.arange(total - queries, total, device=metadata.seq_lens.device).unsqueeze(1)
         return self._positions(metadata, tile) <= last
 
-    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> torch.Tensor:
+    def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
         """[tile] positions in the whole sequence of tokens that this rank holds."""
-        local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
-        interleave = metadata.cp_kv_cache_interleave_size
-        shares = local // interleave * metadata.dcp_world_size + metadata.dcp_rank
-        return shares * interleave + local % interleave
+        return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))

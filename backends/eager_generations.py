@@ -3,10 +3,12 @@
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerKernel, EagerPrefillBackend
 from mla_conformance.backends.generations import earlier, present
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
 
@@ -25,46 +27,28 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
         self._kernel = self.kernel(**sizes)
 
     def run_prefill_new_tokens(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`earlier.MLAPrefillImpl`."""
         self._kernel.prepare_metadata(prefill_metadata)
         return self._kernel.run_prefill_new_tokens(q, k, v, return_softmax_lse)
 
     def run_prefill_context_chunk(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        chunk_idx: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, prefill_metadata: MLACommonPrefillMetadata, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`earlier.MLAPrefillImpl`."""
         self._kernel.prepare_metadata(prefill_metadata)
         return self._kernel.run_prefill_context_chunk(chunk_idx, q, k, v)
 
 
-class EarlierEagerPrefillBackend(earlier.MLAPrefillBackend):
-    """EAGER of the earlier generation.
+class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
+    """EAGER of the earlier generation."""
 
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
-
+    name: ClassVar[str] = "EAGER"
     variant: ClassVar[str] = "earlier"
 
     supported_dtypes: ClassVar[list[torch.dtype]] = EagerPrefillBackend.supported_dtypes
     declaration: ClassVar[Declaration] = EagerPrefillBackend.declaration
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     @staticmethod
     def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
@@ -73,11 +57,7 @@ class EarlierEagerPrefillBackend(earlier.MLAPrefillBackend):
 
 
 class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
-    """EAGER of the present generation.
-
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
+    """EAGER of the present generation."""
 
     variant: ClassVar[str] = "present"
 
@@ -86,13 +66,8 @@ class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
         return True
 
     def run_prefill_context_chunk(
-        self,
-        chunk: present.ContextChunk,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, chunk: present.ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`present.MLAPrefillBackend`."""
         query_start_loc, key_start_loc = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
         accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)

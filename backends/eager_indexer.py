@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import gather
 from mla_conformance.reference.selected import NO_KEY
 
@@ -19,43 +21,30 @@ _ROWS = 256
 """Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
 
 
-class EagerIndexerBackend(MLAIndexerBackend):
+class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
     """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
 
+    name: ClassVar[str] = "EAGER"
     token_tile: ClassVar[int] = 512
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """See :class:`MLAIndexerBackend`; -inf from a row's bound on."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k, k_scale)
 
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()
 
-    def _logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None) -> Tensor:
         """[T, max_seq_len], -inf where a row sees no token."""
         metadata, bounds = self._sparse_metadata, self._bounds()
         logits = q.new_full((len(q), metadata.max_seq_len), -torch.inf, dtype=torch.float32)
@@ -69,7 +58,7 @@ class EagerIndexerBackend(MLAIndexerBackend):
         positions = torch.arange(metadata.max_seq_len, device=q.device)
         return logits.masked_fill(positions >= bounds.unsqueeze(1), -torch.inf)
 
-    def _bounds(self) -> torch.Tensor:
+    def _bounds(self) -> Tensor:
         """[T]: tokens that each row may see, its own included."""
         return bounds_of(self._sparse_metadata)
 
@@ -77,16 +66,12 @@ class EagerIndexerBackend(MLAIndexerBackend):
         """Tiles of a request's tokens."""
         return (slice(start, min(start + self.token_tile, tokens)) for start in range(0, tokens, self.token_tile))
 
-    def _keys(
-        self, k: torch.Tensor, k_scale: torch.Tensor | None, request: int, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _keys(self, k: Tensor, k_scale: Tensor | None, request: int, positions: Tensor) -> Tensor:
         """[tile, D] float32, the keys of a request's tokens."""
         values, scales = self._stored(k, k_scale, self._slots(k, torch.full_like(positions, request), positions))
         return values if scales is None else values * self._scales(scales)
 
-    def _stored(
-        self, k: torch.Tensor, k_scale: torch.Tensor | None, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _stored(self, k: Tensor, k_scale: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         """What stands in slots: values or codes [tile, D] in float32, and the scales [tile, 1] of codes."""
         if self._sparse_metadata.block_table is None:
             # As bytes, since float8 cannot be indexed everywhere.
@@ -98,33 +83,33 @@ class EagerIndexerBackend(MLAIndexerBackend):
         codes, scales = (part.contiguous() for part in entries.tensor_split([self.head_dim], dim=1))
         return codes.view(torch.float8_e4m3fn).float(), scales.view(torch.float32)
 
-    def _scales(self, scales: torch.Tensor) -> torch.Tensor:
+    def _scales(self, scales: Tensor) -> Tensor:
         """[tile, 1], what codes are multiplied by."""
         return scales
 
-    def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _scores(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """[n, tile] of some rows, q [n, H, D] and weights [n, H], for keys [tile, D]; all float32."""
         dots = (q.flatten(0, 1) @ keys.mT).view(*q.shape[:2], len(keys))
         return (weights.unsqueeze(1) @ self._activated(dots)).squeeze(1)
 
-    def _activated(self, dots: torch.Tensor) -> torch.Tensor:
+    def _activated(self, dots: Tensor) -> Tensor:
         """Products [n, H, tile] behind the activation."""
         return dots.relu()
 
-    def _choose(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def _choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """[T, K] int64 positions of the largest, -1 behind as many as there are."""
         best = logits.topk(min(topk_tokens, logits.shape[1]), dim=1)
         chosen = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
-    def _numbers(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _numbers(self, k: Tensor, positions: Tensor) -> Tensor:
         """What stands for positions [T, K] in the metadata's index space; anything where a row names no token."""
         if self._sparse_metadata.index_space is IndexSpace.POSITION:
             return positions
         request = self._sparse_metadata.req_id_per_token.long().unsqueeze(1)
         return self._slots(k, request.expand_as(positions), positions.clamp(min=0))
 
-    def _slots(self, k: torch.Tensor, request: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _slots(self, k: Tensor, request: Tensor, positions: Tensor) -> Tensor:
         """Slots of a cache, or rows of gathered keys, where tokens of requests stand, both of one shape."""
         metadata = self._sparse_metadata
         if metadata.block_table is None:

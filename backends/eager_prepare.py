@@ -6,8 +6,10 @@ Like its twins it is the base of the known defects, which override a step, and n
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.prepare import BLOCK, MLAPrepareBackend, check_prepare_call
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -15,25 +17,16 @@ from mla_conformance.reference.quantization import E4M3_MAX
 _LEAST = 1e-10
 
 
-class EagerPrepareBackend(MLAPrepareBackend):
+class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
     """Every convention, and heads of any whole blocks of columns."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
     def run_prepare_index(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        k_norm_weight: torch.Tensor,
-        k_norm_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :class:`MLAPrepareBackend`."""
         check_prepare_call(self, self._prepare_metadata, (q, k, weights, k_norm_weight, k_norm_bias))
         query = self._turned(self._query(q))
@@ -43,31 +36,31 @@ class EagerPrepareBackend(MLAPrepareBackend):
         last = self._folded(weights.float(), q_scale) if self.preparation.fold_scales else q_scale
         return q_codes, k_codes[:, 0], k_scale[:, 0], last
 
-    def _query(self, q: torch.Tensor) -> torch.Tensor:
+    def _query(self, q: Tensor) -> Tensor:
         """[T, H, D] float32, queries before they are rotated."""
         return q.float()
 
-    def _normed(self, k: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normed(self, k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """[T, D], keys behind their norm."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, self.preparation.eps)
 
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+    def _turned(self, x: Tensor) -> Tensor:
         """[T, heads, D] rotated, and transformed where that is asked for."""
         rotated = self._stored(self._rotated(x))
         return self._stored(self._transformed(rotated)) if self.preparation.hadamard else rotated
 
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+    def _stored(self, x: Tensor) -> Tensor:
         """What stands between steps."""
         return x
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, x: Tensor) -> Tensor:
         """[T, heads, D] with R columns rotated."""
         width = self.preparation.rope_dim
         first = 0 if self.preparation.rope_first else x.shape[-1] - width
         before, part, behind = x.tensor_split([first, first + width], dim=-1)
         return torch.cat((before, self._rope(part), behind), dim=-1)
 
-    def _rope(self, x: torch.Tensor) -> torch.Tensor:
+    def _rope(self, x: Tensor) -> Tensor:
         """[T, heads, R] rotated by the pairs of the model's style."""
         cos, sin = self._turns(x)
         if self.preparation.is_neox_style:
@@ -76,38 +69,38 @@ class EagerPrepareBackend(MLAPrepareBackend):
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
-    def _turns(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, R/2] of the tokens' positions."""
         cos, sin = self._prepare_metadata.cos_sin_cache[self._prepare_metadata.positions].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
-    def _transformed(self, x: torch.Tensor) -> torch.Tensor:
+    def _transformed(self, x: Tensor) -> Tensor:
         """[T, heads, D] times the Hadamard matrix."""
         width = x.shape[-1]
         signs = sylvester(width, x.device).sign().float()
         return (x @ signs) * width**-0.5
 
-    def _quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, heads, D] and scales [T, heads, C] of the blocks."""
         blocks = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
         scale = self._scales(self._largest(blocks))
         codes = (blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return codes.flatten(-2), scale
 
-    def _largest(self, blocks: torch.Tensor) -> torch.Tensor:
+    def _largest(self, blocks: Tensor) -> Tensor:
         """[T, heads, C], the largest magnitude of each block."""
         return blocks.abs().amax(dim=-1)
 
-    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+    def _scales(self, largest: Tensor) -> Tensor:
         """Scales of the blocks of these largest magnitudes."""
         scale = largest.clamp(min=_LEAST) / E4M3_MAX
         return self._power(scale) if self.preparation.scale_format == "pow2" else scale
 
-    def _power(self, scale: torch.Tensor) -> torch.Tensor:
+    def _power(self, scale: Tensor) -> Tensor:
         """The next powers of two."""
         mantissa, exponent = torch.frexp(scale)
         return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
-    def _folded(self, weights: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
+    def _folded(self, weights: Tensor, q_scale: Tensor) -> Tensor:
         """[T, H], weights with everything that scales the score of their head."""
         return weights * q_scale[..., 0] * (self.scale * self.num_heads**-0.5)

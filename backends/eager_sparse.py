@@ -9,11 +9,13 @@ base of the known defects, which override a step, and never counts as certified.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise, gather
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -22,9 +24,10 @@ _ROWS = 1024
 """Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
 
 
-class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
+class EagerSparseBackend(LatentSoftmax, NamedKernel, SelectedKeysBackend):
     """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
@@ -33,14 +36,7 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
     supports_sink: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         self._model_dtype = q.dtype
         output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
@@ -53,9 +49,7 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
             output[rows], lse[:, rows] = self._finish(SoftmaxState(*(part.transpose(0, 1) for part in state)))
         return self._with_sink(output, lse, sink).to(q.dtype), lse
 
-    def _attend(
-        self, q: torch.Tensor, request: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor
-    ) -> SoftmaxState:
+    def _attend(self, q: Tensor, request: Tensor, sources: list[Selected], k_scale: Tensor) -> SoftmaxState:
         """State of some rows, q [T, N, D], over all of their lists; ``request`` [T] is that of each row."""
         queries = q.transpose(0, 1)
         state = self._initial(queries, queries[..., : self.kv_lora_rank])
@@ -69,11 +63,11 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
                 state = self._accumulate(state, scores, self._values(keys))
         return state
 
-    def _listed(self, source: Selected) -> torch.Tensor:
+    def _listed(self, source: Selected) -> Tensor:
         """[T, K] bool: what of the lists counts."""
         return listed(source.indices, source.length)
 
-    def _held(self, source: Selected) -> torch.Tensor:
+    def _held(self, source: Selected) -> Tensor:
         """[T, K] bool: which of the named keys this rank holds; lists of its own numbers name no others."""
         if source.space is not IndexSpace.POSITION:
             return torch.ones_like(source.indices, dtype=torch.bool)
@@ -81,7 +75,7 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
         owner = source.indices // metadata.cp_kv_cache_interleave_size % metadata.dcp_world_size
         return owner == metadata.dcp_rank
 
-    def _slots(self, source: Selected, request: torch.Tensor) -> torch.Tensor:
+    def _slots(self, source: Selected, request: Tensor) -> Tensor:
         """[T, K] int64 numbers of entries in the cache; anything where a list names no key of this rank."""
         if source.space is IndexSpace.SLOT:
             return source.indices.long()
@@ -96,27 +90,17 @@ class EagerSparseBackend(OnlineSoftmax, SelectedKeysBackend):
         columns = (local // page).clamp(0, metadata.block_table.shape[1] - 1)
         return metadata.block_table.long()[request.unsqueeze(1), columns] * page + local % page
 
-    def _keys(
-        self, source: Selected, slots: torch.Tensor, visible: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def _keys(self, source: Selected, slots: Tensor, visible: Tensor, k_scale: Tensor) -> Tensor:
         """[T, tile, D] float32; zeros where a list names no key: a weight of 0 times NaN is NaN."""
         keys = dequantise(self._entries(source, slots), source.layout, k_scale, self._model_dtype)
         keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
         return keys.masked_fill(~visible.unsqueeze(-1), 0.0)
 
-    def _entries(self, source: Selected, slots: torch.Tensor) -> torch.Tensor:
+    def _entries(self, source: Selected, slots: Tensor) -> Tensor:
         """[T, tile, width] entries; gathered keys are a cache of pages of one token."""
         return gather(source.cache, slots, source.layout)
 
-    def _values(self, keys: torch.Tensor) -> torch.Tensor:
-        """[tile, T, L]: the first columns of a key are its value."""
-        return keys[..., : self.kv_lora_rank]
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """To the model's dtype, whatever the dtype of the dequantised values is."""
-        return p.to(self._model_dtype).float()
-
-    def _with_sink(self, output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    def _with_sink(self, output: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
         """[T, N, L] with the share of the weights that the keys have beside the sink."""
         if sink is None:
             return output

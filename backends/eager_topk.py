@@ -6,8 +6,10 @@ Like its twins it is the base of the known defects, which override a step, and n
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
@@ -16,20 +18,16 @@ LEAST = -(2**40)
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class EagerTopKBackend(MLATopKBackend):
+class EagerTopKBackend(NamedKernel, MLATopKBackend):
     """Any number of columns of any windows, the largest first."""
 
+    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",), emulated=True, selection=SelectionForm(order=SelectionOrder.DESCENDING)
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
-
-    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         starts, lengths = self._windows(logits)
@@ -38,24 +36,24 @@ class EagerTopKBackend(MLATopKBackend):
         keys = self._keys(logits).masked_fill(~visible, LEAST)
         return self._told(self._choose(keys, topk_tokens), starts).int()
 
-    def _windows(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _windows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Start and length of each row [T, 1] int64."""
         metadata = self._topk_metadata
         lengths = metadata.lengths.long().unsqueeze(1)
         starts = torch.zeros_like(lengths) if metadata.row_starts is None else metadata.row_starts.long().unsqueeze(1)
         return starts, lengths
 
-    def _keys(self, logits: torch.Tensor) -> torch.Tensor:
+    def _keys(self, logits: Tensor) -> Tensor:
         """[T, C] int64 that order as the logits do, zeros of both signs alike; NaN stands beyond the infinities."""
         bits = logits.float().view(torch.int32).long()
         return torch.where(bits >= 0, bits, -(bits & _MAGNITUDE))
 
-    def _choose(self, keys: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def _choose(self, keys: Tensor, topk_tokens: int) -> Tensor:
         """[T, K] columns of the largest keys, -1 behind as many as a row sees."""
         best = keys.topk(min(topk_tokens, keys.shape[1]), dim=1)
         chosen = best.indices.masked_fill(best.values == LEAST, NO_KEY)
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
-    def _told(self, chosen: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def _told(self, chosen: Tensor, starts: Tensor) -> Tensor:
         """What is returned of columns [T, K]: they count from the row's start."""
         return (chosen - starts).masked_fill(chosen == NO_KEY, NO_KEY)

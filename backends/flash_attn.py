@@ -5,14 +5,15 @@ flash_attn_interface), ``fa4`` the package flash-attn-4. All of them mask bottom
 natural float32 LSE [N, T].
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, blank_lse, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -23,16 +24,12 @@ _ALIGNED = Deviation("faults on rows that do not start at multiples of 16 bytes"
 _INFINITE = Deviation("LSE +inf in a row without keys", "-inf in the rows that the lengths say see no key")
 _BY_DEVICE = {9: ("fa3", "fa4", "fa2", "torch"), 10: ("fa4", "fa2", "torch")}
 
-Result = tuple[torch.Tensor, torch.Tensor]
-
 
 class FlashAttnPrefillBackend(RaggedPrefillBackend):
     """The family: on Hopper FA3, on Blackwell FA4, elsewhere FA2, and PyTorch's own where nothing is installed."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASH_ATTN"
+    name: ClassVar[str] = "FLASH_ATTN"
+    devices: ClassVar[Devices] = FROM_AMPERE
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
@@ -44,16 +41,7 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         """Anything up to 256 columns, padded."""
         return max(dimensions.qk_head_dim, dimensions.v_head_dim) <= _WIDEST
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer."""
-        return device_capability is not None and device_capability >= (8, 0)
-
-    needed_capability: ClassVar[str] = "8.0 or newer"
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> Result:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         unit = ALIGNMENT // q.element_size()
         if q.shape[-1] % unit or v.shape[-1] % unit or not self._takes(q.shape[-1], v.shape[-1]):
@@ -66,19 +54,25 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
         """Whether the kernel takes these head dims, whose rows fill multiples of 16 bytes, as they are."""
         return qk_head_dim == v_head_dim
 
-    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """Output [T, N, columns of v] and LSE [N, T]."""
         raise NotImplementedError(f"FLASH_ATTN is a family of kernels: choose one of {', '.join(self.variants)}")
 
-    @staticmethod
-    def _lengths(batch: RaggedBatch) -> dict[str, torch.Tensor | int]:
-        """The keywords that all packages share."""
-        return {
-            "cu_seqlens_q": batch.query_start_loc,
-            "cu_seqlens_k": batch.key_start_loc,
-            "max_seqlen_q": batch.max_query_len,
-            "max_seqlen_k": batch.max_key_len,
-        }
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, **asked: bool) -> tuple[Tensor, Tensor]:
+        """The call that all packages share; ``asked`` is how one is asked for the LSE."""
+        output, lse, *_ = self.library.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=batch.query_start_loc,
+            cu_seqlens_k=batch.key_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_key_len,
+            softmax_scale=self.scale,
+            causal=batch.causal,
+            **asked,
+        )
+        return output, lse
 
 
 class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
@@ -91,12 +85,8 @@ class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
         distributions=("flash-attn", "torch"), deviations=(_PADS_V, _INFINITE, _ALIGNED, _NO_OUT)
     )
 
-    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
-        flash_attn = self.libraries[0].load()
-        output, lse, _ = flash_attn.flash_attn_varlen_func(
-            q, k, v, **self._lengths(batch), softmax_scale=self.scale, causal=batch.causal, return_attn_probs=True
-        )
-        return output, lse
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        return self._varlen(q, k, v, batch, return_attn_probs=True)
 
 
 class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
@@ -116,7 +106,7 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
         """PyTorch's version and operator."""
         return {"torch": torch.__version__, "operator": "aten::_flash_attention_forward", **super().kernel_evidence()}
 
-    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         lengths = (batch.query_start_loc, batch.key_start_loc, batch.max_query_len, batch.max_key_len)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, batch.causal, False, scale=self.scale
@@ -128,7 +118,7 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
     """The package fa3-fwd, forward only and without float16; upstream's own build is used if that is installed."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
-    needed_capability: ClassVar[str] = "9.x"
+    devices: ClassVar[Devices] = HOPPER._replace(needed="9.x")
     libraries: ClassVar[tuple[Library, ...]] = (Library("fa3_fwd_interface", "fa3-fwd", extra("fa3")),)
     upstream: ClassVar[Library] = Library("flash_attn_interface", "flash-attn-3", extra("fa3"))
     declaration: ClassVar[Declaration] = Declaration(
@@ -148,14 +138,14 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
     def package(cls) -> Library:
         """The build that is installed, fa3-fwd first."""
         return cls.upstream if cls.libraries[0].missing() and not cls.upstream.missing() else cls.libraries[0]
+
+    @property
+    def library(self) -> Any:
+        """That build."""
+        return self.package().load()
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
@@ -175,15 +165,8 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
         return (128 < qk_head_dim <= 192 and 96 < v_head_dim <= 128) or super()._takes(qk_head_dim, v_head_dim)
 
-    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
-        output, lse, *_ = (
-            self.package()
-            .load()
-            .flash_attn_varlen_func(
-                q, k, v, **self._lengths(batch), softmax_scale=self.scale, causal=batch.causal, return_attn_probs=True
-            )
-        )
-        return output, lse
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        return self._varlen(q, k, v, batch, return_attn_probs=True)
 
 
 class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
@@ -206,12 +189,5 @@ class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
     def _takes(self, qk_head_dim: int, v_head_dim: int) -> bool:
         return (qk_head_dim, v_head_dim) == (192, 128) or super()._takes(qk_head_dim, v_head_dim)
 
-    def _kernel(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Result:
-        output, lse, *_ = (
-            self.libraries[0]
-            .load()
-            .flash_attn_varlen_func(
-                q, k, v, **self._lengths(batch), softmax_scale=self.scale, causal=batch.causal, return_lse=True
-            )
-        )
-        return output, lse
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        return self._varlen(q, k, v, batch, return_lse=True)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import aligned
@@ -17,7 +18,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 
 _BUILD = "build FlashAttention's folder hopper with paged KV and the head dims (64, 512)"
 _NEEDED = {
@@ -40,43 +41,28 @@ _DEVIATIONS = (
 class FlashAttnMLADecodeBackend(PagedDecodeBackend):
     """The family: whichever package is installed, upstream's build first."""
 
-    needed_capability: ClassVar[str] = "9.0"
+    name: ClassVar[str] = "FLASH_ATTN_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]  # what vLLM asks of it
+    devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASH_ATTN_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """What vLLM asks of it."""
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         pages = aligned(kv_cache).unsqueeze(2)
         latent, rope = pages[..., : self.kv_lora_rank], pages[..., self.kv_lora_rank :]
         output, lse, *_ = self._kernel(aligned(q_pe), aligned(ql_nope), rope, latent)
         return output, lse
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         raise NotImplementedError(f"FLASH_ATTN_MLA is a family of kernels: choose one of {', '.join(self.variants)}")
 
-    def _with_kvcache(self, library: Any, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def _with_kvcache(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         metadata = self._decode_metadata
-        return library.flash_attn_with_kvcache(
+        return self.library.flash_attn_with_kvcache(
             q,
             k,
             v,
@@ -105,16 +91,13 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
         return super().supports_dtype(dtype) and not (dtype == torch.float16 and _left_out("FP16"))
 
     @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """A build notes what it leaves out."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         lacks = ", ".join(what for flag, what in _NEEDED.items() if _left_out(flag))
         return [f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}"] if lacks else []
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return self._with_kvcache(_UPSTREAM.load(), q, qv, k, v)
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self._with_kvcache(q, qv, k, v)
 
 
 def _left_out(flag: str) -> bool:
@@ -131,8 +114,8 @@ class FlashAttnMLASGLang(FlashAttnMLADecodeBackend, variant="sglang"):
     libraries: ClassVar[tuple[Library, ...]] = (_SGLANG,)
     declaration: ClassVar[Declaration] = Declaration(distributions=("sglang-kernel", "torch"), deviations=_DEVIATIONS)
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return self._with_kvcache(_SGLANG.load(), q, qv, k, v)
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self._with_kvcache(q, qv, k, v)
 
 
 class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
@@ -142,17 +125,14 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
     declaration: ClassVar[Declaration] = Declaration(distributions=("vllm", "torch"), deviations=_DEVIATIONS)
 
     @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """A build of vLLM may have no kernels for this version of FlashAttention."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         reason = _VLLM.load().fa_version_unsupported_reason(3)
         return [f"package vllm is installed, but has no FlashAttention 3: {reason}"] if reason else []
 
-    def _kernel(self, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        metadata, library = self._decode_metadata, _VLLM.load()
-        return library.flash_attn_varlen_func(
+    def _kernel(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
+        metadata = self._decode_metadata
+        return self.library.flash_attn_varlen_func(
             q,
             k,
             v,

@@ -7,6 +7,7 @@ Each query token is a request whose block table is its list. Written for vLLM 0.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -14,10 +15,9 @@ from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flash_attn_mla import FlashAttnMLAvLLM
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.backends.sparse_checks import listed, packed
 
 _ROPE = 64
 
@@ -25,8 +25,9 @@ _ROPE = 64
 class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists of any length, over a cache or over gathered keys, without an LSE, as vLLM has it."""
 
+    name: ClassVar[str] = "FLASH_ATTN_MLA_SPARSE"
     libraries: ClassVar[tuple[Library, ...]] = FlashAttnMLAvLLM.libraries
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64), (512, 0)]
     supports_topk_length: ClassVar[bool] = True
     returns_lse: ClassVar[bool] = False
@@ -46,24 +47,12 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASH_ATTN_MLA_SPARSE"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """As without lists."""
-        return FlashAttnMLAvLLM.broken_dependencies()
+        return FlashAttnMLAvLLM.lacks()
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (source,), query = sources, aligned(q)
         rows, apart = _rows(source.cache)
@@ -72,28 +61,24 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         q_pe, rope = query[..., self.kv_lora_rank :], rows[..., self.kv_lora_rank :]
         if not self.qk_rope_head_dim:
             q_pe, rope = q.new_zeros(*q.shape[:2], _ROPE), latent[..., :_ROPE]
-        output = (
-            self.libraries[0]
-            .load()
-            .flash_attn_varlen_func(
-                q=q_pe,
-                k=rope,
-                v=latent,
-                q_v=ql_nope,
-                max_seqlen_q=1,
-                cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
-                max_seqlen_k=table.shape[1],
-                seqused_k=lengths,
-                block_table=table,
-                softmax_scale=self.scale,
-                causal=True,
-                fa_version=3,
-            )
+        output = self.library.flash_attn_varlen_func(
+            q=q_pe,
+            k=rope,
+            v=latent,
+            q_v=ql_nope,
+            max_seqlen_q=1,
+            cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
+            max_seqlen_k=table.shape[1],
+            seqused_k=lengths,
+            block_table=table,
+            softmax_scale=self.scale,
+            causal=True,
+            fa_version=3,
         )
         return output, None
 
 
-def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _rows(cache: Tensor) -> tuple[Tensor, int]:
     """Rows [S, 1, 1, D] of a cache from its first to its last, and how many of them lie from block to block."""
     page, width = cache.shape[1:]
     packed = cache if cache.stride(0) % width == 0 and cache.stride()[1:] == (width, 1) else cache.contiguous()
@@ -102,9 +87,7 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     return pages.as_strided((len(cache) * apart - apart + page, 1, 1, width), (width, width, width, 1)), apart
 
 
-def _table(source: Selected, apart: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(source: Selected, apart: int) -> tuple[Tensor, Tensor]:
     """[T, K] int32: rows that the lists name, -1 behind them; [T] int32: how many that are."""
     named, page = listed(source.indices, source.length), source.cache.shape[1]
-    rows = (source.indices // page * apart + source.indices % page).masked_fill(~named, NO_KEY)
-    order = named.sort(dim=1, descending=True, stable=True).indices
-    return rows.gather(1, order), named.sum(dim=1, dtype=torch.int32)
+    return packed(source.indices // page * apart + source.indices % page, named)

@@ -8,6 +8,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import aligned
@@ -15,7 +16,7 @@ from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, Devices
 
 FORK = Library(
     "flash_mla", "sgl-flash-mla", extra("flashmla"), "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"
@@ -23,14 +24,15 @@ FORK = Library(
 """The build on the package index."""
 
 _DEEPSEEK = Library("flash_mla", "flash-mla", FORK.command)
-_PAGE = 64
 
 
 class FlashMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches over pages of 64 tokens."""
 
+    name: ClassVar[str] = "FLASHMLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [64]
     libraries: ClassVar[tuple[Library, ...]] = (FORK,)
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -48,27 +50,9 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHMLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of 64 tokens."""
-        return [_PAGE]
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """The module may be there without this kernel."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         library = _package()
         name = f"package {library.distribution} {library.version()}"
         return [f"{name} is installed, but {reason} ({library.command})" for reason in _lacks(library.load())]
@@ -79,9 +63,7 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         kernels = {"kernels": "legacy"} if is_fork(library.load()) else {}
         return {library.distribution: library.version(), **kernels}
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, FORK.load()
         requests, queries = len(metadata.query_lens_cpu), int(metadata.query_lens_cpu.max())

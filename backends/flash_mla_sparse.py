@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import layout_of
@@ -17,7 +18,7 @@ from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flash_mla import FORK, is_fork
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
@@ -28,8 +29,9 @@ _PREFILL_COLUMNS = 128
 class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists of slots in whole tiles, for 64 or 128 heads."""
 
+    name: ClassVar[str] = "FLASHMLA_SPARSE"
     libraries: ClassVar[tuple[Library, ...]] = (FORK,)
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [_V32, _V4]
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = [_V4]
@@ -56,22 +58,9 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHMLA_SPARSE"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """The module may be there without these kernels."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies():
-            return reasons
         library = FORK.load()
         if not is_fork(library):
             return [f"package flash-mla is installed, but this adapter drives {FORK.distribution} ({FORK.command})"]
@@ -86,17 +75,13 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         reasons = super().validate_configuration(device_capability, selector_config)
         return [*reasons, *_limits(selector_config)]
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         run = self._decode if sources[0].paged else self._prefill
         output, lse = run(aligned(q), sources, sink)
         return output, lse.masked_fill(lse == torch.inf, -torch.inf).mT
 
-    def _decode(
-        self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, q: Tensor, sources: list[Selected], sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and LSE [T, N]."""
         library, (main, *others) = FORK.load(), sources
         schedule, _ = library.get_mla_metadata()
@@ -121,9 +106,7 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         )
         return output.squeeze(1), lse.squeeze(2)
 
-    def _prefill(
-        self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prefill(self, q: Tensor, sources: list[Selected], sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output [T, N, L] and LSE [T, N]."""
         (gathered,) = sources
         output, _, lse = FORK.load().flash_mla_sparse_fwd(

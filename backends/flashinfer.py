@@ -7,18 +7,19 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, FROM_AMPERE, HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
-_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
-_WORKSPACE_BYTES = 128 << 20
+TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
+DISTRIBUTIONS = ("flashinfer-python", "apache-tvm-ffi")
+WORKSPACE_BYTES = 128 << 20
 _E4M3_HEAD_DIMS = (64, 128, 256)
 _DEVIATIONS = (
     Deviation("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),
@@ -29,23 +30,13 @@ _DEVIATIONS = (
 
 
 class FlashInferPrefillBackend(RaggedPrefillBackend):
-    """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere.
+    """The family: fa3 on Hopper, cutlass on Blackwell, fa2 elsewhere."""
 
-    Attributes:
-        head_dims: (q and k, v) that the kernels are compiled for; nothing is padded.
-    """
-
-    libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, _TVM_FFI)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    name: ClassVar[str] = "FLASHINFER"
+    libraries: ClassVar[tuple[Library, ...]] = (FLASHINFER, TVM_FFI)
+    devices: ClassVar[Devices] = FROM_AMPERE
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"), deviations=_DEVIATIONS
-    )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER"
+    declaration: ClassVar[Declaration] = Declaration(distributions=DISTRIBUTIONS, deviations=_DEVIATIONS)
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
@@ -53,19 +44,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2")}
         return by_device.get(device_capability.major if device_capability else 0, ("fa2",))
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer."""
-        return device_capability is not None and device_capability >= (8, 0)
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """The pairs in ``head_dims``."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         q, k, v = self._fitted(q, k, v)
         if batch.chunk_idx not in self._plans:
@@ -78,15 +57,15 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), *self._scales(q), **options)
         return output[..., : self.v_head_dim], blank_lse(lse if natural else natural_heads_first(lse), batch)
 
-    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _fitted(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """q, k and v with head dims that a kernel is compiled for."""
         return operands
 
-    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _scales(self, q: Tensor) -> tuple[Tensor, ...]:
         """Further arguments of a call."""
         return ()
 
-    def _plan(self, q: torch.Tensor, v_columns: int, batch: RaggedBatch) -> Any:
+    def _plan(self, q: Tensor, v_columns: int, batch: RaggedBatch) -> Any:
         """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(
             self._workspace(q.device), "NHD", backend=self.variant
@@ -107,9 +86,9 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         if not hasattr(self, "_buffer"):
-            self._buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
 
 
@@ -117,7 +96,7 @@ class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
     """FlashInfer's FA2 kernels; long keys are split and the partial outputs stored in the model's dtype."""
 
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        distributions=DISTRIBUTIONS,
         rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
         deviations=(
             *_DEVIATIONS,
@@ -131,9 +110,9 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
     """FlashInfer's Hopper kernels, those for operands in e4m3 among them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=("flashinfer-python", "apache-tvm-ffi"),
+        distributions=DISTRIBUTIONS,
         e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
         deviations=(
             *_DEVIATIONS,
@@ -143,19 +122,14 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
         ),
     )
 
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    def _fitted(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _fitted(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if operands[0].dtype != torch.float8_e4m3fn:
             return operands
         widest = max(x.shape[-1] for x in operands)
         width = min(width for width in _E4M3_HEAD_DIMS if width >= widest)
         return tuple(pad_head_dim(x, width) for x in operands)
 
-    def _scales(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _scales(self, q: Tensor) -> tuple[Tensor, ...]:
         """Those of q, k and v [N]."""
         if q.dtype != torch.float8_e4m3fn:
             return ()
@@ -165,10 +139,5 @@ class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
 class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):
     """CUTLASS's Blackwell kernels."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    devices: ClassVar[Devices] = BLACKWELL
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128))
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre."""
-        return device_capability is not None and device_capability.major == 10

@@ -8,19 +8,18 @@ import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability, Devices
 
 _LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
-_TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
-_WORKSPACE_BYTES = 128 << 20
-_DISTRIBUTIONS = ("flashinfer-python", "apache-tvm-ffi")
 _DEVIATIONS = (
     Deviation("LSE to base 2, [T, N]", "the natural one is asked for and transposed"),
     Deviation("wants the latent and the rope part of the cache apart", "two views of the one cache, not copied"),
@@ -46,29 +45,20 @@ class _Form(NamedTuple):
 class FlashInferMLADecodeBackend(PagedDecodeBackend):
     """The family: fa3 on Hopper, fa2 elsewhere."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, _TVM_FFI)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    name: ClassVar[str] = "FLASHINFER_MLA"
+    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY, TVM_FFI)
+    devices: ClassVar[Devices] = FROM_AMPERE
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(distributions=_DISTRIBUTIONS, deviations=_DEVIATIONS)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER_MLA"
+    declaration: ClassVar[Declaration] = Declaration(distributions=DISTRIBUTIONS, deviations=_DEVIATIONS)
 
     @classmethod
     def preference(cls, device_capability: DeviceCapability | None) -> tuple[str, ...]:
         """The kernel written for Hopper there."""
         return ("fa3", "fa2") if device_capability is not None and device_capability.major == 9 else ("fa2",)
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def validate_configuration(
@@ -99,9 +89,7 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
             form, _ = self._planned
             self._planned = form, self._plan(form)
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         form = _Form(kv_cache.shape[1], ql_nope.dtype, kv_cache.dtype)
         if self._planned is None or self._planned[0] != form:
@@ -152,11 +140,11 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
-    def _wrapper(self, block_table: torch.Tensor) -> Any:
+    def _wrapper(self, block_table: Tensor) -> Any:
         """A wrapper with buffers for as many requests and pages as the table can name."""
         device, requests = block_table.device, block_table.shape[0]
         if not hasattr(self, "_workspace"):
-            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         sizes = {
             "qo_indptr": requests + 1,
             "kv_indptr": requests + 1,
@@ -169,22 +157,17 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         )
 
 
-def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, torch.Tensor]:
+def _csr(metadata: MLACommonDecodeMetadata, page: int) -> dict[str, Tensor]:
     """Offsets and lengths on the host, the pages of all requests one after the other on the device."""
     table, lengths = metadata.block_table, metadata.seq_lens_cpu
     pages = (lengths + (page - 1)) // page
     used = torch.arange(table.shape[1]) < pages[:, None]
     return {
-        "qo_indptr": _starts(metadata.query_lens_cpu),
-        "kv_indptr": _starts(pages),
+        "qo_indptr": starts_of(metadata.query_lens_cpu),
+        "kv_indptr": starts_of(pages),
         "kv_indices": table[used.to(table.device)],
         "kv_len_arr": lengths,
     }
-
-
-def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """[B + 1] int32: where each request starts, and the end."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _has_metadata_object() -> bool:
@@ -200,7 +183,7 @@ class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
     """FlashInfer's FA2 kernel."""
 
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS,
+        distributions=DISTRIBUTIONS,
         rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
         deviations=(
             *_DEVIATIONS,
@@ -212,12 +195,7 @@ class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
 class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
     """FlashInfer's Hopper kernel."""
 
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     declaration: ClassVar[Declaration] = Declaration(
-        distributions=_DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
+        distributions=DISTRIBUTIONS, rounding=Rounding(partial_outputs=Precision.MODEL), deviations=_DEVIATIONS
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9

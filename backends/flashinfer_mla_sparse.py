@@ -6,19 +6,19 @@ Written for 0.7.2. No device with compute capability 10 was at hand: what is che
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.backends.sparse_checks import listed, packed
 
-_WORKSPACE_BYTES = 128 << 20
 _STATISTICS_BYTES = 8 * 256
 """Of the workspace, for each head of each query token, where the LSE is asked for."""
 
@@ -26,8 +26,10 @@ _STATISTICS_BYTES = 8 * 256
 class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists over a plain cache, each query token a request of its own."""
 
+    name: ClassVar[str] = "FLASHINFER_MLA_SPARSE"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [32, 64]  # as vLLM has them
     libraries: ClassVar[tuple[Library, ...]] = FlashInferMLADecodeBackend.libraries
-    needed_capability: ClassVar[str] = "10.x"
+    devices: ClassVar[Devices] = BLACKWELL
     supported_calls: ClassVar[list[str]] = ["decode"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
@@ -46,55 +48,26 @@ class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER_MLA_SPARSE"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """As vLLM has them."""
-        return [32, 64]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell for data centres."""
-        return device_capability is not None and device_capability.major == 10
-
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         (source,), columns = sources, sources[0].indices.shape[1]
-        slots, lengths = _packed(source)
-        size = _WORKSPACE_BYTES + _STATISTICS_BYTES * q.shape[0] * self.num_heads
-        output, lse = (
-            self.libraries[0]
-            .load()
-            .trtllm_batch_decode_with_kv_cache_mla(
-                query=q.contiguous().unsqueeze(1),
-                kv_cache=source.cache.contiguous().unsqueeze(1),
-                workspace_buffer=torch.zeros(size, dtype=torch.int8, device=q.device),
-                qk_nope_head_dim=self.qk_nope_head_dim,
-                kv_lora_rank=self.kv_lora_rank,
-                qk_rope_head_dim=self.qk_rope_head_dim,
-                block_tables=slots.unsqueeze(1),
-                seq_lens=lengths,
-                max_seq_len=columns,
-                sparse_mla_top_k=columns,
-                bmm1_scale=self.scale,
-                bmm2_scale=1.0,
-                backend="trtllm-gen",
-                return_lse=True,
-                return_lse_base="basee",
-            )
+        slots, lengths = packed(source.indices, listed(source.indices, source.length))
+        size = WORKSPACE_BYTES + _STATISTICS_BYTES * q.shape[0] * self.num_heads
+        output, lse = self.library.trtllm_batch_decode_with_kv_cache_mla(
+            query=q.contiguous().unsqueeze(1),
+            kv_cache=source.cache.contiguous().unsqueeze(1),
+            workspace_buffer=torch.zeros(size, dtype=torch.int8, device=q.device),
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            block_tables=slots.unsqueeze(1),
+            seq_lens=lengths,
+            max_seq_len=columns,
+            sparse_mla_top_k=columns,
+            bmm1_scale=self.scale,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            return_lse=True,
+            return_lse_base="basee",
         )
         return output.squeeze(1), lse.mT
-
-
-def _packed(source: Selected) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, K] int32: what the lists name, in their order, and -1 behind it; [T] int32: how many that are."""
-    named = listed(source.indices, source.length)
-    order = named.sort(dim=1, descending=True, stable=True).indices
-    slots = source.indices.masked_fill(~named, NO_KEY).gather(1, order)
-    return slots, named.sum(dim=1, dtype=torch.int32)

@@ -7,25 +7,26 @@ lists are counted on the host, since that is where the wrapper plans.
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import listed
-
-_WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
     """Lists of any length, over a cache or over gathered keys."""
 
+    name: ClassVar[str] = "FLASHINFER_MLA_SPARSE_SM90"
     libraries: ClassVar[tuple[Library, ...]] = FlashInferMLADecodeBackend.libraries
-    needed_capability: ClassVar[str] = "9.0"
+    devices: ClassVar[Devices] = HOPPER
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64), (512, 0)]
     supports_topk_length: ClassVar[bool] = True
@@ -44,23 +45,12 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLASHINFER_MLA_SPARSE_SM90"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper."""
-        return device_capability is not None and device_capability.major == 9
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """Versions before the metadata object are planned otherwise, and none of them was tried with lists."""
-        reasons = super().broken_dependencies()
-        if reasons or cls.missing_dependencies() or hasattr(cls.libraries[0].load(), "MLAPlanMetadata"):
-            return reasons
-        return [f"needs flashinfer-python 0.7 or newer, not {cls.libraries[0].version()} ({cls.libraries[0].command})"]
+        library = cls.libraries[0]
+        old = not hasattr(library.load(), "MLAPlanMetadata")
+        return [f"needs flashinfer-python 0.7 or newer, not {library.version()} ({library.command})"] if old else []
 
     @classmethod
     def validate_configuration(
@@ -76,9 +66,7 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
         super().__init__(*args, **kwargs)
         self._wrapper: Any = None
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
         (source,) = sources
         latent, scales = self.kv_lora_rank, {}
@@ -96,15 +84,15 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
 
     def _planned(self, source: Selected, dtype: torch.dtype) -> Any:
         """The wrapper, planned for these lists."""
-        library, named = self.libraries[0].load(), listed(source.indices, source.length)
+        library, named = self.library, listed(source.indices, source.length)
         lengths = named.sum(dim=1, dtype=torch.int32).cpu()
         if self._wrapper is None:
-            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=named.device)
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=named.device)
             self._wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
         self._wrapper.plan(
             metadata=library.MLAPlanMetadata.csr(
                 qo_indptr=torch.arange(len(lengths) + 1, dtype=torch.int32),
-                kv_indptr=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+                kv_indptr=starts_of(lengths),
                 kv_indices=source.indices[named],
                 kv_len_arr=lengths,
             ),

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation
@@ -22,6 +23,7 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
     """One call a batch on a GPU, one a request on a CPU."""
 
+    name: ClassVar[str] = "FLEX_ATTENTION"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch", "triton"),
@@ -33,11 +35,6 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "FLEX_ATTENTION"
-
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
         """A CPU, or a GPU that Triton compiles for."""
@@ -47,9 +44,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         """PyTorch's version and whether the kernel is compiled."""
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         self._served = {"mode": "compiled" if q.is_cuda else "eager"}
         if not q.is_cuda:
@@ -59,9 +54,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         mask = create_block_mask(_visible(batch), None, None, q.shape[0], k.shape[0], device=q.device.type)
         return self._call(q, k, v, mask)
 
-    def _one_by_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _one_by_one(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """A call per request: scores of the whole batch would be materialised, those of other requests included."""
         output = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -70,7 +63,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
             output[rows], lse[:, rows] = self._call(q[rows], k[keys], v[keys], mask)
         return output, lse
 
-    def _call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
         compiled = q.is_cuda
         operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         tiles = _SMALL_TILES if compiled and q.dtype is torch.float32 else None
@@ -86,20 +79,20 @@ def _causal_mask(tokens: int) -> Any:
     return create_block_mask(lambda _batch, _head, query, key: key <= query, None, None, tokens, tokens, device="cpu")
 
 
-def _visible(batch: RaggedBatch) -> Callable[..., torch.Tensor]:
+def _visible(batch: RaggedBatch) -> Callable[..., Tensor]:
     """A key is visible if it belongs to the query's request and, causally, is not behind its last one."""
     query_request, query_position = _places(batch.query_start_loc, batch.query_tokens)
     key_request, key_position = _places(batch.key_start_loc, batch.key_tokens)
     # As far as a query sees: keys - queries + position when causal, else everything.
     reach = query_position + (0 if batch.causal else batch.key_tokens)
 
-    def visible(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def visible(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
         return (query_request[query] == key_request[key]) & (key_position[key] <= reach[query])
 
     return visible
 
 
-def _places(start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Request of each token, and its position there."""
     token = torch.arange(tokens, device=start_loc.device)
     request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
@@ -107,11 +100,11 @@ def _places(start_loc: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.T
 
 
 @cache
-def _flex(compiled: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """The attention function with its LSE; compiled without a fallback, for many shapes."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         output, auxiliary = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
         return output, auxiliary.lse
 
@@ -119,7 +112,7 @@ def _flex(compiled: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         return attend
     compile_once = torch.compile(attend, dynamic=True, fullgraph=True)
 
-    def run(*operands: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
             return compile_once(*operands, **options)
 

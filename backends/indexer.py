@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
@@ -50,7 +51,7 @@ class MLAIndexerSelectorConfig(NamedTuple):
     index_space: str = IndexSpace.POSITION
 
 
-class MLAIndexerBackend(KernelBackend):
+class MLAIndexerBackend(PagedKernel):
     """Scores of cached tokens, and the best of them.
 
     Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
@@ -70,11 +71,6 @@ class MLAIndexerBackend(KernelBackend):
     supported_head_dims: ClassVar[list[int]] = []
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of a cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -120,9 +116,7 @@ class MLAIndexerBackend(KernelBackend):
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
 
         Args:
@@ -141,13 +135,8 @@ class MLAIndexerBackend(KernelBackend):
 
     @abstractmethod
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
 
         Returns:
@@ -155,7 +144,7 @@ class MLAIndexerBackend(KernelBackend):
         """
 
 
-def bounds_of(metadata: MLASparseMetadata) -> torch.Tensor:
+def bounds_of(metadata: MLASparseMetadata) -> Tensor:
     """[T] int32, on the device: tokens that each query token sees, those of its request up to its own."""
     request = metadata.req_id_per_token.long()
     rows = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -165,7 +154,7 @@ def bounds_of(metadata: MLASparseMetadata) -> torch.Tensor:
 def check_index_call(
     backend: MLAIndexerBackend,
     metadata: MLASparseMetadata,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
     call: str,
     topk_tokens: int = 1,
 ) -> None:
@@ -182,39 +171,38 @@ def check_index_call(
         ValueError: another shape or dtype than expected.
         UnsupportedConfiguration: the backend does not declare it.
     """
-    q, weights, k, k_scale = operands
-    tokens, codes = int(metadata.query_lens_cpu.sum()), backend.kv_cache_dtype != "auto"
-    heads, paged = backend.num_heads, metadata.block_table is not None
-    _expect("q", q, (tokens, heads, backend.head_dim), torch.float8_e4m3fn if codes else q.dtype)
-    _expect("weights", weights, (tokens, heads), torch.float32)
-    if paged:
-        shape = (*k.shape[:2], entry_width(backend.kv_cache_dtype, backend.head_dim, 0))
-        _expect("k", k, shape, torch.uint8 if codes else q.dtype)
-    else:
-        _expect("k", k, (*k.shape[:1], backend.head_dim), q.dtype)
-    if (k_scale is not None) != (codes and not paged):
-        want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
-        raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
-    if k_scale is not None:
-        _expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)
+    q, _, k, _ = operands
+    paged = metadata.block_table is not None
+    _check_operands(backend, int(metadata.query_lens_cpu.sum()), paged, *operands)
     if topk_tokens < 1:
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     config = MLAIndexerSelectorConfig(
         call=call,
         paged=paged,
-        dtype=torch.bfloat16 if codes else q.dtype,
+        dtype=q.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16,
         kv_cache_dtype=backend.kv_cache_dtype,
         block_size=k.shape[1] if paged else 1,
-        num_heads=heads,
+        num_heads=backend.num_heads,
         head_dim=backend.head_dim,
         topk_tokens=topk_tokens,
         index_space=metadata.index_space,
     )
-    reasons = backend.validate_configuration(get_device_capability(q.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    require_declared(backend, q.device, config)
 
 
-def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+def _check_operands(
+    backend: MLAIndexerBackend, tokens: int, paged: bool, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None
+) -> None:
+    heads, width, codes = backend.num_heads, backend.head_dim, backend.kv_cache_dtype != "auto"
+    expect("q", q, (tokens, heads, width), torch.float8_e4m3fn if codes else q.dtype)
+    expect("weights", weights, (tokens, heads), torch.float32)
+    if paged:
+        entry = entry_width(backend.kv_cache_dtype, width, 0)
+        expect("k", k, (*k.shape[:2], entry), torch.uint8 if codes else q.dtype)
+    else:
+        expect("k", k, (*k.shape[:1], width), q.dtype)
+    if (k_scale is not None) != (codes and not paged):
+        want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
+        raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
+    if k_scale is not None:
+        expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)

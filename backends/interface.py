@@ -4,8 +4,9 @@ from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
@@ -21,7 +22,7 @@ class MLAPrefillSelectorConfig(NamedTuple):
     mla_dimensions: MLADimensions
 
 
-class PrefillKernelBackend(KernelBackend):
+class PrefillKernelBackend(AttentionKernel):
     """What every generation of the interface that prepares metadata on the instance has in common.
 
     Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.
@@ -60,24 +61,6 @@ class PrefillKernelBackend(KernelBackend):
             reasons.append(f"MLA dimensions {selector_config.mla_dimensions} not supported{listing}")
         return reasons
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-    ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.vllm_config = vllm_config
-
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Take the metadata of the next calls, of the generation's own class; called once per batch."""
         self._prefill_metadata = prefill_metadata
@@ -85,13 +68,13 @@ class PrefillKernelBackend(KernelBackend):
     @abstractmethod
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention among each request's new tokens.
 
         Args:
@@ -113,9 +96,7 @@ class MLAPrefillBackend(PrefillKernelBackend):
     _prefill_metadata: MLACommonPrefillMetadata
 
     @abstractmethod
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Unmasked attention of the new tokens to one chunk of cached context.
 
         Args:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.declaration import Deviation
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.platform import DeviceCapability
@@ -46,12 +46,26 @@ class InterpretedLibrary(Library):
 
 
 class InterpretedKernel(LibraryKernel):
-    """What the interpreted variants have in common; stands before the class of the kernel."""
+    """What the interpreted variants have in common; stands before the class of the kernel.
+
+    Libraries and declaration are those of the kernel, interpreted and never certified.
+
+    Args:
+        library: class of the libraries.
+    """
 
     variant: ClassVar[str] = "interpreted"
     # NumPy computes, and has no bfloat16 (triton-lang/triton#11584).
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32]
     needed_capability: ClassVar[str] = "none, it is interpreted on a CPU"
+
+    def __init_subclass__(cls, library: type[InterpretedLibrary] = InterpretedLibrary, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if InterpretedKernel in cls.__bases__:
+            compiled: type[LibraryKernel] = cls.__bases__[1]
+            cls.libraries = interpreted_libraries(compiled.libraries, library)
+            declared = cls.__dict__.get("declaration", compiled.declaration)
+            cls.declaration = replace(declared, deviations=(_DEVIATION, *declared.deviations), emulated=True)
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
@@ -59,15 +73,13 @@ class InterpretedKernel(LibraryKernel):
         return device_capability is None
 
 
-def interpreted_libraries(libraries: tuple[Library, ...]) -> tuple[Library, ...]:
+def interpreted_libraries(
+    libraries: tuple[Library, ...], kind: type[InterpretedLibrary] = InterpretedLibrary
+) -> tuple[Library, ...]:
     """The same libraries with their kernels interpreted."""
-    values = ({field.name: getattr(library, field.name) for field in fields(library)} for library in libraries)
-    return tuple(InterpretedLibrary(**each) for each in values)
-
-
-def interpreted_declaration(declaration: Declaration) -> Declaration:
-    """The same declaration, of a kernel that is never certified."""
-    return replace(declaration, deviations=(_DEVIATION, *declaration.deviations), emulated=True)
+    return tuple(
+        kind(**{field.name: getattr(library, field.name) for field in fields(library)}) for library in libraries
+    )
 
 
 def _triton_compiles() -> bool:

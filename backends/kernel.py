@@ -1,12 +1,16 @@
 """What every kernel behind an interface says of itself, prefill and decode alike."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.reference.dimensions import MLADimensions
+
+HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class UnsupportedConfiguration(ValueError):
@@ -83,3 +87,81 @@ class KernelBackend(ABC):
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
         return reasons
+
+
+class AttentionSizes:
+    """What is constructed with the sizes of a model's heads on this rank."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        vllm_config: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.scale = scale
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.vllm_config = vllm_config
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What another instance of the same configuration is constructed with."""
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS, "vllm_config")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def dimensions(self) -> MLADimensions:
+        """Head dims of queries, keys and values."""
+        return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
+
+
+class AttentionKernel(AttentionSizes, KernelBackend):
+    """A kernel of attention."""
+
+
+class NamedKernel(KernelBackend):
+    """A kernel whose name is data.
+
+    Attributes:
+        name: by which the backend is chosen and reported.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def get_name(cls) -> str:
+        """See :class:`KernelBackend`."""
+        return cls.name
+
+
+def require_declared(backend: Any, device: torch.device, selector_config: Any) -> None:
+    """Refuse what a backend does not declare.
+
+    Args:
+        backend: a class or an instance of a role with ``validate_configuration``.
+        device: where the operands are.
+        selector_config: what a call asks for, of the role's own class.
+
+    Raises:
+        UnsupportedConfiguration: with every reason.
+    """
+    reasons = backend.validate_configuration(get_device_capability(device), selector_config)
+    if reasons:
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+
+
+def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor of another shape or dtype.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from mla_conformance.reference.entry_formats import TILED_FORMATS, TiledFormat
 
@@ -11,7 +12,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MANTISSA_BITS = 23
 
 
-def gather(cache: torch.Tensor, slots: torch.Tensor, layout: str) -> torch.Tensor:
+def gather(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
     """Entries [..., width] of a cache [blocks, page, width] by their slots [...], the parts of an entry joined."""
     page, data = cache.shape[1], cache.view(torch.uint8)
     if layout not in TILED_FORMATS:
@@ -25,7 +26,7 @@ def gather(cache: torch.Tensor, slots: torch.Tensor, layout: str) -> torch.Tenso
     return torch.cat(parts, dim=-1)
 
 
-def dequantise(rows: torch.Tensor, layout: str, k_scale: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
+def dequantise(rows: Tensor, layout: str, k_scale: Tensor, model_dtype: torch.dtype) -> Tensor:
     """Keys [..., L + R] in float32; of a tiled entry all of its columns, zeros where a model has no rope.
 
     Args:
@@ -39,7 +40,7 @@ def dequantise(rows: torch.Tensor, layout: str, k_scale: torch.Tensor, model_dty
     return rows.float() * k_scale if layout == "fp8" else rows.float()
 
 
-def _dequantise_tiles(rows: torch.Tensor, form: TiledFormat, model_dtype: torch.dtype) -> torch.Tensor:
+def _dequantise_tiles(rows: Tensor, form: TiledFormat, model_dtype: torch.dtype) -> Tensor:
     """Tiles of codes, each with its scale, then plain values."""
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
     tiles = _CODES[form.codes](parts["codes"]).unflatten(-1, (form.tiles, form.tile))
@@ -50,24 +51,24 @@ def _dequantise_tiles(rows: torch.Tensor, form: TiledFormat, model_dtype: torch.
     return torch.cat((scaled, plain.float()), dim=-1)
 
 
-def _e4m3(data: torch.Tensor) -> torch.Tensor:
+def _e4m3(data: Tensor) -> Tensor:
     return data.view(torch.float8_e4m3fn).float()
 
 
-def _e2m1(data: torch.Tensor) -> torch.Tensor:
+def _e2m1(data: Tensor) -> Tensor:
     """Two codes of a byte, the lower four bits first."""
     codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).long()
     values = torch.tensor(_E2M1, device=data.device)[codes & 7]
     return torch.where(codes >= 8, -values, values)
 
 
-def _ue8m0(data: torch.Tensor) -> torch.Tensor:
+def _ue8m0(data: Tensor) -> Tensor:
     """The byte is the exponent of a float32 number."""
     return (data.int() << _MANTISSA_BITS).view(torch.float32)
 
 
-_CODES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {"e4m3": _e4m3, "e2m1": _e2m1}
-_SCALES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_CODES: Mapping[str, Callable[[Tensor], Tensor]] = {"e4m3": _e4m3, "e2m1": _e2m1}
+_SCALES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda data: data.view(torch.float32),
     "ue8m0": _ue8m0,
     "e4m3": _e4m3,

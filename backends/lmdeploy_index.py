@@ -7,6 +7,7 @@ its engine takes where DeepGEMM is missing, and ``bitonic_topk.py``.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import (
@@ -18,20 +19,15 @@ from mla_conformance.backends.declaration import (
     SelectionOrder,
 )
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.indexer import (
-    MLAIndexerBackend,
-    MLAIndexerSelectorConfig,
-    bounds_of,
-    check_index_call,
-)
-from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration
+from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig, bounds_of, check_index_call
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.lmdeploy_triton import (
     DISTRIBUTIONS,
+    InterpretedLmdeploy,
     LmdeployKernel,
-    interpreted_lmdeploy,
     lmdeploy_library,
 )
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_HOPPER, DeviceCapability, Devices
 from mla_conformance.backends.prepare import MLAPrepareBackend, MLAPrepareSelectorConfig, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 
@@ -55,7 +51,7 @@ class LmdeployTopKBackend(LmdeployKernel, MLATopKBackend):
         ),
     )
 
-    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """See :class:`MLATopKBackend`."""
         metadata = self._topk_metadata
         check_topk_call(self, metadata, logits, topk_tokens)
@@ -65,8 +61,9 @@ class LmdeployTopKBackend(LmdeployKernel, MLATopKBackend):
 class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
     """Paged keys in codes; the best are selected as in :class:`LmdeployTopKBackend`."""
 
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [_PAGE]
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("ds_index"), lmdeploy_library("bitonic_topk"))
-    needed_capability: ClassVar[str] = "9.0 or newer"
+    devices: ClassVar[Devices] = FROM_HOPPER  # where its tests run, as e4m3 is
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_heads: ClassVar[list[int]] = [32, 64]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
@@ -82,16 +79,6 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
         ),
     )
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Pages of 64 tokens."""
-        return [_PAGE]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where its tests run: products of e4m3."""
-        return device_capability is not None and device_capability >= (9, 0)
-
     @classmethod
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAIndexerSelectorConfig
@@ -100,46 +87,35 @@ class LmdeployIndexerBackend(LmdeployKernel, MLAIndexerBackend):
         reasons = super().validate_configuration(device_capability, selector_config)
         return reasons if selector_config.paged else [*reasons, "gathered keys not supported"]
 
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k)
 
     def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+    ) -> Tensor:
         """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         return _best(self.libraries[1], self._logits(q, weights, k), bounds_of(self._sparse_metadata), topk_tokens)
 
-    def _logits(self, q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _logits(self, q: Tensor, weights: Tensor, cache: Tensor) -> Tensor:
         """[T, max_seq_len]."""
         metadata = self._sparse_metadata
         assert metadata.block_table is not None
         codes, scales = cache.flatten(1).tensor_split([_PAGE * self.head_dim], dim=1)
         asking = metadata.query_lens_cpu.nonzero().flatten().to(q.device)
-        logits: torch.Tensor = (
-            self.libraries[0]
-            .load()
-            .fp8_index(
-                q.contiguous(),
-                weights,
-                codes.view(torch.float8_e4m3fn).unflatten(1, (_PAGE, -1)),
-                scales.view(torch.float32),
-                torch.cat((metadata.query_start_loc[asking], metadata.query_start_loc[-1:])),
-                metadata.seq_lens[asking],
-                metadata.block_table[asking],
-                max_q_seqlen=1 if len(asking) == len(q) else metadata.max_query_len,
-                max_k_seqlen=metadata.max_seq_len,
-                causal=True,
-            )
+        logits: Tensor = self.library.fp8_index(
+            q.contiguous(),
+            weights,
+            codes.view(torch.float8_e4m3fn).unflatten(1, (_PAGE, -1)),
+            scales.view(torch.float32),
+            torch.cat((metadata.query_start_loc[asking], metadata.query_start_loc[-1:])),
+            metadata.seq_lens[asking],
+            metadata.block_table[asking],
+            max_q_seqlen=1 if len(asking) == len(q) else metadata.max_query_len,
+            max_k_seqlen=metadata.max_seq_len,
+            causal=True,
         )
         return logits
 
@@ -148,7 +124,7 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
     """Queries and keys by a kernel each, which leave out the transform."""
 
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("dsa_indexer_preprocess"),)
-    needed_capability: ClassVar[str] = "9.0 or newer"
+    devices: ClassVar[Devices] = FROM_HOPPER  # where its tests run, as e4m3 is
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_head_dims: ClassVar[list[int]] = [_HEAD_DIM]
     supported_scale_formats: ClassVar[list[str]] = ["pow2"]
@@ -166,11 +142,6 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where its tests run: conversions to e4m3."""
-        return device_capability is not None and device_capability >= (9, 0)
-
-    @classmethod
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrepareSelectorConfig
     ) -> list[str]:
@@ -180,13 +151,8 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         return reasons if rotated == width else [*reasons, f"{rotated} rotated columns not supported"]
 
     def run_prepare_index(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        k_norm_weight: torch.Tensor,
-        k_norm_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :class:`MLAPrepareBackend`."""
         metadata = self._prepare_metadata
         check_prepare_call(self, metadata, (q, k, weights, k_norm_weight, k_norm_bias))
@@ -194,24 +160,18 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         cos, sin = (torch.cat((half, half), dim=-1) for half in turns)
         folded = self.scale * self.num_heads**-0.5
         neighbours = not self.preparation.is_neox_style
-        q_codes, last = (
-            self.libraries[0]
-            .load()
-            .prepare_dsa_indexer_q(
-                q.contiguous(), weights.contiguous(), cos, sin, folded, torch.float8_e4m3fn, neighbours
-            )
+        q_codes, last = self.library.prepare_dsa_indexer_q(
+            q.contiguous(), weights.contiguous(), cos, sin, folded, torch.float8_e4m3fn, neighbours
         )
         return q_codes, *self._keys(k.contiguous(), (k_norm_weight, k_norm_bias), cos, sin), last
 
-    def _keys(
-        self, k: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(self, k: Tensor, norm: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, D] and scales [T, 1]."""
         tokens, pages = len(k), -(-len(k) // _PAGE)
         codes = k.new_empty(pages, _PAGE, _HEAD_DIM, dtype=torch.float8_e4m3fn)
         scales = k.new_empty(pages, _PAGE, dtype=torch.float32)
         length = torch.tensor([0, tokens], dtype=torch.int32, device=k.device)
-        self.libraries[0].load().prepare_dsa_indexer_k_cache(
+        self.library.prepare_dsa_indexer_k_cache(
             k,
             *norm,
             cos,
@@ -228,23 +188,19 @@ class LmdeployPrepareBackend(LmdeployKernel, MLAPrepareBackend):
         return codes.flatten(0, 1)[:tokens], scales.flatten()[:tokens, None]
 
 
-class LmdeployInterpretedTopK(InterpretedKernel, LmdeployTopKBackend):
+class LmdeployInterpretedTopK(InterpretedKernel, LmdeployTopKBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("bitonic_topk"),)
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployTopKBackend.declaration)
 
 
-class LmdeployInterpretedIndexer(InterpretedKernel, LmdeployIndexerBackend):
+class LmdeployInterpretedIndexer(InterpretedKernel, LmdeployIndexerBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter, of models in any dtype, since all operands are codes."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("ds_index"), interpreted_lmdeploy("bitonic_topk"))
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployIndexerBackend.declaration)
 
 
-def _best(library: Library, logits: torch.Tensor, lengths: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+def _best(library: Library, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
     """[T, K] int32."""
-    best: torch.Tensor = library.load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
+    best: Tensor = library.load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
     return best

@@ -6,21 +6,21 @@ Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``flashattention
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
-from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary, interpreted_declaration
+from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.paged_output import PagedOutputBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.paged import PagedOutputBackend
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
+from mla_conformance.backends.ragged import RaggedOutputBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 DISTRIBUTIONS = ("lmdeploy", "triton")
@@ -47,7 +47,7 @@ class _WithoutDevice(Library):
         return module
 
 
-class _InterpretedLmdeploy(InterpretedLibrary, _WithoutDevice):
+class InterpretedLmdeploy(InterpretedLibrary, _WithoutDevice):
     """The same with interpreted kernels."""
 
 
@@ -56,32 +56,17 @@ def lmdeploy_library(module: str) -> Library:
     return Library(f"{_KERNELS}.{module}", "lmdeploy", extra("lmdeploy"))
 
 
-def interpreted_lmdeploy(module: str) -> InterpretedLibrary:
-    """The same, interpreted."""
-    return _InterpretedLmdeploy(f"{_KERNELS}.{module}", "lmdeploy", extra("lmdeploy"))
-
-
 class LmdeployKernel(LibraryKernel):
     """Name and devices."""
 
-    needed_capability: ClassVar[str] = "8.0 or newer"
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "LMDEPLOY_TRITON"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
+    name: ClassVar[str] = "LMDEPLOY_TRITON"
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
 
 
-class LmdeployPrefillBackend(LmdeployKernel, MLAPrefillBackend):
+class LmdeployPrefillBackend(LmdeployKernel, RaggedOutputBackend):
     """New tokens whose LSE nobody needs."""
 
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("flashattention"),)
-    returns_lse: ClassVar[bool] = False
     declaration: ClassVar[Declaration] = Declaration(
         distributions=DISTRIBUTIONS,
         deviations=(
@@ -101,66 +86,29 @@ class LmdeployPrefillBackend(LmdeployKernel, MLAPrefillBackend):
             return False
         return values <= max(_LONG_TILES, 1 << (keys.bit_length() - 1))
 
-    def run_prefill_new_tokens(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See :class:`MLAPrefillBackend`.
-
-        Raises:
-            UnsupportedConfiguration: the LSE is asked for.
-        """
-        check_unquantised(self, output_scale)
-        if return_softmax_lse:
-            raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
-        batch = RaggedBatch.new_tokens(self._prefill_metadata)
-        rows = batch.query_tokens
-        check_operands(self, q, k, v, rows, rows)
-        if out is None:
-            out = q.new_empty(*q.shape[:2], self.v_head_dim)
-        out[rows:] = 0
-        if rows:
-            out[:rows] = self._attend(q[:rows], k[:rows], v[:rows], batch)
-        return out
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: a chunk's output is of no use without its LSE.
-
-        Raises:
-            UnsupportedConfiguration: always.
-        """
-        raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch) -> Any:
-        """The result [T, N, V]."""
-        return (
-            self.libraries[0]
-            .load()
-            .flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                cu_seqlens_q=batch.query_start_loc,
-                cu_seqlens_k=batch.key_start_loc,
-                max_seqlen_q=batch.max_query_len,
-                max_seqlen_k=batch.max_key_len,
-                softmax_scale=self.scale,
-                causal=True,
-                kv_layout="shd",
-            )
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
+        """See :class:`RaggedOutputBackend`."""
+        output: Tensor = self.library.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=batch.query_start_loc,
+            cu_seqlens_k=batch.key_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_key_len,
+            softmax_scale=self.scale,
+            causal=True,
+            kv_layout="shd",
         )
+        return output
 
 
 class LmdeployDecodeBackend(LmdeployKernel, PagedOutputBackend):
     """One query token a request; a page is a tile of keys."""
 
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [16, 32, 64]  # what fits a multiprocessor
     libraries: ClassVar[tuple[Library, ...]] = (lmdeploy_library("pagedattention"),)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
@@ -176,18 +124,11 @@ class LmdeployDecodeBackend(LmdeployKernel, PagedOutputBackend):
         ),
     )
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """At least 16 tokens, powers of two, and what fits a multiprocessor."""
-        return [16, 32, 64]
-
-    def outputs(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
         """See :class:`PagedOutputBackend`."""
-        metadata, library, keys = self._decode_metadata, self.libraries[0].load(), kv_cache.unsqueeze(2)
+        metadata, library, keys = self._decode_metadata, self.library, kv_cache.unsqueeze(2)
         codes = self.kv_cache_dtype == "fp8"
-        output: torch.Tensor = library.flash_attn_with_kvcache(
+        output: Tensor = library.flash_attn_with_kvcache(
             torch.cat([ql_nope, q_pe], dim=-1),
             keys,
             keys[..., : self.kv_lora_rank],
@@ -202,15 +143,9 @@ class LmdeployDecodeBackend(LmdeployKernel, PagedOutputBackend):
         return output
 
 
-class LmdeployInterpretedPrefill(InterpretedKernel, LmdeployPrefillBackend):
+class LmdeployInterpretedPrefill(InterpretedKernel, LmdeployPrefillBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("flashattention"),)
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployPrefillBackend.declaration)
 
-
-class LmdeployInterpretedDecode(InterpretedKernel, LmdeployDecodeBackend):
+class LmdeployInterpretedDecode(InterpretedKernel, LmdeployDecodeBackend, library=InterpretedLmdeploy):
     """The same source by Triton's interpreter."""
-
-    libraries: ClassVar[tuple[Library, ...]] = (interpreted_lmdeploy("pagedattention"),)
-    declaration: ClassVar[Declaration] = interpreted_declaration(LmdeployDecodeBackend.declaration)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.reference.chunking import ContextChunk
@@ -23,12 +24,12 @@ class ChunkedContextMetadata:
         workspace: [workspace tokens, L + R], receives a chunk's gathered latents.
     """
 
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     seq_tot: list[int]
     max_seq_lens: list[int]
-    seq_lens: torch.Tensor
-    workspace: torch.Tensor
+    seq_lens: Tensor
+    workspace: Tensor
 
 
 @dataclass
@@ -45,21 +46,22 @@ class MLACommonPrefillMetadata:
         query_lens_cpu: [B] int32, on the CPU.
     """
 
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
     max_query_len: int
     chunked_context: ChunkedContextMetadata | None = None
     q_data_type: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    query_lens_cpu: torch.Tensor | None = None
+    query_lens_cpu: Tensor | None = None
 
 
-def _int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Numbers as a tensor."""
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def chunked_context_metadata(
-    chunks: Sequence[ContextChunk], workspace: torch.Tensor, device: torch.device
+    chunks: Sequence[ContextChunk], workspace: Tensor, device: torch.device
 ) -> ChunkedContextMetadata:
     """Tensors of a chunk plan.
 
@@ -77,11 +79,11 @@ def chunked_context_metadata(
     if largest > workspace.shape[0]:
         raise ValueError(f"a chunk of {largest} tokens does not fit a workspace of {workspace.shape[0]} tokens")
     return ChunkedContextMetadata(
-        cu_seq_lens=_int32([chunk.key_start_loc for chunk in chunks], device),
-        starts=_int32([chunk.starts for chunk in chunks], device),
+        cu_seq_lens=int32([chunk.key_start_loc for chunk in chunks], device),
+        starts=int32([chunk.starts for chunk in chunks], device),
         seq_tot=[chunk.num_tokens for chunk in chunks],
         max_seq_lens=[max(chunk.seq_lens) for chunk in chunks],
-        seq_lens=_int32([chunk.seq_lens for chunk in chunks], torch.device("cpu")),
+        seq_lens=int32([chunk.seq_lens for chunk in chunks], torch.device("cpu")),
         workspace=workspace,
     )
 
@@ -89,7 +91,7 @@ def chunked_context_metadata(
 def prefill_metadata(
     query_lens: Sequence[int],
     *,
-    block_table: torch.Tensor,
+    block_table: Tensor,
     dtype: torch.dtype,
     device: torch.device,
     chunked_context: ChunkedContextMetadata | None = None,
@@ -113,10 +115,10 @@ def prefill_metadata(
         raise ValueError(f"the context plan has {chunked_context.starts.shape[1]} requests, the batch {requests}")
     return MLACommonPrefillMetadata(
         block_table=block_table,
-        query_start_loc=_int32(list(accumulate(query_lens, initial=0)), device),
+        query_start_loc=int32(list(accumulate(query_lens, initial=0)), device),
         max_query_len=max(query_lens),
         chunked_context=chunked_context,
         q_data_type=dtype,
         output_dtype=output_dtype(dtype),
-        query_lens_cpu=_int32(query_lens, torch.device("cpu")),
+        query_lens_cpu=int32(query_lens, torch.device("cpu")),
     )

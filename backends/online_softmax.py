@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class SoftmaxState(NamedTuple):
     """Running state of one request: [N, T, 1] maximum and sum, [N, T, V] unnormalised output; float32."""
 
-    maximum: torch.Tensor
-    total: torch.Tensor
-    weighted: torch.Tensor
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
 
 
 class OnlineSoftmax:
@@ -29,7 +30,7 @@ class OnlineSoftmax:
     key_tile: ClassVar[int] = 128
     scale: float
 
-    def _initial(self, q: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+    def _initial(self, q: Tensor, v: Tensor) -> SoftmaxState:
         shape = (q.shape[1], q.shape[0])
         return SoftmaxState(
             maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
@@ -41,18 +42,18 @@ class OnlineSoftmax:
         for start in range(0, keys, self.key_tile):
             yield slice(start, min(start + self.key_tile, keys))
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[N, T, tile] float32; products of 16-bit values are exact in float32."""
         return torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
 
-    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+    def _exp(self, x: Tensor) -> Tensor:
         return x.exp()
 
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """P as the second product reads it."""
         return p.to(dtype).float()
 
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+    def _accumulate(self, state: SoftmaxState, scores: Tensor, v: Tensor) -> SoftmaxState:
         maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
         # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -63,8 +64,27 @@ class OnlineSoftmax:
             maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
         )
 
-    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(self, state: SoftmaxState) -> tuple[Tensor, Tensor]:
         """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
         output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
         lse = state.maximum + state.total.log()
         return output.transpose(0, 1), lse.squeeze(-1)
+
+
+class LatentSoftmax(OnlineSoftmax):
+    """The same over latents, which are keys and values.
+
+    Attributes:
+        kv_lora_rank: L.
+    """
+
+    kv_lora_rank: int
+    _model_dtype: torch.dtype
+
+    def _values(self, keys: Tensor) -> Tensor:
+        """[..., L]: the first columns of a key are its value."""
+        return keys[..., : self.kv_lora_rank]
+
+    def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """To the model's dtype, whatever the dtype of the dequantised values is."""
+        return p.to(self._model_dtype).float()

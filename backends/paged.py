@@ -5,20 +5,20 @@ Nothing here decides by the lengths what to launch, so that a captured CUDA grap
 """
 
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_decode_operands
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, output_of
 from mla_conformance.backends.packaged import LibraryKernel
 
 
 class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
     """Operands are checked and trimmed to the rows that count; a row without keys is set to 0 and -inf."""
 
-    def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         rows = int(metadata.query_lens_cpu.sum())
@@ -36,9 +36,7 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
         return whole, whole_lse
 
     @abstractmethod
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """Call the library.
 
         Args:
@@ -52,12 +50,31 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
             without keys.
         """
 
-    def _nothing(self, ql_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _nothing(self, ql_nope: Tensor) -> tuple[Tensor, Tensor]:
         """The result of attention to no key."""
         lse = ql_nope.new_full((self.num_heads, ql_nope.shape[0]), -torch.inf, dtype=torch.float32)
         return ql_nope.new_zeros(ql_nope.shape), lse
 
 
-def _rows_without_keys(metadata: MLACommonDecodeMetadata, rows: int) -> torch.Tensor:
+class PagedOutputBackend(PagedDecodeBackend):
+    """As :class:`PagedDecodeBackend`, of libraries that return no LSE."""
+
+    returns_lse: ClassVar[bool] = False
+
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        """See :class:`MLADecodeBackend`; the output alone."""
+        return output_of(super().run_decode(ql_nope, q_pe, kv_cache, k_scale))
+
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`PagedDecodeBackend`; the LSE is dropped."""
+        output = self.outputs(ql_nope, q_pe, kv_cache, k_scale)
+        return output, output.new_full((self.num_heads, len(output)), torch.nan, dtype=torch.float32)
+
+    @abstractmethod
+    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
+        """Call the library; arguments as of :meth:`PagedDecodeBackend.attend`, which returns the output alone."""
+
+
+def _rows_without_keys(metadata: MLACommonDecodeMetadata, rows: int) -> Tensor:
     """[T] bool, computed on the device from what stands there when it runs."""
     return (metadata.seq_lens == 0).repeat_interleave(metadata.query_start_loc.diff(), output_size=rows)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import KernelBackend, expect, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 
 SCALE_FORMATS = ("float32", "pow2")
 """Any float32 numbers, or powers of two (UE8M0)."""
@@ -67,8 +68,8 @@ class PrepareMetadata:
         cos_sin_cache: [P, R] float32, for each position the cosines of the R/2 pairs, then the sines.
     """
 
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
+    positions: Tensor
+    cos_sin_cache: Tensor
 
 
 class MLAPrepareBackend(KernelBackend):
@@ -124,13 +125,8 @@ class MLAPrepareBackend(KernelBackend):
 
     @abstractmethod
     def run_prepare_index(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        weights: torch.Tensor,
-        k_norm_weight: torch.Tensor,
-        k_norm_bias: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
 
         Args:
@@ -147,9 +143,7 @@ class MLAPrepareBackend(KernelBackend):
         """
 
 
-def check_prepare_call(
-    backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[torch.Tensor, ...]
-) -> None:
+def check_prepare_call(backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[Tensor, ...]) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
     Args:
@@ -163,20 +157,12 @@ def check_prepare_call(
     """
     q, k, weights, *norm = operands
     asked, tokens, float32 = backend.preparation, len(metadata.positions), torch.float32
-    _expect("q", q, (tokens, backend.num_heads, asked.head_dim), q.dtype)
-    _expect("k", k, (tokens, asked.head_dim), q.dtype)
-    _expect("weights", weights, (tokens, backend.num_heads), q.dtype if weights.dtype == q.dtype else float32)
+    expect("q", q, (tokens, backend.num_heads, asked.head_dim), q.dtype)
+    expect("k", k, (tokens, asked.head_dim), q.dtype)
+    expect("weights", weights, (tokens, backend.num_heads), q.dtype if weights.dtype == q.dtype else float32)
     for name, x in zip(("k_norm_weight", "k_norm_bias"), norm, strict=True):
-        _expect(name, x, (asked.head_dim,), float32)
-    _expect("positions", metadata.positions, (tokens,), torch.int64)
+        expect(name, x, (asked.head_dim,), float32)
+    expect("positions", metadata.positions, (tokens,), torch.int64)
     table = metadata.cos_sin_cache
-    _expect("cos_sin_cache", table, (*table.shape[:1], asked.rope_dim), float32)
-    config = MLAPrepareSelectorConfig(q.dtype, backend.num_heads, asked)
-    reasons = backend.validate_configuration(get_device_capability(q.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
-
-
-def _expect(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x.shape != shape or x.dtype != dtype:
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+    expect("cos_sin_cache", table, (*table.shape[:1], asked.rope_dim), float32)
+    require_declared(backend, q.device, MLAPrepareSelectorConfig(q.dtype, backend.num_heads, asked))

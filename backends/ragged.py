@@ -4,23 +4,36 @@ An adapter implements :meth:`RaggedPrefillBackend.attend`; whatever its library 
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.reference.dimensions import MLADimensions
 
 
 class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     """Operands are checked, trimmed to the rows that count, and handed to the library in one call.
 
     A call in which no query or no key counts is not launched: its output is 0 and its LSE -inf.
+
+    Attributes:
+        head_dims: pairs (q and k, v) that the kernels are made for; empty means any.
     """
+
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
+
+    @classmethod
+    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
+        """Whether they are among ``head_dims`` too."""
+        among = not cls.head_dims or (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
+        return among and super().supports_mla_dimensions(dimensions)
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
         """Take the metadata of the next calls; plans of earlier ones are void."""
@@ -29,28 +42,24 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         check_unquantised(self, output_scale)
         output, lse = self._run(q, k, v, RaggedBatch.new_tokens(self._prefill_metadata), out)
         return (output, lse) if return_softmax_lse else output
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`MLAPrefillBackend`."""
         return self._run(q, k, v, RaggedBatch.context_chunk(self._prefill_metadata, chunk_idx), None)
 
     @abstractmethod
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Call the library.
 
         Args:
@@ -64,9 +73,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
             (output [T, N, V], lse [N, T] float32, natural logarithm).
         """
 
-    def _run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         check_operands(self, q, k, v, batch.query_tokens, batch.key_tokens)
         rows, keys = batch.query_tokens, batch.key_tokens
         if not rows or not keys:
@@ -80,7 +87,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         whole_lse[:, :rows] = lse
         return whole, whole_lse
 
-    def _nothing(self, q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _nothing(self, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result of attention to no key."""
         shape = (q.shape[0], self.num_heads, self.v_head_dim)
         output = q.new_empty(shape, dtype=output_dtype(q.dtype)) if out is None else out
@@ -88,6 +95,65 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return output.zero_(), lse
 
 
-def _stored(output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
+    """New tokens whose LSE nobody needs, of libraries that return none; rows that do not count are 0."""
+
+    returns_lse: ClassVar[bool] = False
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor:
+        """See :class:`MLAPrefillBackend`.
+
+        Raises:
+            UnsupportedConfiguration: the LSE is asked for, or a quantised output of a kernel that has none.
+        """
+        check_unquantised(self, output_scale)
+        if return_softmax_lse:
+            raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
+        batch = RaggedBatch.new_tokens(self._prefill_metadata)
+        rows = batch.query_tokens
+        check_operands(self, q, k, v, rows, rows)
+        if out is None:
+            out = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=output_dtype(q.dtype))
+        out[rows:] = 0
+        if rows:
+            out[:rows] = self.outputs(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
+        return out
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Refuse: a chunk's output is of no use without its LSE.
+
+        Raises:
+            UnsupportedConfiguration: always.
+        """
+        raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
+
+    @abstractmethod
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
+        """Call the library.
+
+        Args:
+            q: [T, N, P + R], the rows that count, at least one.
+            k: [T, N, P + R].
+            v: [T, N, V]; any strides.
+            batch: lengths and mask.
+            dtype: of the output.
+            output_scale: float32 scalar tensor of an output in e4m3, where the kernel declares one.
+
+        Returns:
+            The output [T, N, V] of ``dtype``.
+        """
+
+
+def _stored(output: Tensor, out: Tensor) -> Tensor:
     """``out``, holding ``output``; copied unless the library wrote it there itself."""
     return out if output.data_ptr() == out.data_ptr() else out.copy_(output)

@@ -161,12 +161,7 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
         "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedDecode",
     )
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
-    FLASH_ATTN_MLA = (
-        "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend",
-        "upstream",
-        "sglang",
-        "vllm",
-    )
+    FLASH_ATTN_MLA = ("mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm")
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
@@ -216,13 +211,7 @@ class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
     """Every top-k."""
 
     EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
-    VLLM_TOPK = (
-        "mla_conformance.backends.vllm_topk.VllmTopKBackend",
-        "prefill",
-        "decode",
-        "persistent",
-        "cooperative",
-    )
+    VLLM_TOPK = ("mla_conformance.backends.vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative")
     LMDEPLOY_TRITON = (
         "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend",
         "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedTopK",

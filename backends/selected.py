@@ -7,10 +7,10 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import get_device_capability
+from mla_conformance.backends.kernel import require_declared
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import (
     check_cache,
@@ -34,11 +34,11 @@ class Selected:
         space: what the lists count.
     """
 
-    cache: torch.Tensor
+    cache: Tensor
     paged: bool
     layout: str
-    indices: torch.Tensor
-    length: torch.Tensor | None
+    indices: Tensor
+    length: Tensor | None
     space: IndexSpace
 
     def rows(self, rows: slice) -> "Selected":
@@ -52,17 +52,17 @@ class SelectedKeysBackend(MLASparseBackend):
 
     def run_sparse_decode(
         self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
+        k_scale: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        extra_kv_cache: torch.Tensor | None = None,
-        extra_topk_indices: torch.Tensor | None = None,
-        extra_topk_length: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_topk_indices: Tensor | None = None,
+        extra_topk_length: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLASparseBackend`."""
         space = self._sparse_metadata.index_space
         sources = [Selected(kv_cache, True, self.kv_cache_dtype, topk_indices, topk_length, space)]
@@ -78,21 +78,21 @@ class SelectedKeysBackend(MLASparseBackend):
 
     def run_sparse_prefill(
         self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See :class:`MLASparseBackend`."""
         gathered = Selected(kv, False, "auto", topk_indices, topk_length, self._sparse_metadata.index_space)
         return self._run(q, [gathered], q.new_ones((), dtype=torch.float32), attn_sink, return_softmax_lse)
 
     @abstractmethod
     def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Call the library.
 
         Args:
@@ -107,13 +107,8 @@ class SelectedKeysBackend(MLASparseBackend):
         """
 
     def _run(
-        self,
-        q: torch.Tensor,
-        sources: list[Selected],
-        k_scale: torch.Tensor,
-        sink: torch.Tensor | None,
-        return_softmax_lse: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None, return_softmax_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         self._check(q, sources, sink, return_softmax_lse)
         output, lse = self.attend(q, sources, k_scale, sink)
         if not return_softmax_lse:
@@ -121,7 +116,7 @@ class SelectedKeysBackend(MLASparseBackend):
         assert lse is not None, "a backend without an LSE is refused before"
         return output, lse
 
-    def _check(self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None, lse: bool) -> None:
+    def _check(self, q: Tensor, sources: list[Selected], sink: Tensor | None, lse: bool) -> None:
         """Refuse what is not declared and what does not fit."""
         names = (("kv_cache", "topk_indices"), ("extra_kv_cache", "extra_topk_indices"))
         named = list(zip(sources, names if sources[0].paged else (("kv", "topk_indices"),), strict=False))
@@ -130,18 +125,14 @@ class SelectedKeysBackend(MLASparseBackend):
         reads = _may_wait(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
         config = self._config(q, sources, sink, lse)._replace(duplicates=twice)
-        reasons = self.validate_configuration(get_device_capability(q.device), config)
-        if reasons:
-            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
+        require_declared(self, q.device, config)
         check_operands(self, self._sparse_metadata, q, sink)
         for source, (cache, lists) in named:
             check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
                 check_selection(lists, source.indices, source.length, self._limit(source))
 
-    def _config(
-        self, q: torch.Tensor, sources: list[Selected], sink: torch.Tensor | None, lse: bool
-    ) -> MLASparseSelectorConfig:
+    def _config(self, q: Tensor, sources: list[Selected], sink: Tensor | None, lse: bool) -> MLASparseSelectorConfig:
         """What a call asks for, as far as it shows without its lists being read."""
         main, extra = sources[0], sources[1] if len(sources) > 1 else None
         return MLASparseSelectorConfig(
@@ -165,7 +156,7 @@ class SelectedKeysBackend(MLASparseBackend):
             extra_topk=extra.indices.shape[1] if extra else 0,
         )
 
-    def _limit(self, source: Selected) -> torch.Tensor:
+    def _limit(self, source: Selected) -> Tensor:
         """What the numbers of each row's list are below: [1, 1] or [T, 1], on the device."""
         metadata = self._sparse_metadata
         if source.space is IndexSpace.SLOT:

@@ -7,20 +7,17 @@ Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, wh
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import (
-    InterpretedKernel,
-    interpreted_declaration,
-    interpreted_libraries,
-)
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -38,17 +35,8 @@ def _library(module: str) -> Library:
 class _SGLangKernel(LibraryKernel):
     """Name and devices."""
 
-    needed_capability: ClassVar[str] = "8.0 or newer"
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "SGLANG_TRITON"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
+    name: ClassVar[str] = "SGLANG_TRITON"
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
 
 
 class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
@@ -72,15 +60,13 @@ class SGLangTritonPrefillBackend(_SGLangKernel, RaggedPrefillBackend):
         """Value head dims of models."""
         return dimensions.v_head_dim > _FAULTY_VALUE_DIM
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         output = out if out is not None and out.is_contiguous() else q.new_empty(*q.shape[:2], self.v_head_dim)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         extended, cached = ((k, v), (k[:0], v[:0])) if batch.causal else ((k[:0], v[:0]), (k, v))
-        self.libraries[0].load().extend_attention_fwd(
+        self.library.extend_attention_fwd(
             q,
             *extended,
             output,
@@ -124,9 +110,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         ),
     )
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, q = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1)
         slots = kv_cache.flatten(0, 1).unsqueeze(1)
@@ -134,7 +118,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         splits, most = self._splits(metadata.seq_lens, kv_cache.shape[1] * metadata.block_table.shape[1])
         output = q.new_empty(ql_nope.shape)
         lse = q.new_full((*q.shape[:2], most), -torch.inf, dtype=torch.float32)
-        self.libraries[0].load().decode_attention_fwd(
+        self.library.decode_attention_fwd(
             q,
             slots,
             slots[..., : self.kv_lora_rank],
@@ -153,7 +137,7 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
         self._served = {"splits": f"at most {most}"}
         return output, lse.logsumexp(-1).mT
 
-    def _splits(self, lengths: torch.Tensor, context: int) -> tuple[torch.Tensor, int]:
+    def _splits(self, lengths: Tensor, context: int) -> tuple[Tensor, int]:
         """Splits of each request's keys, [B] int32, and the most that there can be."""
         splits = torch.full_like(lengths, _SPLITS)
         if lengths.device.type != "cuda":  # as SGLang does without compute units
@@ -177,18 +161,12 @@ class SGLangTritonDecodeBackend(_SGLangKernel, PagedDecodeBackend):
 class SGLangTritonInterpretedPrefill(InterpretedKernel, SGLangTritonPrefillBackend):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonPrefillBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(SGLangTritonPrefillBackend.declaration)
-
 
 class SGLangTritonInterpretedDecode(InterpretedKernel, SGLangTritonDecodeBackend):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonDecodeBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(SGLangTritonDecodeBackend.declaration)
 
-
-def _slots(metadata: MLACommonDecodeMetadata, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots(metadata: MLACommonDecodeMetadata, page: int) -> tuple[Tensor, Tensor]:
     """Where the tokens of each request start, [B + 1] int32, and the slots of all, one after the other, int64.
 
     Computed on the device from what stands there when it runs; behind the last slot stands what does not count.

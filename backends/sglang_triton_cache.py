@@ -5,18 +5,18 @@ Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_ca
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache import MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.cache_checks import check_cache, check_gather, check_slots, check_workspace, expect
+from mla_conformance.backends.cache_checks import check_gather, check_latents, check_workspace, require_call
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration, interpreted_libraries
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.platform import FROM_ADA, Devices
 
 _TILED = "fp8_ds_mla"
 _NONE = -1
@@ -29,12 +29,13 @@ def _library(module: str) -> Library:
 class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
     """Caches of the model's dtype, and of tiles of e4m3 codes with float32 scales."""
 
+    name: ClassVar[str] = "SGLANG_TRITON_CACHE"
     libraries: ClassVar[tuple[Library, ...]] = (
         _library("kvcache.mla_buffer"),
         _library("quantization.dsa_quant_k_cache"),
         _library("attention.dsa.dequant_k_cache"),
     )
-    needed_capability: ClassVar[str] = "8.9 or newer"
+    devices: ClassVar[Devices] = FROM_ADA  # where Triton converts to e4m3
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_calls: ClassVar[list[str]] = ["write_latent", "gather_latent"]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", _TILED]
@@ -50,16 +51,6 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "SGLANG_TRITON_CACHE"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where Triton converts to e4m3."""
-        return device_capability is not None and device_capability >= (8, 9)
-
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
         yield from super()._reasons(config)
@@ -69,26 +60,18 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             yield f"{config.qk_rope_head_dim} columns of rope not supported"
 
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        self._require("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
-        check_cache(self, kv_cache, kv_c.dtype)
-        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
-        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
-        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
+        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         tokens = len(slot_mapping)
         parts = [kv_c[:tokens], k_pe[:tokens]]
         if self.kv_cache_dtype == _TILED:
             parts = [part.squeeze(1) for part in self.libraries[1].load().quantize_k_cache_separate(*parts)]
         rows, numbers = _rows(kv_cache), _numbers(slot_mapping, kv_cache)
         latent, rope = (part.shape[1] for part in parts)
-        self.libraries[0].load().set_mla_kv_buffer_kernel[(tokens, 1)](
+        self.library.set_mla_kv_buffer_kernel[(tokens, 1)](
             rows,
             *parts,
             numbers,
@@ -104,17 +87,17 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
         asked = {"dequantise": workspace.dtype != kv_cache.dtype, "compress_ratio": compress_ratio}
-        self._require("gather_latent", kv_cache, workspace.dtype, **asked)
+        require_call(self, "gather_latent", kv_cache, workspace.dtype, **asked)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         page, lengths = kv_cache.shape[1], cu_seq_lens.diff()
@@ -127,27 +110,16 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             gathered.copy_(values.squeeze(1))
         else:
             parts = gathered.tensor_split([self.kv_lora_rank], dim=1)
-            self.libraries[0].load().get_mla_kv_buffer_triton(rows, numbers, *parts)
-
-    def _require(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
-        """Refuse a call that is not declared."""
-        dims = (self.kv_lora_rank, self.qk_rope_head_dim)
-        layout, page = self.kv_cache_dtype, kv_cache.shape[1]
-        config = MLACacheSelectorConfig(call, dtype, layout, page, *dims, self.tile_scales, **asked)
-        reasons = self.validate_configuration(get_device_capability(kv_cache.device), config)
-        if reasons:
-            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
+            self.library.get_mla_kv_buffer_triton(rows, numbers, *parts)
 
 
 class SGLangTritonCacheInterpreted(InterpretedKernel, SGLangTritonCacheBackend):
     """The same source by Triton's interpreter, without the codes, which are made of bfloat16 alone."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonCacheBackend.libraries)
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
-    declaration: ClassVar[Declaration] = interpreted_declaration(SGLangTritonCacheBackend.declaration)
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
+def _rows(cache: Tensor) -> Tensor:
     """[rows, width], of which a block begins every so many; of several layers' blocks the others are among them.
 
     Raises:
@@ -159,7 +131,7 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided(((blocks - 1) * cache.stride(0) // width + page, width), (width, 1))
 
 
-def _numbers(slots: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _numbers(slots: Tensor, cache: Tensor) -> Tensor:
     """The rows of slots, int64; -1 of none."""
     page, apart = cache.shape[1], cache.stride(0) // cache.shape[2]
     return torch.where(slots < 0, _NONE, slots // page * apart + slots % page).long()

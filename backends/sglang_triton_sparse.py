@@ -6,14 +6,15 @@ Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 o
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import InterpretedKernel, interpreted_declaration, interpreted_libraries
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_HOPPER, Devices
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _LIBRARY = Library("sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill", "sglang", extra("sglang"))
@@ -24,9 +25,10 @@ _POWERS_OF_TWO: list[int | MultipleOf] = [1 << exponent for exponent in range(12
 class SGLangTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
     """A program for each query token, any number of heads."""
 
+    name: ClassVar[str] = "SGLANG_TRITON_SPARSE"
     union: ClassVar[int] = 0
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    needed_capability: ClassVar[str] = "9.0 or newer"
+    devices: ClassVar[Devices] = FROM_HOPPER  # as its description says
     supported_calls: ClassVar[list[str]] = ["prefill"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
@@ -41,33 +43,17 @@ class SGLangTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "SGLANG_TRITON_SPARSE"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Hopper and newer, as its description says."""
-        return device_capability is not None and device_capability >= (9, 0)
-
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """See :class:`SelectedKeysBackend`."""
         (gathered,) = sources
-        output = (
-            self.libraries[0]
-            .load()
-            .sparse_mla_prefill(
-                q,
-                gathered.cache,
-                gathered.indices,
-                self.scale,
-                self.kv_lora_rank,
-                topk_length=gathered.length,
-                union=self.union,
-            )
+        output = self.library.sparse_mla_prefill(
+            q,
+            gathered.cache,
+            gathered.indices,
+            self.scale,
+            self.kv_lora_rank,
+            topk_length=gathered.length,
+            union=self.union,
         )
         return output, None
 
@@ -113,19 +99,14 @@ _SMALLEST_TILE, _KEYS_OF_A_TILE = 16, 64
 class SGLangTritonSparseInterpreted(InterpretedKernel, SGLangTritonSparseBackend):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(SGLangTritonSparseBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(
-        Declaration(
-            distributions=SGLangTritonSparseBackend.declaration.distributions,
-            deviations=(_LAUNCHED, *SGLangTritonSparseBackend.declaration.deviations),
-        )
+    declaration: ClassVar[Declaration] = Declaration(
+        distributions=SGLangTritonSparseBackend.declaration.distributions,
+        deviations=(_LAUNCHED, *SGLangTritonSparseBackend.declaration.deviations),
     )
 
-    def attend(
-        self, q: torch.Tensor, sources: list[Selected], k_scale: torch.Tensor, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         """As the launcher does."""
-        (gathered,), library = sources, self.libraries[0].load()
+        (gathered,), library = sources, self.library
         q, indices, columns = q.contiguous(), gathered.indices.contiguous(), gathered.indices.shape[1]
         output = q.new_empty(*q.shape[:2], self.kv_lora_rank)
         library._sparse_mla_prefill_kernel[(len(q),)](

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
 
@@ -49,16 +50,16 @@ class MLASparseMetadata:
         cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
     """
 
-    query_start_loc: torch.Tensor
-    req_id_per_token: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor | None
-    workspace_starts: torch.Tensor | None
+    query_start_loc: Tensor
+    req_id_per_token: Tensor
+    seq_lens: Tensor
+    block_table: Tensor | None
+    workspace_starts: Tensor | None
     index_space: IndexSpace
     max_query_len: int
     max_seq_len: int
-    query_lens_cpu: torch.Tensor
-    seq_lens_cpu: torch.Tensor
+    query_lens_cpu: Tensor
+    seq_lens_cpu: Tensor
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
@@ -108,7 +109,7 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
-class MLASparseBackend(KernelBackend):
+class MLASparseBackend(PagedKernel, AttentionKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
@@ -142,11 +143,6 @@ class MLASparseBackend(KernelBackend):
     supports_duplicates: ClassVar[bool] = True
     returns_lse: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of a cache, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -227,15 +223,9 @@ class MLASparseBackend(KernelBackend):
         vllm_config: Any,
         extra_kv_cache_dtype: str | None = None,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
         self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
-        self.vllm_config = vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
@@ -244,17 +234,17 @@ class MLASparseBackend(KernelBackend):
     @abstractmethod
     def run_sparse_decode(
         self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
+        k_scale: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        extra_kv_cache: torch.Tensor | None = None,
-        extra_topk_indices: torch.Tensor | None = None,
-        extra_topk_length: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_topk_indices: Tensor | None = None,
+        extra_topk_length: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the entries of a paged cache that its list names; no other mask.
 
         Args:
@@ -280,13 +270,13 @@ class MLASparseBackend(KernelBackend):
     @abstractmethod
     def run_sparse_prefill(
         self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        topk_indices: torch.Tensor,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
         return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the gathered rows that its list names; no other mask.
 
         Args:

@@ -1,16 +1,16 @@
 """What a sparse backend of ours checks before it launches: the refusals of SPEC 3.8 and 7.11, with expected and got."""
 
 import torch
+from torch import Tensor
 
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 
-def check_operands(
-    backend: MLASparseBackend, metadata: MLASparseMetadata, q: torch.Tensor, attn_sink: torch.Tensor | None
-) -> None:
+def check_operands(backend: MLASparseBackend, metadata: MLASparseMetadata, q: Tensor, attn_sink: Tensor | None) -> None:
     """Refuse queries and sinks that do not fit the metadata; reads no device memory.
 
     Raises:
@@ -27,7 +27,7 @@ def check_operands(
         )
 
 
-def check_lists(name: str, indices: torch.Tensor, topk_length: torch.Tensor | None, tokens: int) -> None:
+def check_lists(name: str, indices: Tensor, topk_length: Tensor | None, tokens: int) -> None:
     """Refuse lists and lengths that are not int32, or not one for each query token; reads no device memory.
 
     Raises:
@@ -44,7 +44,7 @@ def check_lists(name: str, indices: torch.Tensor, topk_length: torch.Tensor | No
         )
 
 
-def check_selection(name: str, indices: torch.Tensor, topk_length: torch.Tensor | None, limit: torch.Tensor) -> None:
+def check_selection(name: str, indices: Tensor, topk_length: Tensor | None, limit: Tensor) -> None:
     """Refuse lengths beyond the list and numbers that name nothing; reads the lists.
 
     Args:
@@ -71,7 +71,7 @@ def check_selection(name: str, indices: torch.Tensor, topk_length: torch.Tensor 
         raise ValueError(f"{name}: expected 0 to {most}, or -1, got {got} in row {row}, column {column}")
 
 
-def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
+def listed(indices: Tensor, topk_length: Tensor | None) -> Tensor:
     """[T, K] bool: what of the lists counts and names a key."""
     named = indices != NO_KEY
     if topk_length is None:
@@ -79,13 +79,19 @@ def listed(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Ten
     return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
 
 
-def names_twice(indices: torch.Tensor, topk_length: torch.Tensor | None) -> bool:
+def packed(numbers: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, K] int32: the numbers at ``named`` [T, K] in their order, -1 behind them; [T] int32: how many they are."""
+    order = named.sort(dim=1, descending=True, stable=True).indices
+    return numbers.masked_fill(~named, NO_KEY).gather(1, order), named.sum(dim=1, dtype=torch.int32)
+
+
+def names_twice(indices: Tensor, topk_length: Tensor | None) -> bool:
     """Whether a list names a key more than once; reads the lists."""
     ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values
     return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
 
 
-def check_cache(name: str, cache: torch.Tensor, layout: str, backend: MLASparseBackend, dtype: torch.dtype) -> None:
+def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
     """Refuse a cache of another form than the layout's; reads no device memory.
 
     Raises:

@@ -6,6 +6,7 @@ The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
@@ -14,22 +15,21 @@ from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 _COMMAND = extra("tokenspeed-mla")
 _LIBRARY = Library("tokenspeed_mla", "tokenspeed-mla", _COMMAND)
 _DISTRIBUTIONS = ("tokenspeed-mla", "nvidia-cutlass-dsl")
 _TILE = 128
 """Rows, query heads times query tokens, that a block of the decode kernel computes."""
-_HEAD_DIMS = ((192, 128), (128, 128), (64, 64), (32, 32))
 
 
 class _TokenspeedKernel(LibraryKernel):
     """What the kernels of the package have in common."""
 
-    needed_capability: ClassVar[str] = "10.x"
+    name: ClassVar[str] = "TOKENSPEED_MLA"
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (
         _LIBRARY,
         Library("cutlass", "nvidia-cutlass-dsl", _COMMAND),
@@ -37,30 +37,23 @@ class _TokenspeedKernel(LibraryKernel):
         Library("tvm_ffi", "apache-tvm-ffi", _COMMAND),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TOKENSPEED_MLA"
-
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def broken_dependencies(cls) -> list[str]:
+    def lacks(cls) -> list[str]:
         """The package imports whatever it lacks; it is asked for the error that it swallowed."""
-        reasons = super().broken_dependencies()
-        swallowed = None if reasons else getattr(_LIBRARY.load(), "_IMPORT_ERROR", None)
-        if swallowed is None:
-            return reasons
-        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"]
+        swallowed = getattr(cls.libraries[0].load(), "_IMPORT_ERROR", None)
+        return [f"package tokenspeed-mla is installed, but cannot run: {swallowed}"] if swallowed is not None else []
 
 
 class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
     """One call a batch; the LSE needs no conversion but its layout."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float8_e4m3fn]
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = (
+        (192, 128),
+        (128, 128),
+        (64, 64),
+        (32, 32),
+    )  # what the library asserts
     declaration: ClassVar[Declaration] = Declaration(
         distributions=_DISTRIBUTIONS,
         e4m3_rounding=Rounding(p=Precision.E4M3),
@@ -73,14 +66,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
         ),
     )
 
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What the library asserts."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output, lse = _LIBRARY.load().tokenspeed_mla_prefill(
             query=q.contiguous(),
@@ -103,6 +89,7 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
 class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
     """Uniform batches in the model's dtype; one call a batch."""
 
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [2, 4, 8, 16, 32, 64, 128]  # divisors of a tile of keys
     supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -120,14 +107,7 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
         ),
     )
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """The page sizes that divide a tile of keys."""
-        return [2, 4, 8, 16, 32, 64, 128]
-
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, library = self._decode_metadata, _LIBRARY.load()
         query = torch.cat([ql_nope, q_pe], dim=-1).unflatten(0, (len(metadata.query_lens_cpu), -1))
@@ -146,7 +126,7 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
         )
         return output.flatten(0, 1), natural_heads_first(lse.flatten(0, 1))
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         """Float32 partial outputs and LSEs; the kernel splits keys until its blocks fill half of the processors."""
         if not hasattr(self, "_buffer"):
             rows = _LIBRARY.load().get_num_sm(device) * _TILE

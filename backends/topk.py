@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import KernelBackend, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
@@ -25,8 +26,8 @@ class TopKMetadata:
         max_seq_len: no length is larger.
     """
 
-    lengths: torch.Tensor
-    row_starts: torch.Tensor | None
+    lengths: Tensor
+    row_starts: Tensor | None
     max_seq_len: int
 
 
@@ -76,7 +77,7 @@ class MLATopKBackend(KernelBackend):
         self._topk_metadata = topk_metadata
 
     @abstractmethod
-    def run_top_k_per_row(self, logits: torch.Tensor, topk_tokens: int) -> torch.Tensor:
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """The columns with the largest logits.
 
         Args:
@@ -89,7 +90,7 @@ class MLATopKBackend(KernelBackend):
         """
 
 
-def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: torch.Tensor, topk_tokens: int) -> None:
+def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: Tensor, topk_tokens: int) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
     Raises:
@@ -108,6 +109,4 @@ def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: tor
     if topk_tokens < 1:
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None)
-    reasons = backend.validate_configuration(get_device_capability(logits.device), config)
-    if reasons:
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+    require_declared(backend, logits.device, config)

@@ -7,6 +7,7 @@ value may be narrower than the key, and the LSE is natural, float32, [B, N, long
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import (
     ALIGNMENT,
@@ -18,22 +19,19 @@ from mla_conformance.backends.conversions import (
     rows_that_count,
 )
 from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _NO_MASK, _BOTTOM_RIGHT = 0, 2
 
 
 class TorchEfficientPrefillBackend(RaggedPrefillBackend):
-    """One call a batch; nothing to install, and float32 as well.
+    """One call a batch; nothing to install, and float32 as well."""
 
-    Attributes:
-        variant: the name in brackets by which it is chosen.
-    """
-
+    name: ClassVar[str] = "TORCH_SDPA"
     variant: ClassVar[str] = "efficient"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE  # where bfloat16 is
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
         deviations=(
@@ -45,16 +43,6 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TORCH_SDPA"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Ampere or newer, where bfloat16 is."""
-        return device_capability is not None and device_capability >= (8, 0)
-
     @classmethod
     def missing_dependencies(cls) -> list[str]:
         """A torch built without CUDA has no such kernel."""
@@ -65,9 +53,7 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         operator = "aten::_efficient_attention_forward"
         return {"torch": torch.__version__, "operator": operator, **super().kernel_evidence()}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output, lse, *_ = torch.ops.aten._efficient_attention_forward(
             *(self._operand(x) for x in (q, k, v)),
@@ -85,7 +71,7 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         return output, blank_lse(rows_that_count(lse.mT, batch), batch)
 
     @staticmethod
-    def _operand(x: torch.Tensor) -> torch.Tensor:
+    def _operand(x: Tensor) -> Tensor:
         """[1, tokens, N, D] with rows that the kernel's vector loads can read."""
         unit = ALIGNMENT // x.element_size()
         return aligned(pad_head_dim(x, -(-x.shape[-1] // unit) * unit)).unsqueeze(0)

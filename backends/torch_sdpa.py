@@ -8,17 +8,20 @@ value need one head dim; its causal mask is aligned top-left; an empty key or qu
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Rounding
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
+from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 
 
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
     """One kernel call per request that has queries and keys."""
 
+    name: ClassVar[str] = "TORCH_SDPA"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",),
@@ -28,16 +31,9 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
             Deviation("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
             Deviation("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
             Deviation("no out argument", "copies the result into out"),
-            Deviation(
-                "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
-            ),
+            APPROXIMATE_EXP,
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TORCH_SDPA"
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
@@ -48,9 +44,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         """PyTorch's version."""
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
@@ -59,15 +53,7 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         return output, lse
 
 
-def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-) -> None:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, scale: float, causal: bool) -> None:
     """Attend to one request's keys and write ``output`` and ``lse``; causal masks are aligned bottom-right.
 
     Args:
@@ -93,7 +79,7 @@ def flash_attention(
     lse.copy_(logsumexp[0])
 
 
-def _bottom_right(queries: int, keys: int) -> torch.Tensor:
+def _bottom_right(queries: int, keys: int) -> Tensor:
     """[queries, keys] additive float32 mask."""
     visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     return torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)

@@ -7,16 +7,14 @@ LSE, so that it can serve neither a context chunk nor new tokens behind a contex
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
-from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_ADA, Devices
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.backends.ragged import RaggedOutputBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
 _LIBRARY = Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm"))
@@ -24,12 +22,12 @@ _PAGE = 16
 _LEAST_HEAD_DIM = 32
 
 
-class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
+class TritonAttnPrefillBackend(RaggedOutputBackend):
     """New tokens whose LSE nobody needs."""
 
+    name: ClassVar[str] = "TRITON_ATTN"
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    needed_capability: ClassVar[str] = "8.9 or newer"
-    returns_lse: ClassVar[bool] = False
+    devices: ClassVar[Devices] = FROM_ADA  # where Triton converts to e4m3
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("vllm", "triton"),
         deviations=(
@@ -42,16 +40,6 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRITON_ATTN"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Where Triton converts to e4m3."""
-        return device_capability is not None and device_capability >= (8, 9)
-
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
         """Head dims that vLLM's backend accepts; V can be padded and not cut."""
@@ -61,57 +49,15 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         """Static e4m3, one scale for the tensor."""
         return quant_key == fp8_static_tensor_sym()
 
-    def run_prefill_new_tokens(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See :class:`MLAPrefillBackend`.
-
-        Raises:
-            UnsupportedConfiguration: the LSE is asked for.
-        """
-        if return_softmax_lse:
-            raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
-        batch = RaggedBatch.new_tokens(self._prefill_metadata)
-        rows = batch.query_tokens
-        check_operands(self, q, k, v, rows, rows)
-        if out is None:
-            out = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=output_dtype(q.dtype))
-        out[rows:] = 0
-        if rows:
-            out[:rows] = self._attend(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
-        return out
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refuse: a chunk's output is of no use without its LSE.
-
-        Raises:
-            UnsupportedConfiguration: always.
-        """
-        raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: RaggedBatch,
-        dtype: torch.dtype,
-        output_scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The result [T, N, V] in ``dtype``."""
+    def outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    ) -> Tensor:
+        """See :class:`RaggedOutputBackend`."""
         table, slots = _pages(batch.query_lens, q.device)
         width = q.shape[-1]
         keys, values = (_paged(x, slots, table.numel()) for x in (k, pad_head_dim(v, width)))
         wide = q.new_empty(q.shape, dtype=dtype)
-        _LIBRARY.load().unified_attention(
+        self.library.unified_attention(
             q=q.contiguous(),
             k=keys,
             v=values,
@@ -133,7 +79,7 @@ class TritonAttnPrefillBackend(LibraryKernel, MLAPrefillBackend):
         return wide[..., : self.v_head_dim]
 
 
-def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Block table [B, pages of the longest] int32 of requests with their own pages, and the slot of each token."""
     pages = -(-max(lengths) // _PAGE)
     table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
@@ -141,7 +87,7 @@ def _pages(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
     return table.to(device), slots.to(device)
 
 
-def _paged(x: torch.Tensor, slots: torch.Tensor, pages: int) -> torch.Tensor:
+def _paged(x: Tensor, slots: Tensor, pages: int) -> Tensor:
     """``x`` [tokens, N, D] as [pages, 16, N, D]."""
     stored = x.new_zeros(pages * _PAGE, *x.shape[1:])
     stored[slots] = x

@@ -8,19 +8,16 @@ vLLM's compiled extension, which it does not use.
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import (
-    InterpretedKernel,
-    interpreted_declaration,
-    interpreted_libraries,
-)
+from mla_conformance.backends.interpreted import InterpretedKernel
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.platform import FROM_AMPERE, DeviceCapability, Devices
 
 _LIBRARY = Library(
     "vllm.v1.attention.ops.triton_decode_attention",
@@ -47,8 +44,10 @@ _DEVIATIONS = (
 class TritonMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches; the LSE is stored in the query's dtype, because vLLM's backend allocates it so."""
 
+    name: ClassVar[str] = "TRITON_MLA"
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(16)]
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    needed_capability: ClassVar[str] = "8.0 or newer"
+    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
     supported_query_len: ClassVar[int | None] = None
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -57,21 +56,6 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
         rounding=Rounding(dequantised_keys=Precision.MODEL),
         deviations=(*_DEVIATIONS, Deviation("LSE of the query's dtype", "widened to float32")),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRITON_MLA"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Multiples of 16 tokens."""
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What Triton compiles for."""
-        return device_capability is not None and device_capability >= (8, 0)
 
     @classmethod
     def validate_configuration(
@@ -86,16 +70,14 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
             reasons.append(f"kv_cache_dtype fp8 needs compute capability 8.9, this device has {device_capability}")
         return reasons
 
-    def attend(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`PagedDecodeBackend`."""
         metadata, q = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1)
         output, lse = q.new_zeros(ql_nope.shape), q.new_zeros(q.shape[:2], dtype=self._lse_dtype(q.dtype))
         splits = key_splits(metadata.max_seq_len, _compute_units(q.device))
         table, lengths = _one_row_a_token(metadata, len(q))
         cache = kv_cache.unsqueeze(2)
-        self.libraries[0].load().decode_attention_fwd(
+        self.library.decode_attention_fwd(
             q,
             cache,
             cache[..., : self.kv_lora_rank],
@@ -138,9 +120,6 @@ class TritonMLAFloat32Lse(TritonMLADecodeBackend):
 class TritonMLAInterpreted(InterpretedKernel, TritonMLADecodeBackend):
     """The same source by Triton's interpreter."""
 
-    libraries: ClassVar[tuple[Library, ...]] = interpreted_libraries(TritonMLADecodeBackend.libraries)
-    declaration: ClassVar[Declaration] = interpreted_declaration(TritonMLADecodeBackend.declaration)
-
 
 def key_splits(max_seq_len: int, compute_units: int) -> int:
     """As ``_compute_num_kv_splits`` of vLLM's backend: a power of two, unless there are too few compute units."""
@@ -152,7 +131,7 @@ def _compute_units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _one_row_a_token(metadata: MLACommonDecodeMetadata, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_row_a_token(metadata: MLACommonDecodeMetadata, rows: int) -> tuple[Tensor, Tensor]:
     """Block table [T, max blocks] and keys [T] int32 of each query token; the last one of a request sees them all."""
     table, lengths = metadata.block_table, metadata.seq_lens
     queries = rows // len(lengths)

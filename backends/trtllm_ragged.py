@@ -8,25 +8,26 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
+from mla_conformance.backends.platform import BLACKWELL, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
-from mla_conformance.reference.dimensions import MLADimensions
 
 _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"
 _LIBRARY = Library("flashinfer.prefill", "flashinfer-python", extra("flashinfer"), _NOTE)
-_WORKSPACE_BYTES = 128 << 20
-_HEAD_DIMS = ((192, 128), (128, 128), (256, 256))
 
 
 class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
     """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
 
+    name: ClassVar[str] = "TRTLLM_RAGGED"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    needed_capability: ClassVar[str] = "10.x"
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))  # what the library asserts
+    devices: ClassVar[Devices] = BLACKWELL
     libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("flashinfer-python",),
@@ -43,24 +44,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "TRTLLM_RAGGED"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Blackwell of a data centre: 10.0, 10.3, 10.7."""
-        return device_capability is not None and device_capability.major == 10
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What the library asserts."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in _HEAD_DIMS
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`RaggedPrefillBackend`."""
         kernel = _LIBRARY.load().trtllm_ragged_attention_deepseek
         direct = out if out is not None and out.is_contiguous() else None
@@ -81,9 +65,9 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
         )
         return blank_output(output, batch), blank_lse(natural_heads_first(lse), batch)
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
+    def _workspace(self, device: torch.device) -> Tensor:
         if not hasattr(self, "_buffer"):
-            self._buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._buffer
 
 
@@ -100,7 +84,7 @@ def _lengths(batch: RaggedBatch) -> dict[str, Any]:
     }
 
 
-def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, torch.Tensor]:
+def _host_lengths(kernel: Any, batch: RaggedBatch) -> dict[str, Tensor]:
     """Lengths on the host, for the versions that use them to drop empty requests."""
     if "kv_seq_lens_cpu" not in inspect.signature(kernel).parameters:
         return {}

@@ -10,16 +10,23 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.cache_checks import check_cache, check_gather, check_slots, check_workspace, expect
+from mla_conformance.backends.cache_checks import (
+    check_gather,
+    check_index_keys,
+    check_index_room,
+    check_latents,
+    check_workspace,
+    require_call,
+)
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.platform import FROM_TURING, Devices
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
@@ -33,8 +40,9 @@ _SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
 class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     """Entries alone; any slots in int64."""
 
+    name: ClassVar[str] = "VLLM_CACHE"
     libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    needed_capability: ClassVar[str] = "7.5 or newer"
+    devices: ClassVar[Devices] = FROM_TURING  # what the wheel has code for
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", _MIXED, _INDEX]
@@ -50,16 +58,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             Deviation("writes powers of two alone into mixed entries", "other scales declared unsupported"),
         ),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "VLLM_CACHE"
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What the wheel has code for."""
-        return device_capability is not None and device_capability >= (7, 5)
 
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
@@ -78,19 +76,11 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             yield f"keys of {width} columns are not dequantised (supported: {', '.join(map(str, _WIDTHS))})"
 
     def run_write_latent(
-        self,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
-        check_cache(self, kv_cache, kv_c.dtype)
-        expect("kv_c", kv_c, (len(kv_c), self.kv_lora_rank), kv_c.dtype)
-        expect("k_pe", k_pe, (len(k_pe), self.qk_rope_head_dim), kv_c.dtype)
-        check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
+        require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
+        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         if self.kv_cache_dtype == _MIXED:
             kv_c, k_pe = aligned(kv_c), aligned(k_pe)
         if len(slot_mapping):
@@ -98,12 +88,10 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
                 kv_c, k_pe, kv_cache, slot_mapping.contiguous(), self.kv_cache_dtype, k_scale
             )
 
-    def run_write_index(self, k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
-        check_cache(self, kv_cache, k.dtype)
-        expect("k", k, (len(k), self.kv_lora_rank), k.dtype)
-        check_slots(slot_mapping, kv_cache, k=k)
+        require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
+        check_index_keys(self, k, kv_cache, slot_mapping)
         if len(slot_mapping):
             keys, columns = aligned(k[: len(slot_mapping)].contiguous()), k.shape[1]
             scales = _SCALE_FORMATS[self.tile_scales]
@@ -111,18 +99,18 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_latent(
         self,
-        kv_cache: torch.Tensor,
-        workspace: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
-        k_scale: torch.Tensor,
+        kv_cache: Tensor,
+        workspace: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
+        k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
         as_stored = workspace.dtype == kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
-        self._refuse("gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
+        require_call(self, "gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
@@ -140,19 +128,17 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
 
     def run_gather_index(
         self,
-        kv_cache: torch.Tensor,
-        k: torch.Tensor,
-        k_scale: torch.Tensor,
-        block_table: torch.Tensor,
-        cu_seq_lens: torch.Tensor,
-        seq_starts: torch.Tensor,
+        kv_cache: Tensor,
+        k: Tensor,
+        k_scale: Tensor,
+        block_table: Tensor,
+        cu_seq_lens: Tensor,
+        seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        self._refuse("gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
-        check_cache(self, kv_cache, torch.bfloat16)
-        expect("k", k, (len(k), self.kv_lora_rank), torch.float8_e4m3fn)
-        expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+        require_call(self, "gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
+        check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
         aside, table = start % page, _columns_from(block_table, start // page)
@@ -167,21 +153,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             k.view(torch.uint8)[: len(asked)] = codes.view(torch.uint8)[asked]
             k_scale[: len(asked)] = scales[asked, 0]
 
-    def _refuse(self, call: str, kv_cache: torch.Tensor, dtype: torch.dtype, **asked: Any) -> None:
-        """Raise for what is not declared."""
-        config = MLACacheSelectorConfig(
-            call=call,
-            dtype=dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
-            block_size=kv_cache.shape[1],
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            tile_scales=self.tile_scales,
-            **asked,
-        )
-        if reasons := self.validate_configuration(get_device_capability(kv_cache.device), config):
-            raise UnsupportedConfiguration(f"{self.get_name()}: {'; '.join(reasons)}")
-
 
 def _operators() -> Any:
     """Those that vLLM's compiled library registers."""
@@ -189,13 +160,13 @@ def _operators() -> Any:
     return torch.ops._C_cache_ops
 
 
-def _columns_from(block_table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _columns_from(block_table: Tensor, first: Tensor) -> Tensor:
     """The table from a column of each request on, since those before it may hold anything; behind it anything."""
     columns = torch.arange(block_table.shape[1], device=first.device) + first.unsqueeze(1)
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
 
 
-def _request_of(cu_seq_lens: torch.Tensor) -> torch.Tensor:
+def _request_of(cu_seq_lens: Tensor) -> Tensor:
     """[S] int32, the request of each row."""
     requests = torch.arange(len(cu_seq_lens) - 1, dtype=torch.int32, device=cu_seq_lens.device)
     return requests.repeat_interleave(cu_seq_lens.diff())

@@ -7,15 +7,11 @@ exists. It translates; it does not repair.
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import reasons_of, yes_or_no
-from mla_conformance.backends.generations.vllm import (
-    dimensions_for,
-    is_from_vllm,
-    minimal_vllm_config,
-    quant_key_for,
-)
+from mla_conformance.backends.generations.vllm import dimensions_for, is_from_vllm, minimal_vllm_config, quant_key_for
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
@@ -119,21 +115,9 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
         """Constructor arguments; a minimal configuration stands in for one that the caller does not have."""
-        dimensions = MLADimensions(
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-        )
-        config = self.vllm_config
-        return {
-            "num_heads": self.num_heads,
-            "scale": self.scale,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "vllm_config": minimal_vllm_config(dimensions, self.num_heads, dtype) if config is None else config,
-        }
+        given = self.vllm_config
+        config = minimal_vllm_config(self.dimensions, self.num_heads, dtype) if given is None else given
+        return self.sizes | {"vllm_config": config}
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """What the driven object says, in its own terms."""
@@ -149,20 +133,18 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Hand the call on; see :class:`MLAPrefillBackend`."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
         return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Hand the call on; see :class:`MLAPrefillBackend`."""
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
 
@@ -179,7 +161,7 @@ def first_columns(result: Any, width: int) -> Any:
     return result[..., :width]
 
 
-def copied_to(out: torch.Tensor, result: Any) -> Any:
+def copied_to(out: Tensor, result: Any) -> Any:
     """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
 
     Raises:

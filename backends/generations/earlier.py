@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
-from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.backends.kernel import AttentionSizes, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.platform import DeviceCapability
@@ -43,11 +44,11 @@ class MLAPrefillBuilderState:
         backend_state: anything else, by name.
     """
 
-    workspace_buffer: torch.Tensor | None = None
+    workspace_buffer: Tensor | None = None
     backend_state: dict[str, Any] = field(default_factory=dict)
 
 
-class MLAPrefillImpl(ABC):
+class MLAPrefillImpl(AttentionSizes, ABC):
     """The kernel of a backend: it keeps its configuration, and gets the metadata in each call.
 
     Attributes:
@@ -67,58 +68,28 @@ class MLAPrefillImpl(ABC):
         vllm_config: Any,
         device: torch.device,
     ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.vllm_config = vllm_config
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.device = device
 
     @abstractmethod
     def run_prefill_new_tokens(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention among each request's new tokens.
+        self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See :class:`interface.MLAPrefillBackend`.
 
         Args:
             prefill_metadata: of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-            q: [T, N, P + R], rope applied.
+            q: [T, N, P + R], rope applied; the others as there.
             k: [T, N, P + R].
-            v: [T, N, V]; any strides.
+            v: [T, N, V].
             return_softmax_lse: whether to return the LSE as well.
-
-        Returns:
-            The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
         """
 
     @abstractmethod
     def run_prefill_context_chunk(
-        self,
-        prefill_metadata: MLACommonPrefillMetadata,
-        chunk_idx: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unmasked attention of the new tokens to one chunk of cached context.
-
-        Args:
-            prefill_metadata: as for the new tokens.
-            chunk_idx: index into ``chunked_context``.
-            q: [T, N, P + R].
-            k: [S, N, P + R], the chunk's keys of all requests one after the other.
-            v: [S, N, V]; any strides.
-
-        Returns:
-            (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
-        """
+        self, prefill_metadata: MLACommonPrefillMetadata, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`interface.MLAPrefillBackend`, and for the metadata the new tokens."""
 
 
 class MLAPrefillBackend(KernelBackend):
@@ -167,7 +138,7 @@ class MLAPrefillBackend(KernelBackend):
         cls,
         prefill_metadata: MLACommonPrefillMetadata,
         builder_state: MLAPrefillBuilderState,
-        prefill_query_start_loc: torch.Tensor,
+        prefill_query_start_loc: Tensor,
     ) -> None:
         """Fill the backend's own fields of a batch's prefill metadata; by default there are none."""
         return
@@ -254,13 +225,13 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Hand the call on with the metadata; the output is copied to ``out``."""
         check_unquantised(self, output_scale)
         result = self._unpadded(
@@ -268,9 +239,7 @@ class EarlierAdapter(AdaptedPrefillBackend):
         )
         return result if out is None else copied_to(out, result)
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Hand the call on with the metadata."""
         result = self._target.run_prefill_context_chunk(self._prefill_metadata, chunk_idx, q, k, v)
         return self._unpadded(result)

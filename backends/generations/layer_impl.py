@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.generations.vllm import (
     LAYER_MODULE,
@@ -43,7 +44,7 @@ class AdaptedLayerMetadata(AttentionMetadata):
     """
 
     translated: Any
-    order: torch.Tensor | None = None
+    order: Tensor | None = None
 
 
 class AdaptedLayerBuilder:
@@ -104,7 +105,7 @@ def in_vllms_terms(common: CommonAttentionMetadata) -> Any:
     )
 
 
-def _rows(requests: Sequence[LayerRequest], order: Sequence[int]) -> torch.Tensor:
+def _rows(requests: Sequence[LayerRequest], order: Sequence[int]) -> Tensor:
     """[T] the rows of the requests in another order."""
     lengths = [request.query_len for request in requests]
     rows = torch.arange(sum(lengths)).split(lengths)
@@ -169,12 +170,12 @@ class AdaptedLayerImpl:
     def forward(
         self,
         layer: AttentionLayer,
-        q: torch.Tensor,
-        k_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
+        q: Tensor,
+        k_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
         attn_metadata: AdaptedLayerMetadata,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
         self._take_scales(layer)
         self.module.bind_kv_cache(kv_cache.unsqueeze(1))
@@ -183,7 +184,7 @@ class AdaptedLayerImpl:
         given = operands if order is None else tuple(x[order] for x in operands)
         with forward_context(self.config, attn_metadata.translated):
             shape = torch.Size((len(given[0]), self._heads * self._v_head_dim))
-            result: torch.Tensor = self.module(*given, output_shape=shape)
+            result: Tensor = self.module(*given, output_shape=shape)
         return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
 
     def kernel_evidence(self) -> dict[str, str]:
@@ -243,7 +244,7 @@ class _Linear:
         self._linear = linear
         vars(self).update(attributes)
 
-    def __call__(self, x: torch.Tensor) -> Any:
+    def __call__(self, x: Tensor) -> Any:
         return self._linear(x)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,8 +9,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
+from torch import Tensor
 
+from mla_conformance.backends import metadata
 from mla_conformance.backends.interface import PrefillKernelBackend
 
 
@@ -33,12 +34,8 @@ class ContextChunk:
         seq_lens: [n] int32, on the CPU.
         token_to_seq: [s] int32, on the device; the request of each key, counted from the run's first.
         all_rows_active: whether every request has queries and keys.
-        padded_local_seq_lens: with decode context parallelism only, as what follows; None without.
-        local_context_lens_allranks: context of each request on each rank.
-        padded_local_cu_seq_lens: [n + 1] int32 of the padded lengths on this rank.
-        padded_local_token_to_seq: the request of each padded key on this rank.
-        num_local_context_tokens: keys on this rank, padded where ranks share the sequences.
-        local_starts: first position of each request on this rank.
+        padded_local_seq_lens: with decode context parallelism only, as all that follows but
+            ``num_local_context_tokens``: keys on this rank, padded where ranks share the sequences.
     """
 
     index: int
@@ -47,18 +44,18 @@ class ContextChunk:
     continuation_token_end: int
     is_continuation: bool
     num_context_tokens: int
-    query_start_loc: torch.Tensor
+    query_start_loc: Tensor
     max_query_len: int
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     max_seq_len: int
-    seq_lens: torch.Tensor
-    token_to_seq: torch.Tensor
+    seq_lens: Tensor
+    token_to_seq: Tensor
     all_rows_active: bool
     padded_local_seq_lens: list[int] | None = None
     local_context_lens_allranks: list[list[int]] | None = None
-    padded_local_cu_seq_lens: torch.Tensor | None = None
-    padded_local_token_to_seq: torch.Tensor | None = None
+    padded_local_cu_seq_lens: Tensor | None = None
+    padded_local_token_to_seq: Tensor | None = None
     num_local_context_tokens: int = 0
     local_starts: list[int] | None = None
 
@@ -81,8 +78,8 @@ class ChunkedContextMetadata:
         dcp_manager: collectives of decode context parallelism; None without.
     """
 
-    context_lens: torch.Tensor
-    workspace: torch.Tensor
+    context_lens: Tensor
+    workspace: Tensor
     chunks: list[ContextChunk]
     context_lens_list: list[int]
     empty_token_slices: list[slice]
@@ -90,32 +87,20 @@ class ChunkedContextMetadata:
 
 
 @dataclass
-class MLACommonPrefillMetadata:
-    """What a prefill backend may know of a batch of B requests.
+class MLACommonPrefillMetadata(metadata.MLACommonPrefillMetadata):
+    """What a prefill backend may know of a batch, with this generation's chunks.
 
     Attributes:
-        block_table: [B, max blocks] int32; physical block of each page of a request's context.
-        query_start_loc: [B + 1] int32, on the device.
-        max_query_len: longest query in tokens.
         chunked_context: None when no request has cached context.
-        q_data_type: dtype of the queries.
-        output_dtype: dtype of the unquantised output.
         prefill_backend: the instance that was prepared with this metadata.
-        query_lens_cpu: [B] int32, on the CPU.
         use_dense_mha: a sparse model's choice of dense attention; never here.
         topk_mask_workspace: a sparse model's workspace; never here.
     """
 
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    chunked_context: ChunkedContextMetadata | None = None
-    q_data_type: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    chunked_context: ChunkedContextMetadata | None = None  # type: ignore[assignment]
     prefill_backend: Any = None
-    query_lens_cpu: torch.Tensor | None = None
     use_dense_mha: bool = False
-    topk_mask_workspace: torch.Tensor | None = None
+    topk_mask_workspace: Tensor | None = None
 
 
 class MLAPrefillBackend(PrefillKernelBackend):
@@ -130,20 +115,12 @@ class MLAPrefillBackend(PrefillKernelBackend):
 
     def clone(self) -> Self:
         """Another instance of the same configuration; a metadata builder prepares one of its own."""
-        return type(self)(
-            num_heads=self.num_heads,
-            scale=self.scale,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            vllm_config=self.vllm_config,
-        )
+        return type(self)(**self.sizes)
 
     @abstractmethod
     def run_prefill_context_chunk(
-        self, chunk: ContextChunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Unmasked attention of a run's new tokens to one chunk of its cached context.
 
         Args:

@@ -10,11 +10,12 @@ from itertools import accumulate, count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.generations import present
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.generations.present import ContextChunk
-from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata, int32
 
 
 class PresentAdapter(AdaptedPrefillBackend):
@@ -39,13 +40,13 @@ class PresentAdapter(AdaptedPrefillBackend):
 
     def run_prefill_new_tokens(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
         rows = self._query_rows
         if rows < q.shape[0]:
@@ -60,9 +61,7 @@ class PresentAdapter(AdaptedPrefillBackend):
         result = first_columns(result, self.v_head_dim)
         return result if out is None else copied_to(out, result)
 
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call the backend for every run of the chunk; a row of no run is 0 with LSE -inf, as the layer fills it."""
         runs = self._plan[chunk_idx]
         # Requests outside of the runs have no keys, so those of the runs stand end to end.
@@ -85,15 +84,13 @@ class PresentAdapter(AdaptedPrefillBackend):
             _place("lse", part_lse, lse[:, chunk.token_slice])
         return output, lse
 
-    def _call(
-        self, chunk: ContextChunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _call(self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         given = {} if out is None else {"out": out}
         result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
         return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
 
 
-def _lengthened(result: Any, rows: int, out: torch.Tensor | None) -> Any:
+def _lengthened(result: Any, rows: int, out: Tensor | None) -> Any:
     """A call's result with rows of 0 and LSE -inf behind it; in ``out`` if that is where the result is."""
     output, *lse = result if isinstance(result, tuple) else (result,)
     counted = output.shape[0]
@@ -107,7 +104,7 @@ def _lengthened(result: Any, rows: int, out: torch.Tensor | None) -> Any:
     return whole, torch.cat([lse[0], lse[0].new_full((lse[0].shape[0], rows - counted), -torch.inf)], dim=1)
 
 
-def _place(name: str, part: torch.Tensor, rows: torch.Tensor) -> None:
+def _place(name: str, part: Tensor, rows: Tensor) -> None:
     """Copy one run's result to its rows of the whole; a copy alone would hide another dtype or a broadcast.
 
     Raises:
@@ -158,7 +155,7 @@ def present_metadata(
     if context is not None and chunks:
         tokens = metadata.query_start_loc.tolist()
         translated = present.ChunkedContextMetadata(
-            context_lens=_int32(lengths, metadata.query_start_loc.device),
+            context_lens=int32(lengths, metadata.query_start_loc.device),
             workspace=context.workspace,
             chunks=chunks,
             context_lens_list=lengths,
@@ -200,17 +197,13 @@ class _Rows:
             continuation_token_end=first + queries[0],
             is_continuation=starts[requests.start] > 0,
             num_context_tokens=sum(keys),
-            query_start_loc=_int32(list(accumulate(queries, initial=0)), self.device),
+            query_start_loc=int32(list(accumulate(queries, initial=0)), self.device),
             max_query_len=max(queries) * self.looseness,
-            cu_seq_lens=_int32(list(accumulate(keys, initial=0)), self.device),
-            starts=_int32(starts[requests], self.device),
+            cu_seq_lens=int32(list(accumulate(keys, initial=0)), self.device),
+            starts=int32(starts[requests], self.device),
             max_seq_len=max(keys) * (max_seq_len // max(seq_lens)),
-            seq_lens=_int32(keys, torch.device("cpu")),
-            token_to_seq=_int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
+            seq_lens=int32(keys, torch.device("cpu")),
+            token_to_seq=int32([row for row, length in enumerate(keys) for _ in range(length)], self.device),
             all_rows_active=min(queries) > 0,
             num_local_context_tokens=sum(keys),
         )
-
-
-def _int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)

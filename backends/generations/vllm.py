@@ -95,12 +95,7 @@ def prefill_class(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
     Raises:
         ValueError: none can be used.
     """
-    text = SimpleNamespace(**asdict(dimensions))
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=dtype, hf_text_config=text),
-        attention_config=SimpleNamespace(mla_prefill_backend=None),
-    )
-    return import_module(_PREFILLS).get_mla_prefill_backend(config)
+    return import_module(_PREFILLS).get_mla_prefill_backend(minimal_vllm_config(dimensions, 1, dtype))
 
 
 def why_no_prefill(dtype: torch.dtype, dimensions: MLADimensions) -> str:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_types import (
@@ -77,7 +78,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             fast_build: whether building fast is worth more than computing fast, for metadata that is used little.
         """
 
-    def update_block_table(self, metadata: M, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> M:
+    def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
         """The metadata of the same batch over other pages.
 
         Args:
@@ -191,15 +192,15 @@ class AttentionImpl(ABC, Generic[T]):
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: T,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Write ``key`` and ``value`` to the cache and attend to it.
 
         Args:
@@ -223,54 +224,22 @@ class AttentionImpl(ABC, Generic[T]):
 
 
 class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
-    """Attention over latents: L ``kv_lora_rank``, P/R/V the nope, rope and value head dims."""
+    """Attention over latents: L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
 
-    @abstractmethod
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        qk_head_dim: int,
-        v_head_dim: int,
-        kv_b_proj: Any,
-        indexer: object | None = None,
-    ) -> None: ...
+    It is constructed with the keywords of ``mla_kernels.MLAKernels``.
+    """
 
     @abstractmethod
     def forward(
         self,
         layer: AttentionLayer,
-        hidden_states_or_cq: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
+        hidden_states_or_cq: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
         attn_metadata: T,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write the latents to the cache and attend to it.
-
-        Args:
-            layer: holds the scales.
-            hidden_states_or_cq: the query [T, N, P + R], or what an implementation makes its query of.
-            kv_c_normed: [T, L].
-            k_pe: [T, 1, R], rope applied.
-            kv_cache: as ``AttentionBackend.get_kv_cache_shape`` says.
-            attn_metadata: of the batch.
-            output: to be written.
-            output_scale: scale of a quantised output.
-            output_block_scale: scales of an output that is quantised in blocks.
-        """
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the latents to the cache and attend to it; operands as of ``mla_impl.MLACommonImpl.forward``."""

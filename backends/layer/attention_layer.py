@@ -13,9 +13,7 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_types import (
-    AttentionType,
-)
+from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.platform import DeviceCapability
 
 Subclassed = TypeVar("Subclassed")
@@ -234,9 +232,7 @@ def _refusal(setting: str, got: object, supported: list[Any]) -> str:
 
 
 def subclass_attention_backend(
-    name_prefix: str,
-    attention_backend_cls: type[Subclassed],
-    builder_cls: type[AttentionMetadataBuilder[Any]],
+    name_prefix: str, attention_backend_cls: type[Subclassed], builder_cls: type[AttentionMetadataBuilder[Any]]
 ) -> type[Subclassed]:
     """A subclass, its name prefixed, whose ``get_builder_cls`` returns ``builder_cls``."""
     return subclass_attention_backend_with_overrides(

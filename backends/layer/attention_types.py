@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
 
@@ -33,22 +33,17 @@ class AttentionLayer(Protocol):
     Scales are float32 scalar tensors, the value that code 1.0 stands for; the floats are the same on the host.
     """
 
-    _q_scale: torch.Tensor
-    _k_scale: torch.Tensor
-    _v_scale: torch.Tensor
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
     _q_scale_float: float
     _k_scale_float: float
     _v_scale_float: float
-    _prob_scale: torch.Tensor
+    _prob_scale: Tensor
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
         """Attention of ``query`` to the cache after ``key`` and ``value`` were written to it."""
         ...
 
@@ -81,47 +76,47 @@ class CommonAttentionMetadata:
         dcp_local_seq_lens_cpu: the same on the host.
     """
 
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
     causal: bool = True
-    logits_indices_padded: torch.Tensor | None = None
+    logits_indices_padded: Tensor | None = None
     num_logits_indices: int | None = None
-    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens: Tensor | None = None
     encoder_seq_lens_cpu: Any | None = None
-    dcp_local_seq_lens: torch.Tensor | None = None
-    dcp_local_seq_lens_cpu: torch.Tensor | None = None
-    _seq_lens_cpu: torch.Tensor | None = None
-    _num_computed_tokens_cpu: torch.Tensor | None = None
-    _num_computed_tokens_cache: torch.Tensor | None = None
+    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = None
+    _seq_lens_cpu: Tensor | None = None
+    _num_computed_tokens_cpu: Tensor | None = None
+    _num_computed_tokens_cache: Tensor | None = None
 
     @property
-    def seq_lens_cpu(self) -> torch.Tensor:
+    def seq_lens_cpu(self) -> Tensor:
         """Deprecated: ``seq_lens`` on the host."""
         _warn("seq_lens_cpu", "seq_lens.cpu()")
         return self.host_seq_lens()
 
     @property
-    def num_computed_tokens_cpu(self) -> torch.Tensor:
+    def num_computed_tokens_cpu(self) -> Tensor:
         """Deprecated: [B] tokens computed before this batch, on the host."""
         _warn("num_computed_tokens_cpu", "query_start_loc_cpu and seq_lens")
         if self._num_computed_tokens_cpu is None:
             self._num_computed_tokens_cpu = self.host_seq_lens() - self.query_start_loc_cpu.diff()
         return self._num_computed_tokens_cpu
 
-    def host_seq_lens(self) -> torch.Tensor:
+    def host_seq_lens(self) -> Tensor:
         """``seq_lens`` on the host, copied from the device if whoever made the batch left none; then it waits."""
         if self._seq_lens_cpu is None:
             self._seq_lens_cpu = self.seq_lens.cpu()
         return self._seq_lens_cpu
 
-    def compute_num_computed_tokens(self) -> torch.Tensor:
+    def compute_num_computed_tokens(self) -> Tensor:
         """[B] tokens computed before this batch, on the device; nothing is copied to the host."""
         if self._num_computed_tokens_cache is None:
             self._num_computed_tokens_cache = self.seq_lens - self.query_start_loc.diff()

@@ -11,16 +11,17 @@ Indices on a device that is capturing a graph are not looked at: reading them wo
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.reference import cache_layout
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
 _LATENT, _ROPE, _TILE = 512, 64, 128
 _LEAST_SCALE = 1e-4
 _TILES = _LATENT // _TILE
-_ENTRY_BYTES = _LATENT + 4 * _TILES + 2 * _ROPE
 
 
 def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
@@ -47,14 +48,7 @@ def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -
     Raises:
         ValueError: an unknown layout, or one without room for such latents.
     """
-    if known_layout(kv_cache_dtype) != "fp8_ds_mla":
-        return kv_lora_rank + qk_rope_head_dim
-    if kv_lora_rank != _LATENT or qk_rope_head_dim not in (0, _ROPE):
-        raise ValueError(
-            f"an fp8_ds_mla entry holds L = {_LATENT} and R = {_ROPE} or 0, got L = {kv_lora_rank} and "
-            f"R = {qk_rope_head_dim}; use the cache dtype auto or fp8"
-        )
-    return _ENTRY_BYTES
+    return cache_layout.entry_width(known_layout(kv_cache_dtype), kv_lora_rank, qk_rope_head_dim)
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -63,19 +57,10 @@ def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: an unknown layout, or one that does not store such a model.
     """
-    layout = known_layout(kv_cache_dtype)
-    if layout != "fp8_ds_mla":
-        return model_dtype if layout == "auto" else torch.float8_e4m3fn
-    if model_dtype.itemsize != 2:
-        raise ValueError(
-            f"an fp8_ds_mla entry stores the rope of a model of 16 bits, got {model_dtype}; use float16 or bfloat16"
-        )
-    return torch.uint8
+    return cache_layout.cache_dtype(known_layout(kv_cache_dtype), model_dtype)
 
 
-def encode(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor, tile_scales: str = "float32"
-) -> torch.Tensor:
+def encode(kv_c: Tensor, k_pe: Tensor, kv_cache_dtype: str, scale: Tensor, tile_scales: str = "float32") -> Tensor:
     """[T, L] and [T, R] to entries [T, entry width] of the cache's dtype; see :func:`known_layout` for errors."""
     layout = known_layout(kv_cache_dtype, tile_scales)
     if layout == "auto":
@@ -89,18 +74,18 @@ def encode(
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
-def decode(entries: torch.Tensor, kv_cache_dtype: str, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+def decode(entries: Tensor, kv_cache_dtype: str, dtype: torch.dtype, scale: Tensor) -> Tensor:
     """Entries [T, entry width] to latents [T, L + R] of the model's ``dtype``; see :func:`known_layout` for errors."""
     layout = known_layout(kv_cache_dtype)
     return (entries if layout == "auto" else dequantise(entries, layout, scale, dtype)).to(dtype)
 
 
-def _float_scales(amax: torch.Tensor) -> torch.Tensor:
+def _float_scales(amax: Tensor) -> Tensor:
     """Scales of tiles with these largest magnitudes: a 448th of them, as SGLang writes them."""
     return torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
 
 
-def _power_of_two_scales(amax: torch.Tensor) -> torch.Tensor:
+def _power_of_two_scales(amax: Tensor) -> Tensor:
     """The least power of two at which a tile fits, and at least 2^-13, as vLLM and FlashMLA write since 2026."""
     return torch.exp2((amax / E4M3_MAX).clamp(min=_LEAST_SCALE).log2().ceil())
 
@@ -108,18 +93,18 @@ def _power_of_two_scales(amax: torch.Tensor) -> torch.Tensor:
 _TILE_SCALES = {"float32": _float_scales, "pow2": _power_of_two_scales}
 
 
-def _codes(quotient: torch.Tensor) -> torch.Tensor:
+def _codes(quotient: Tensor) -> Tensor:
     """Nearest e4m3, saturated: a cast alone makes NaN of what lies beyond 448."""
     return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def concat_and_cache_mla(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
     kv_cache_dtype: str,
-    scale: torch.Tensor,
+    scale: Tensor,
     tile_scales: str = "float32",
 ) -> None:
     """Write tokens into their slots, in place; waits for nothing on the device but to refuse a bad slot.
@@ -155,7 +140,7 @@ def concat_and_cache_mla(
         _scatter(_raw(entries), _raw(kv_cache), slot_mapping.long())
 
 
-def _scatter(entries: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def _scatter(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write the ``entries`` [T, entry], T > 0, whose slot is not -1, without asking the device which these are."""
     stored = slots >= 0
     first = stored.to(torch.int8).argmax()
@@ -167,14 +152,14 @@ def _scatter(entries: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) ->
 
 
 def gather_cache(
-    src_cache: torch.Tensor,
-    dst: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
     batch_size: int,
-    seq_starts: torch.Tensor | None,
+    seq_starts: Tensor | None,
     kv_cache_dtype: str,
-    scale: torch.Tensor,
+    scale: Tensor,
 ) -> None:
     """Collect a part of each request's cached latents, requests one after another, dequantised.
 
@@ -206,7 +191,7 @@ def gather_cache(
     dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
 
 
-def _blocks_of(block_table: torch.Tensor, request: torch.Tensor, column: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _blocks_of(block_table: Tensor, request: Tensor, column: Tensor, num_blocks: int) -> Tensor:
     """Physical blocks of logical ones; ValueError for a table that is too short or names a block that is not there."""
     needed = int(column.max()) + 1
     if needed > block_table.shape[1]:
@@ -219,7 +204,7 @@ def _blocks_of(block_table: torch.Tensor, request: torch.Tensor, column: torch.T
     return blocks
 
 
-def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], src_to_dst: torch.Tensor) -> None:
+def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:
     """Copy whole blocks within each layer's cache; all are read before the first is written.
 
     Args:
@@ -233,7 +218,7 @@ def copy_blocks_mla(kv_caches: Sequence[torch.Tensor], src_to_dst: torch.Tensor)
         swap_blocks(cache, cache, src_to_dst)
 
 
-def swap_blocks(src: torch.Tensor, dst: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     """Copy whole blocks from one cache to another, such as between a GPU and the host.
 
     Args:
@@ -258,17 +243,17 @@ def swap_blocks(src: torch.Tensor, dst: torch.Tensor, src_to_dst: torch.Tensor) 
     _raw(dst)[pairs[:, 1].to(dst.device)] = copied
 
 
-def _raw(x: torch.Tensor) -> torch.Tensor:
+def _raw(x: Tensor) -> Tensor:
     """Codes as bytes: torch indexes these on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def may_look_at(x: torch.Tensor) -> bool:
+def may_look_at(x: Tensor) -> bool:
     """Whether reading ``x`` disturbs no capture of a graph."""
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _check_range(what: str, index: torch.Tensor, low: int, high: int, remark: str) -> None:
+def _check_range(what: str, index: Tensor, low: int, high: int, remark: str) -> None:
     """ValueError unless low <= index < high."""
     if not index.numel() or not may_look_at(index):
         return

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from mla_conformance.reference.attention import merge
 
@@ -26,14 +27,14 @@ class Sharding(NamedTuple):
     interleave: int = 1
 
 
-def local_seq_lens(seq_lens: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+def local_seq_lens(seq_lens: Tensor, sharding: Sharding) -> Tensor:
     """[B] tokens of each sequence on this rank."""
     turn = sharding.world_size * sharding.interleave
     left = seq_lens % turn - sharding.rank * sharding.interleave
     return seq_lens // turn * sharding.interleave + left.clamp(min=0, max=sharding.interleave)
 
 
-def local_token(token: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
+def local_token(token: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
     """(rank that stores each token, its number among the tokens of that rank)."""
     turns, within = token // sharding.interleave, token % sharding.interleave
     return turns % sharding.world_size, turns // sharding.world_size * sharding.interleave + within
@@ -51,11 +52,11 @@ class ContextParallelGroup(ABC):
     rank: int
 
     @abstractmethod
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[W, ...]: what each rank gave, all of one shape and dtype."""
 
     @abstractmethod
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """[W, ...] from [W, ...]: what each rank had for this one in its row ``rank``."""
 
 
@@ -64,11 +65,11 @@ class OnlyRank(ContextParallelGroup):
 
     world_size, rank = 1, 0
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[1, ...]."""
         return x.unsqueeze(0)
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """The same."""
         return x
 
@@ -85,13 +86,13 @@ class DistributedGroup(ContextParallelGroup):
         self.world_size = torch.distributed.get_world_size(process_group)
         self.rank = torch.distributed.get_rank(process_group)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[W, ...], by the group's all-gather."""
         gathered = x.new_empty(self.world_size, *x.shape)
         torch.distributed.all_gather(list(gathered), x.contiguous(), group=self._process_group)
         return gathered
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """[W, ...], by the group's all-to-all."""
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         torch.distributed.all_to_all_single(received, x.contiguous(), group=self._process_group)
@@ -116,12 +117,12 @@ def dcp_group(group: ContextParallelGroup) -> Iterator[None]:
         _GROUP.reset(token)
 
 
-def gather_heads(group: ContextParallelGroup, query: torch.Tensor) -> torch.Tensor:
+def gather_heads(group: ContextParallelGroup, query: Tensor) -> Tensor:
     """[T, W·N, D]: the heads of all ranks, from this rank's [T, N, D]."""
     return group.all_gather(query).transpose(0, 1).flatten(1, 2)
 
 
-def merge_over_ranks(group: ContextParallelGroup, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -> Tensor:
     """Attention of this rank's heads to the keys of all ranks.
 
     Each rank receives what the others computed for its heads. vLLM knows this way too (``dcp_a2a_lse_reduce``);
@@ -158,7 +159,7 @@ class Lockstep:
         Raises:
             BaseException: what a step raised; of several the first, since others may have waited for that rank.
         """
-        self._given: list[list[torch.Tensor]] = [[] for _ in steps]
+        self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
         self._errors: list[BaseException] = []
         results: list[Any] = [None for _ in steps]
@@ -173,7 +174,7 @@ class Lockstep:
             raise self._errors[0]
         return results
 
-    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         """What each rank gave at the same place of its order; ``rank`` gives ``x``.
 
         Raises:
@@ -213,10 +214,10 @@ class LockstepGroup(ContextParallelGroup):
     rank: int
     _lockstep: Lockstep = field(repr=False)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[W, ...], copies of what was given."""
         return torch.stack(self._lockstep.exchange(self.rank, x))
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """[W, ...], copies of what was given."""
         return torch.stack([given[self.rank] for given in self._lockstep.exchange(self.rank, x)])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
@@ -35,7 +36,7 @@ class BatchForm(NamedTuple):
     dimensions: MLADimensions
 
 
-def check_lengths(query_lens: torch.Tensor, seq_lens: torch.Tensor) -> None:
+def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
     """Refuse lengths that contradict each other; a sequence of 0 with a query of 1 is a row of padding.
 
     Args:
@@ -91,7 +92,7 @@ def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sha
         )
 
 
-def count_decodes(query_lens: torch.Tensor, threshold: int | None, uniform: bool) -> int:
+def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> int:
     """Decodes at the front of a batch, as vLLM's builder splits it.
 
     A short query behind a prefill prefills as well. Requests without a query pad a batch of decodes of one length for a
@@ -164,7 +165,7 @@ def _shard_fields(common: CommonAttentionMetadata, sharding: Sharding) -> dict[s
     return fields
 
 
-def _longest(lengths: torch.Tensor, default: int = 0) -> int:
+def _longest(lengths: Tensor, default: int = 0) -> int:
     return int(lengths.max()) if lengths.numel() else default
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import accepts_block_size
 from mla_conformance.backends.decode import MLADecodeBackend
@@ -72,7 +73,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         return AttentionCGSupport(min(support.value, AttentionCGSupport.UNIFORM_BATCH.value))
 
     @cached_property
-    def workspace(self) -> torch.Tensor:
+    def workspace(self) -> Tensor:
         """[workspace tokens, L + R] of the model's dtype, allocated at its first use."""
         shape = (self.context_chunk_workspace_size, self.head_dim)
         return torch.empty(shape, dtype=self.vllm_config.model_config.dtype, device=self.device)
@@ -143,7 +144,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         return replace(metadata, use_cuda_graph=True)
 
     def update_block_table(
-        self, metadata: MLACommonMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+        self, metadata: MLACommonMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> MLACommonMetadata:
         """The metadata of the same batch over other pages."""
         return replace(
@@ -170,7 +171,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             parallel.decode_context_parallel_size, self.dcp_rank, getattr(parallel, "cp_kv_cache_interleave_size", 1)
         )
 
-    def _count_decodes(self, query_lens: torch.Tensor) -> int:
+    def _count_decodes(self, query_lens: Tensor) -> int:
         """Decodes at the front of a batch; of one length where the decode backend needs that."""
         decode = self._decode_backend()
         uniform = decode is not None and not decode.supports_nonuniform_queries
@@ -193,7 +194,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         metadata.context_shares = None if plan is None else share_context(plan, sharding, self.device)
         return metadata
 
-    def _plan(self, context_lens: torch.Tensor) -> ContextPlan | None:
+    def _plan(self, context_lens: Tensor) -> ContextPlan | None:
         if not bool((context_lens > 0).any()):
             return None
         if not self.context_chunk_workspace_size:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
 
@@ -21,11 +22,11 @@ class ContextPlan(NamedTuple):
         seq_lens: [C, B] int32, on the host.
     """
 
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     seq_tot: list[int]
     max_seq_lens: list[int]
-    seq_lens: torch.Tensor
+    seq_lens: Tensor
 
 
 def workspace_tokens(config: Any) -> int:
@@ -52,7 +53,7 @@ def workspace_tokens(config: Any) -> int:
 
 
 def plan_context(
-    context_lens: torch.Tensor, *, workspace_tokens: int, page_size: int, device: torch.device
+    context_lens: Tensor, *, workspace_tokens: int, page_size: int, device: torch.device
 ) -> ContextPlan | None:
     """Cut contexts into chunks that fit the workspace; the plan of ``reference.chunking``, without a loop.
 
@@ -104,10 +105,10 @@ class ContextShares(NamedTuple):
             requests end to end and each in the order of its positions.
     """
 
-    cu_seq_lens: torch.Tensor
-    starts: torch.Tensor
+    cu_seq_lens: Tensor
+    starts: Tensor
     rows: list[int]
-    order: list[torch.Tensor]
+    order: list[Tensor]
 
 
 def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -> ContextShares | None:

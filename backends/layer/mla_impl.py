@@ -4,6 +4,7 @@ Each step is a method that a subclass may replace.
 """
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
@@ -15,7 +16,7 @@ from mla_conformance.backends.layer.mla_kernels import MLAKernels
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.reference.attention import merge
 
-State = tuple[torch.Tensor, torch.Tensor]
+State = tuple[Tensor, Tensor]
 """Output [T, N, V] and LSE [N, T]."""
 
 
@@ -31,15 +32,15 @@ class MLACommonImpl(MLAKernels):
     def forward(
         self,
         layer: AttentionLayer,
-        q: torch.Tensor,
-        k_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
+        q: Tensor,
+        k_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
         attn_metadata: MLACommonMetadata | None,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attention of a batch, its new latents written to the cache first.
 
         Args:
@@ -66,30 +67,22 @@ class MLACommonImpl(MLAKernels):
         if attn_metadata is None:
             return output
         self._check_rows(attn_metadata, q, k_c_normed, k_pe)
-        if not self.is_prepared(attn_metadata):
-            self.prepare(attn_metadata)
-        if attn_metadata.is_profile_run:
-            self._reserve_up_projection(attn_metadata, q)
+        self._make_ready(attn_metadata, q)
         q = q.reshape(q.shape[0], self.num_heads, self.qk_head_dim)
         k_pe = k_pe.reshape(k_pe.shape[0], self.qk_rope_head_dim)
         if kv_cache.numel():
             self.do_kv_cache_update(k_c_normed, k_pe, kv_cache, attn_metadata.slot_mapping, layer._k_scale)
-        new, scale = attn_metadata.prefill_tokens, layer._k_scale
         if attn_metadata.num_prefills:
-            latents = (k_c_normed[new], k_pe[new])
-            output[new] = self._forward_prefill(q[new], *latents, kv_cache, attn_metadata, scale)
+            new = attn_metadata.prefill_tokens
+            operands = (q[new], k_c_normed[new], k_pe[new])
+            output[new] = self._forward_prefill(*operands, kv_cache, attn_metadata, layer._k_scale)
         if attn_metadata.num_decodes:
             new = attn_metadata.decode_tokens
-            output[new] = self._absorbed_decode(q[new], kv_cache, attn_metadata, scale)
+            output[new] = self._absorbed_decode(q[new], kv_cache, attn_metadata, layer._k_scale)
         return output
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_scale: torch.Tensor,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """Write the new latents [T, L] and [T, R] to their slots."""
         scales = self.attention_backend.tile_scales
@@ -97,13 +90,13 @@ class MLACommonImpl(MLAKernels):
 
     def _forward_prefill(
         self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
         attn_metadata: MLACommonMetadata,
-        k_scale: torch.Tensor,
-    ) -> torch.Tensor:
+        k_scale: Tensor,
+    ) -> Tensor:
         """[T, N·V]: causal attention to the new tokens, merged with the context's."""
         k, v = self._up_project(kv_c_normed, k_pe)
         if attn_metadata.context_plan is None:
@@ -113,7 +106,7 @@ class MLACommonImpl(MLAKernels):
         return self._merge(context, new)[0].flatten(1)
 
     def _compute_prefill_context(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
+        self, q: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
     ) -> State:
         """Unmasked attention to the cached context, a workspace of it at a time."""
         metadata = attn_metadata.prefill_metadata
@@ -127,9 +120,7 @@ class MLACommonImpl(MLAKernels):
         assert merged is not None
         return merged
 
-    def _gather(
-        self, index: int, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
-    ) -> None:
+    def _gather(self, index: int, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor) -> None:
         """Collect a chunk's latents in the workspace, dequantised, from this rank and from the others."""
         metadata, shares = attn_metadata.prefill_metadata, attn_metadata.context_shares
         assert metadata is not None and metadata.chunked_context is not None
@@ -149,21 +140,16 @@ class MLACommonImpl(MLAKernels):
             every = self.dcp_group.all_gather(chunks.workspace[: shares.rows[index]])
             chunks.workspace[: chunks.seq_tot[index]] = self._put_in_order(every, index, shares)
 
-    def _put_in_order(self, every: torch.Tensor, index: int, shares: ContextShares) -> torch.Tensor:
+    def _put_in_order(self, every: Tensor, index: int, shares: ContextShares) -> Tensor:
         """[tokens, L + R] of a chunk, request by request in the order of positions, from [W, rows, L + R]."""
         return every.flatten(0, 1)[shares.order[index]]
 
-    def _absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+    def _absorb(self, q_nope: Tensor) -> Tensor:
         """[T, N, P] to [T, N, L]: W_UK moves from the keys into the query."""
         return torch.bmm(q_nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
 
     def _forward_decode(
-        self,
-        ql_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        k_scale: torch.Tensor,
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
     ) -> State:
         """Attention of the absorbed query to the latents that this rank holds: output [T, N, L] and LSE [N, T].
 
@@ -171,7 +157,7 @@ class MLACommonImpl(MLAKernels):
         """
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
-    def _v_up_proj(self, x: torch.Tensor) -> torch.Tensor:
+    def _v_up_proj(self, x: Tensor) -> Tensor:
         """[T, N, L] to [T, N·V]."""
         return torch.bmm(x.transpose(0, 1), self.W_UV).transpose(0, 1).flatten(1)
 
@@ -186,8 +172,8 @@ class MLACommonImpl(MLAKernels):
         return output, lse
 
     def _absorbed_decode(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: MLACommonMetadata, k_scale: torch.Tensor
-    ) -> torch.Tensor:
+        self, q: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
+    ) -> Tensor:
         q_nope, q_pe = q.tensor_split([self.qk_nope_head_dim], dim=-1)
         query = (self._absorb(q_nope), q_pe)
         if self.dcp_world_size == 1:
@@ -198,11 +184,11 @@ class MLACommonImpl(MLAKernels):
         state = self._forward_decode(ql_nope, q_pe, kv_cache, attn_metadata, k_scale)
         return self._v_up_proj(self._merge_over_ranks(*state))
 
-    def _merge_over_ranks(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    def _merge_over_ranks(self, output: Tensor, lse: Tensor) -> Tensor:
         """[T, N, L] of this rank's heads, from output [T, W·N, L] and LSE [W·N, T] of all heads over its own keys."""
         return merge_over_ranks(self.dcp_group, output, lse)
 
-    def _up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _up_project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [S, L] and [S, R] to k [S, N, P + R] and v [S, N, V], a view of the projection."""
         projected = self.kv_b_proj(kv_c)
         # vLLM's linear layers return their bias as well.
@@ -210,13 +196,15 @@ class MLACommonImpl(MLAKernels):
         k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
         return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
 
-    def _reserve_up_projection(self, attn_metadata: MLACommonMetadata, q: torch.Tensor) -> None:
-        """Allocate, once, what multiplying out a full workspace would take."""
+    def _make_ready(self, attn_metadata: MLACommonMetadata, q: Tensor) -> None:
+        """Hand the batch to the kernels; to measure memory, allocate what multiplying out a full workspace takes."""
+        if not self.is_prepared(attn_metadata):
+            self.prepare(attn_metadata)
         workspace = attn_metadata.context_chunk_workspace
-        if workspace is not None:
+        if attn_metadata.is_profile_run and workspace is not None:
             q.new_empty(workspace.shape[0], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
 
-    def _output(self, q: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+    def _output(self, q: Tensor, output: Tensor | None) -> Tensor:
         shape = (q.shape[0], self.num_heads * self.v_head_dim)
         if output is None:
             return q.new_zeros(shape)
@@ -226,7 +214,7 @@ class MLACommonImpl(MLAKernels):
             )
         return output.zero_()
 
-    def _check_rows(self, attn_metadata: MLACommonMetadata, *operands: torch.Tensor) -> None:
+    def _check_rows(self, attn_metadata: MLACommonMetadata, *operands: Tensor) -> None:
         tokens = attn_metadata.num_prefill_tokens + attn_metadata.num_decode_tokens
         rows = [operand.shape[0] for operand in operands]
         if min(rows) < tokens or len(set(rows)) > 1:

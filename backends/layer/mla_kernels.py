@@ -3,9 +3,10 @@
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import MLAAttentionImpl
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.cache_ops import entry_width
@@ -29,8 +30,8 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
     attention_backend: ClassVar[Any] = None
     can_return_lse_for_decode = True
-    W_UK_T: torch.Tensor
-    W_UV: torch.Tensor
+    W_UK_T: Tensor
+    W_UV: Tensor
 
     def __init__(
         self,
@@ -135,15 +136,8 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
     def _make_kernels(self) -> None:
         """An instance of each kernel that the backend names."""
         backend = self.attention_backend
-        sizes = {
-            "num_heads": self.num_heads,
-            "scale": self.scale,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
-            "vllm_config": backend.vllm_config,
-        }
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
+        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
         prefill, decode = backend.prefill_backend, backend.decode_backend
         if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
             raise UnsupportedConfiguration(
@@ -162,7 +156,7 @@ def _refuse(**settings: object) -> None:
             raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
 
 
-def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> Tensor:
     """[out, in] weight of a linear layer, dequantised if it is stored in codes; ValueError for one that adds a bias."""
     stored = stored_weight(linear)
     if is_dense(stored):
@@ -176,13 +170,13 @@ def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> torch.Te
     return (image[0] if isinstance(image, tuple) else image).mT
 
 
-def stored_weight(linear: Any) -> torch.Tensor:
+def stored_weight(linear: Any) -> Tensor:
     """The weight of a linear layer as it is stored, possibly in codes.
 
     Raises:
         ValueError: a layer without a weight.
     """
-    stored: torch.Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
+    stored: Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
     if stored is None:
         raise ValueError(
             f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
@@ -191,6 +185,6 @@ def stored_weight(linear: Any) -> torch.Tensor:
     return stored
 
 
-def is_dense(weight: torch.Tensor) -> bool:
+def is_dense(weight: Tensor) -> bool:
     """Whether a stored weight holds values, not codes."""
     return weight.dtype.is_floating_point and weight.dtype.itemsize > 1

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.decode import MLADecodeBackend
@@ -85,12 +86,12 @@ class MLACommonBackend(AttentionBackend):
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @staticmethod
-    def swap_blocks(src_kv_cache: torch.Tensor, dst_kv_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+    def swap_blocks(src_kv_cache: Tensor, dst_kv_cache: Tensor, src_to_dst: Tensor) -> None:
         """Copy blocks [copies, 2] from one cache to another; see :func:`cache_ops.swap_blocks`."""
         cache_ops.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
     @staticmethod
-    def copy_blocks(kv_caches: list[torch.Tensor], src_to_dists: torch.Tensor) -> None:
+    def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
         """Copy blocks [copies, 2] within each layer's cache; see :func:`cache_ops.copy_blocks_mla`."""
         cache_ops.copy_blocks_mla(kv_caches, src_to_dists)
 

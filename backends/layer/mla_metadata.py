@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
@@ -56,14 +57,14 @@ class MLACommonMetadata(AttentionMetadata):
     num_prefill_tokens: int
     num_decode_tokens: int
     prefills_first: bool
-    slot_mapping: torch.Tensor
+    slot_mapping: Tensor
     seq_lens: list[int]
-    seq_lens_tensor: torch.Tensor
-    query_start_loc: torch.Tensor
-    query_lens_cpu: torch.Tensor
-    seq_start_loc: torch.Tensor
-    context_lens_tensor: torch.Tensor
-    block_tables: torch.Tensor
+    seq_lens_tensor: Tensor
+    query_start_loc: Tensor
+    query_lens_cpu: Tensor
+    seq_start_loc: Tensor
+    context_lens_tensor: Tensor
+    block_tables: Tensor
     max_query_len: int
     max_decode_query_len: int
     max_prefill_seq_len: int
@@ -74,12 +75,12 @@ class MLACommonMetadata(AttentionMetadata):
     is_profile_run: bool = False
     context_plan: ContextPlan | None = None
     context_shares: ContextShares | None = None
-    context_chunk_workspace: torch.Tensor | None = None
+    context_chunk_workspace: Tensor | None = None
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
-    dcp_local_seq_lens: torch.Tensor | None = None
-    dcp_local_seq_lens_cpu: torch.Tensor | None = None
+    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = None
     _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
     _cached_decode_metadata: MLACommonDecodeMetadata | None = None
 
@@ -144,7 +145,7 @@ class MLACommonMetadata(AttentionMetadata):
             )
         return self._cached_decode_metadata
 
-    def bind_workspace(self, workspace: torch.Tensor) -> None:
+    def bind_workspace(self, workspace: Tensor) -> None:
         """Gather context into ``workspace`` [tokens, L + R] from now on."""
         self.context_chunk_workspace = workspace
         self._cached_prefill_metadata = None
@@ -152,7 +153,7 @@ class MLACommonMetadata(AttentionMetadata):
     def advance_step(
         self,
         model_input: Any,
-        sampled_token_ids: torch.Tensor | None,
+        sampled_token_ids: Tensor | None,
         block_size: int,
         num_seqs: int,
         num_queries: int,
@@ -184,7 +185,7 @@ class MLACommonMetadata(AttentionMetadata):
         self._cached_prefill_metadata = self._cached_decode_metadata = None
 
     def _write_step(
-        self, model_input: Any, sampled_token_ids: torch.Tensor | None, block_size: int, num_queries: int
+        self, model_input: Any, sampled_token_ids: Tensor | None, block_size: int, num_queries: int
     ) -> None:
         """Tokens, positions, lengths and slots of the next step; rows of padding stay as they are."""
         position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
@@ -229,12 +230,12 @@ class MLACommonMetadata(AttentionMetadata):
         self.max_query_len = 1
         self.context_plan = self.context_shares = None
 
-    def _starts(self, part: slice) -> torch.Tensor:
+    def _starts(self, part: slice) -> Tensor:
         """Where the requests of ``part`` start among its tokens; a view if they are the batch's first."""
         starts = self.query_start_loc[part.start : part.stop + 1]
         return starts - starts[0] if part.start else starts
 
-    def _local_seq_lens_cpu(self) -> torch.Tensor:
+    def _local_seq_lens_cpu(self) -> Tensor:
         local = self.dcp_local_seq_lens_cpu
         return torch.tensor(self.seq_lens, dtype=torch.int32) if local is None else local
 

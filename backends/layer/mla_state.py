@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
@@ -27,7 +28,7 @@ class MLACommonState:
         self.chunked_prefill_enabled = runner.scheduler_config.chunked_prefill_enabled
         self.enable_prefix_caching = runner.cache_config.enable_prefix_caching
         self.context_chunk_workspace_size = workspace_tokens(runner)
-        self.context_chunk_workspace: torch.Tensor | None = None
+        self.context_chunk_workspace: Tensor | None = None
         self._is_graph_capturing = False
 
     @contextmanager
@@ -94,7 +95,7 @@ class MLACommonState:
 
     def get_graph_input_buffers(
         self, attn_metadata: MLACommonMetadata, is_encoder_decoder_model: bool = False
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """The tensors of a captured batch that a replay fills, by name; ``seq_lens_cpu`` is on the host."""
         _require_decoder_only(is_encoder_decoder_model)
         decode = attn_metadata.decode_metadata
@@ -108,10 +109,7 @@ class MLACommonState:
         return buffers if decode.dcp_tot_seq_lens is None else buffers | {"dcp_tot_seq_lens": decode.dcp_tot_seq_lens}
 
     def prepare_graph_input_buffers(
-        self,
-        input_buffers: dict[str, torch.Tensor],
-        attn_metadata: MLACommonMetadata,
-        is_encoder_decoder_model: bool = False,
+        self, input_buffers: dict[str, Tensor], attn_metadata: MLACommonMetadata, is_encoder_decoder_model: bool = False
     ) -> None:
         """Fill the buffers of a captured batch with another one; rows that it lacks become padding.
 
@@ -150,7 +148,7 @@ class MLACommonState:
         if not self._is_graph_capturing:
             raise ValueError("graph buffers exist inside of `with state.graph_capture(max_batch_size)` only")
 
-    def _check_lengths(self, new: dict[str, torch.Tensor]) -> None:
+    def _check_lengths(self, new: dict[str, Tensor]) -> None:
         longest, most = int(new["seq_lens_cpu"].max()), self.runner.max_seq_len_to_capture
         if longest > most:
             raise ValueError(
@@ -158,7 +156,7 @@ class MLACommonState:
             )
 
 
-def _fill(buffer: torch.Tensor, new: torch.Tensor, padding: int) -> None:
+def _fill(buffer: Tensor, new: Tensor, padding: int) -> None:
     """Copy ``new`` into the corner of ``buffer``; columns that do not fit hold blocks for tokens to come."""
     buffer.fill_(padding)
     corner = tuple(slice(0, min(held, given)) for held, given in zip(buffer.shape, new.shape, strict=True))

@@ -10,14 +10,9 @@ import torch
 
 from mla_conformance.backends.aiter_triton import (
     AiterTritonDecodeBackend,
-    AiterTritonInterpreted,
     AiterTritonPrefill,
-    AiterTritonPrefillInterpreted,
     aiter_library,
 )
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 
 _LABEL, _FILE = "amd-aiter 0.1.21.dev46+ge4048607a", "aiter/ops/triton/attention/mla.py"
 _MODULE = "aiter.ops.triton.attention.mla"
@@ -43,8 +38,7 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         assert (a["kv_lora_rank"], a["qk_rope_head_dim"]) == (512, 64)
         lengths = a["seqused_k"].tolist()
         assert a["max_seqlen_kv"] == max(lengths)
-        tables = [row[: -(-n // 64)].tolist() for row, n in zip(a["block_tables"], lengths, strict=True)]
-        found, lse = mla_kernel(a["q"], cache[:, :, 0], lengths, queries.diff(), tables, a["softmax_scale"])
+        found, lse = mla_kernel(a["q"], cache[:, :, 0], lengths, queries.diff(), a["block_tables"], a["softmax_scale"])
         out.copy_(found.masked_fill(lse.mT.unsqueeze(-1).isneginf(), torch.nan))
 
     names = ("mla_decode_fwd", "mla_prefill_fwd")
@@ -61,15 +55,6 @@ def test_decode_conventions(lengths: Any, decodes: Any) -> None:
 def test_several_query_tokens(decodes: Any) -> None:
     decodes(AiterTritonDecodeBackend, 64, (3, 3), (65, 130))
     decodes(AiterTritonPrefill, 64, (3, 1, 2), (65, 1, 130))
-    with pytest.raises(UnsupportedConfiguration, match="different numbers"):
-        decodes(AiterTritonDecodeBackend, 64, (3, 1), (65, 130))
-
-
-@pytest.mark.usefixtures("library")
-def test_says_what_it_does_not_do() -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "auto", 1, 32, 8)
-    reasons = AiterTritonDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["block_size", "latent", "LSE"]
 
 
 def test_aiter_is_imported_without_building_and_launches_without_amds_option(tmp_path: Path, monkeypatch: Any) -> None:
@@ -87,9 +72,3 @@ def test_aiter_is_imported_without_building_and_launches_without_amds_option(tmp
     for name in ("decode_fwd", "prefill_fwd", "decode_fwd_reduce"):
         getattr(module, f"triton_mla_{name}_kernel")[1, 2](output_ptr=3, waves_per_eu=1)
     assert module.launched == [((1, 2), {"output_ptr": 3, "waves_per_eu": 1}), *[((1, 2), {"output_ptr": 3})] * 2]
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (AiterTritonInterpreted, AiterTritonPrefillInterpreted):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

@@ -16,7 +16,6 @@ from mla_conformance.backends.layer.attention_layer import (
 from mla_conformance.backends.layer.attention_types import (
     AttentionType,
     CommonAttentionMetadata,
-    is_quantized_kv_cache,
 )
 from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 from mla_conformance.backends.layer.layer_config import (
@@ -28,7 +27,6 @@ from mla_conformance.backends.layer.layer_config import (
     SpeculativeConfig,
 )
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 
 
 class Impl(AttentionImpl[Any]):
@@ -108,10 +106,6 @@ def reasons(backend: type[AttentionBackend] = Backend, **changes: Any) -> list[s
     return backend.validate_configuration(**(SETTINGS | changes))
 
 
-def test_what_is_supported_has_no_reasons() -> None:
-    assert reasons() == []
-
-
 def test_the_reasons_come_in_the_order_of_vllm() -> None:
     found = reasons(
         Picky,
@@ -172,13 +166,6 @@ def test_no_cache_dtype_stands_for_any_and_an_empty_list_too() -> None:
     ).supports_kv_cache_dtype("int4")
 
 
-def test_names_and_layout() -> None:
-    assert Backend.full_cls_name() == (__name__, "Backend")
-    assert Backend.get_required_kv_cache_layout() is None and not Backend.accept_output_buffer
-    with pytest.raises(NotImplementedError, match="as its logical shape says"):
-        Backend.get_kv_cache_stride_order()
-
-
 def test_a_subclass_with_another_builder() -> None:
     other = type("Other", (Builder,), {})
     backend = subclass_attention_backend("Chunked", Backend, other)
@@ -193,19 +180,6 @@ def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
         impl = Impl(4)
     assert impl.ranks_at_construction == (4, 3) and impl.need_to_return_lse_for_decode
     assert Impl(4).ranks_at_construction == (1, 0)
-
-
-def test_what_an_impl_supports_unless_it_says_otherwise() -> None:
-    impl = Impl()
-    impl.process_weights_after_loading(torch.float16)
-    assert not impl.fused_output_quant_supported(fp8_static_tensor_sym())
-    assert not (impl.supports_pcp or impl.supports_quant_query_input)
-    assert not impl.supports_mtp_with_cp_non_trivial_interleave_size
-
-
-def test_attention_types_are_strings_and_caches_have_codes_or_not() -> None:
-    assert AttentionType.ENCODER_ONLY == "encoder_only" and AttentionType("encoder_decoder").name == "ENCODER_DECODER"
-    assert is_quantized_kv_cache("fp8") and not is_quantized_kv_cache("auto")
 
 
 def builder(speculative: int | None = None, ranks: int = 1) -> Builder:

@@ -43,18 +43,6 @@ def gather(**changes: Any) -> dict[str, Any]:
     return given | changes
 
 
-def test_slots_of_a_mapping_are_written_and_minus_one_is_not() -> None:
-    given = write()
-    backend().run_write_latent(**given)
-    assert given["kv_cache"].flatten(0, 1).any(dim=1).nonzero()[:, 0].tolist() == [1, 7]
-
-
-def test_entries_are_gathered_from_inside_of_a_page() -> None:
-    given = gather()
-    backend().run_gather_latent(**given)
-    assert given["workspace"][:, 0].tolist() == [84.0, 0.0, 12.0, 24.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cutlass_mla import CutlassMLADecodeBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 
 _LABEL, _FILE = "vllm 0.33.0", "vllm/_custom_ops.py"
 
@@ -26,11 +25,10 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         assert all(x.is_contiguous() for x in (q_nope, q_pe, table, a["out"], a["lse"]))
         assert a["workspace"].dtype == torch.uint8 and a["workspace"].numel() == 4096 and a["num_kv_splits"] == -1
         lengths = a["seq_lens"].tolist()
-        tables = [row[: -(-n // 128)].tolist() for row, n in zip(table, lengths, strict=True)]
         # The heads of padding are the same in each row: two stand for all of them.
         query = torch.cat([q_nope, q_pe], dim=-1)
         assert not query[:, 2:].any()
-        output, lse = mla_kernel(query[:, :2], cache, lengths, [1] * tokens, tables, a["scale"])
+        output, lse = mla_kernel(query[:, :2], cache, lengths, [1] * tokens, table, a["scale"])
         empty = lse[0] == -math.inf
         output[empty], lse[:, empty] = math.nan, math.inf
         a["out"].copy_(pad(output, (0, 0, 0, 126)))
@@ -51,12 +49,6 @@ def library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
 @pytest.mark.usefixtures("library")
 def test_conventions(decodes: Any) -> None:
     decodes(CutlassMLADecodeBackend, 128, (1, 1, 1), (129, 0, 260))
-
-
-@pytest.mark.usefixtures("library")
-def test_several_query_tokens_are_refused(decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match="2 query tokens a request not supported"):
-        decodes(CutlassMLADecodeBackend, 128, (2, 2), (65, 130))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

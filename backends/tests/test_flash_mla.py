@@ -5,12 +5,8 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.flash_mla import FlashMLADecodeBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 
 _FILE = "flash_mla/flash_mla_interface.py"
 _FORK, _DEEPSEEK = "sgl-flash-mla 1.0.0", "flash-mla 1.0.0+9241ae3"
@@ -27,11 +23,10 @@ def library(request: Any, recorded: Any, installed: Any, mla_kernel: Any) -> Any
         assert a["num_splits"] is None and a["tile_scheduler_metadata"] == "schedule" and a["head_dim_v"] == 512
         assert cache.shape[1:] == (64, 1, 576)
         lengths = a["cache_seqlens"].tolist()
-        tables = [row[: -(-n // 64)].tolist() for row, n in zip(a["block_table"], lengths, strict=True)]
         requests, queries = q.shape[:2]
         assert a["causal"] == (queries > 1)
         sizes = [queries] * requests
-        output, lse = mla_kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, tables, a["softmax_scale"])
+        output, lse = mla_kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, a["block_table"], a["softmax_scale"])
         empty = lse[0] == -math.inf
         output[empty], lse[:, empty] = math.nan, math.inf
         return output.unflatten(0, (requests, queries)), lse.unflatten(1, (requests, queries)).transpose(0, 1)
@@ -47,19 +42,6 @@ def library(request: Any, recorded: Any, installed: Any, mla_kernel: Any) -> Any
 @pytest.mark.parametrize(("queries", "lengths"), [((1, 1, 1), (65, 0, 130)), ((3, 3), (64, 129))])
 def test_conventions(queries: Any, lengths: Any, library: Any, decodes: Any) -> None:
     decodes(FlashMLADecodeBackend, 64, queries, lengths)
-
-
-def test_batches_that_are_not_uniform_are_refused(library: Any, decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match=r"different numbers of query tokens"):
-        decodes(FlashMLADecodeBackend, 64, (1, 2), (65, 130))
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashMLADecodeBackend, "libraries", ())
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 16, 512, 64, max_query_len=2, uniform=False)
-    reasons = FlashMLADecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["kv_cache_dtype", "block_size", "requests"]
-    assert not FlashMLADecodeBackend.supports_compute_capability(DeviceCapability(10, 0))
 
 
 def test_says_which_build_served(library: Any, decodes: Any) -> None:

@@ -22,11 +22,6 @@ def select(logits: torch.Tensor = LOGITS, topk: int = 4, **changes: Any) -> torc
     return backend.run_top_k_per_row(logits, topk)
 
 
-def test_columns_count_from_the_start_of_the_row_and_minus_one_stands_behind_them() -> None:
-    assert select().tolist() == [[1, 2, 0, -1], [3, 2, 0, 1]]
-    assert select(row_starts=None).tolist() == [[0, 2, 1, -1], [3, 2, 0, 1]]
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -75,16 +70,6 @@ def prepare(model: IndexPreparation = MODEL, **changes: Any) -> tuple[torch.Tens
     } | changes
     backend.prepare_metadata(PrepareMetadata(given.pop("positions"), given.pop("cos_sin_cache")))
     return backend.run_prepare_index(**given)
-
-
-def test_ones_become_one_spike_whose_scale_the_weights_take() -> None:
-    """The transform of D ones is D^1/2 in the first column; the norm takes keys that are all alike, and adds 1."""
-    q, k, k_scale, weights = prepare()
-    for codes, heads in ((q, HEADS), (k.unsqueeze(1), 1)):
-        assert codes.float()[..., 0].tolist() == [[256.0] * heads] * TOKENS and not codes.float()[..., 1:].any()
-    assert k_scale.tolist() == [[2**-5]] * TOKENS
-    assert torch.allclose(weights, torch.full((TOKENS, HEADS), 2**-5 * 0.125 * HEADS**-0.5))
-    assert prepare(MODEL._replace(fold_scales=False))[3].tolist() == [[[2**-5]] * HEADS] * TOKENS
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.interpreted import interpreted_libraries
+from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted_libraries
+from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import known_variants
 
 
 @pytest.fixture
@@ -39,3 +42,17 @@ def test_a_triton_that_compiles_already_is_told(library: Any, monkeypatch: Any) 
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(language=SimpleNamespace(sum=len)))
     (reason,) = library.broken()
     assert "Triton was imported before, to compile" in reason
+
+
+@pytest.mark.parametrize("reference", [each for each in known_variants() if "interpreted" in each.name], ids=str)
+def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) -> None:
+    for role in roles_of(reference):
+        variant = load_role(reference, role)
+        compiled = variant.__bases__[1]
+        assert unavailable_reasons(reference, DeviceCapability(9, 0), role)[0].startswith(
+            "needs compute capability none"
+        )
+        assert variant.supports_compute_capability(None) and variant.declaration.emulated
+        assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated
+        assert [library.module for library in variant.libraries] == [library.module for library in compiled.libraries]
+        assert all(isinstance(library, InterpretedLibrary) for library in variant.libraries)

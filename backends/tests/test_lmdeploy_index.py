@@ -8,18 +8,15 @@ import torch
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.lmdeploy_index import (
     LmdeployIndexerBackend,
-    LmdeployInterpretedIndexer,
-    LmdeployInterpretedTopK,
     LmdeployPrepareBackend,
     LmdeployTopKBackend,
 )
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig, PrepareMetadata
+from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.sparse import MLASparseMetadata
-from mla_conformance.backends.topk import MLATopKSelectorConfig, TopKMetadata
+from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.kv_cache import write_entries
 
@@ -173,21 +170,3 @@ def test_preparation_conventions(is_neox_style: bool) -> None:
     for found, expected in zip(*results, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         torch.testing.assert_close(found.float(), expected.float(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.usefixtures("library")
-def test_says_what_it_does_not_do() -> None:
-    index = MLAIndexerSelectorConfig("topk", False, torch.bfloat16, "fp8_index", 1, 4, DIM, 100)
-    said = LmdeployIndexerBackend.validate_configuration(HOPPER, index)
-    assert [reason.partition(" not")[0] for reason in said] == ["4 heads", "topk 100", "gathered keys"]
-    topk = LmdeployTopKBackend.validate_configuration(HOPPER, MLATopKSelectorConfig(torch.float32, 64, True))
-    assert topk == ["rows that start elsewhere than at column 0 not supported"]
-    other = IndexPreparation(DIM, 32, False, True, True, "float32", False, 1e-6)
-    said = LmdeployPrepareBackend.validate_configuration(HOPPER, MLAPrepareSelectorConfig(torch.bfloat16, 4, other))
-    wanted = ["scales float32", "rope_first=False", "hadamard=True", "fold_scales=False", "32 rotated columns"]
-    assert [reason.partition(" not")[0] for reason in said] == wanted
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (LmdeployInterpretedTopK, LmdeployInterpretedIndexer):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated

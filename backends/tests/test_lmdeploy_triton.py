@@ -6,20 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.lmdeploy_triton import (
     LmdeployDecodeBackend,
-    LmdeployInterpretedDecode,
-    LmdeployInterpretedPrefill,
     LmdeployPrefillBackend,
 )
-from mla_conformance.backends.metadata import prefill_metadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.dimensions import MLADimensions
 
 _LABEL, _FOLDER = "lmdeploy 0.18.0", "lmdeploy/pytorch/kernels/cuda"
-LENGTHS, SCALE = (3, 0, 33), 0.11
 
 
 class QuantPolicy(IntEnum):
@@ -35,7 +28,7 @@ def prefill(recorded: Any, installed: Any, kernel: Any) -> None:
 
     def call(a: Any) -> torch.Tensor:
         queries = a["cu_seqlens_q"]
-        assert a["causal"] and a["kv_layout"] == "shd" and a["max_seqlen_q"] == max(LENGTHS)
+        assert a["causal"] and a["kv_layout"] == "shd" and a["max_seqlen_q"] == 33
         output: torch.Tensor = kernel(
             a["q"], a["k"], a["v"], queries, a["cu_seqlens_k"], a["softmax_scale"], a["causal"]
         )[0]
@@ -54,8 +47,7 @@ def decode(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         assert keys.shape[1:] == (64, 1, 576) and values.shape[1:] == (64, 1, 512)
         assert keys.data_ptr() == values.data_ptr() and a["quant_policy"] == QuantPolicy.NONE
         assert a["k_scales_zeros"] is a["v_scales_zeros"] is None
-        tables = [row[: -(-n // 64)].tolist() for row, n in zip(a["page_table"], lengths, strict=True)]
-        found, lse = mla_kernel(a["q"], keys[:, :, 0], lengths, [1] * len(lengths), tables, a["softmax_scale"])
+        found, lse = mla_kernel(a["q"], keys[:, :, 0], lengths, [1] * len(lengths), a["page_table"], a["softmax_scale"])
         output: torch.Tensor = found.masked_fill(lse.mT.unsqueeze(-1).isneginf(), torch.nan)
         return output
 
@@ -64,52 +56,16 @@ def decode(recorded: Any, installed: Any, mla_kernel: Any) -> None:
     installed(module, flash_attn_with_kvcache=call, QuantPolicy=QuantPolicy)
 
 
-@pytest.fixture
-def new_tokens() -> Any:
-    made = LmdeployPrefillBackend(2, SCALE, 512, 192, 64, 256, None)
-    device, table = torch.device("cpu"), torch.zeros(3, 1, dtype=torch.int32)
-    made.prepare_metadata(prefill_metadata(LENGTHS, block_table=table, dtype=torch.bfloat16, device=device))
-    return made
-
-
-def _operands() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(37, 2, width, generator=generator).bfloat16() for width in (256, 256, 256)]
-
-
 @pytest.mark.usefixtures("prefill")
-@pytest.mark.parametrize("given", [False, True])
-def test_prefill_conventions(given: bool, new_tokens: Any, kernel: Any) -> None:
-    q, k, v = _operands()
-    start = torch.tensor([0, 3, 3, 36])
-    want, _ = kernel(q[:36], k[:36], v[:36], start, start, SCALE, True)
-    out = torch.empty(37, 2, 256, dtype=torch.bfloat16) if given else None
-    result = new_tokens.run_prefill_new_tokens(q, k, v, False, out)
-    assert out is None or result.data_ptr() == out.data_ptr()
-    torch.testing.assert_close(result[:36], want)
-    assert bool((result[36:] == 0).all())
-
-
-@pytest.mark.usefixtures("prefill")
-def test_what_needs_an_lse_is_refused(new_tokens: Any) -> None:
-    q, k, v = _operands()
-    with pytest.raises(UnsupportedConfiguration, match="LSE"):
-        new_tokens.run_prefill_new_tokens(q, k, v, True)
-    with pytest.raises(UnsupportedConfiguration, match="LSE"):
-        new_tokens.run_prefill_context_chunk(0, q, k, v)
+@pytest.mark.parametrize("out", [False, True])
+def test_prefill_conventions(out: bool, serves_new_tokens: Any) -> None:
+    serves_new_tokens(LmdeployPrefillBackend, 192, 256, out)
 
 
 @pytest.mark.usefixtures("decode")
 @pytest.mark.parametrize("lengths", [(65, 0, 130), (1, 64, 63)])
 def test_decode_conventions(lengths: Any, decodes: Any) -> None:
     decodes(LmdeployDecodeBackend, 64, (1, 1, 1), lengths)
-
-
-@pytest.mark.usefixtures("decode")
-def test_says_what_it_does_not_do() -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "auto", 128, 256, 32, max_query_len=2)
-    reasons = LmdeployDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["block_size", "latent", "2", "LSE"]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +82,3 @@ def test_says_what_it_does_not_do() -> None:
 def test_says_which_head_dims_fit_hopper(nope: int, rope: int, value: int, fits: bool) -> None:
     dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
     assert LmdeployPrefillBackend.supports_mla_dimensions(dims) == fits
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (LmdeployInterpretedPrefill, LmdeployInterpretedDecode):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

@@ -51,12 +51,6 @@ def test_the_decorator_registers_its_class_and_returns_it(overridden: MLAPrefill
     assert overridden.get_path() == f"{Decorated.__module__}.Decorated"
 
 
-def test_clearing_twice_is_harmless(overridden: MLAPrefillBackendEnum) -> None:
-    overridden.clear_override()
-    overridden.clear_override()
-    assert overridden.get_class() is EagerPrefillBackend
-
-
 def test_decode_backends_have_an_enumeration_of_their_own() -> None:
     register_mla_decode_backend(MLADecodeBackendEnum.CUSTOM, PATH)
     try:

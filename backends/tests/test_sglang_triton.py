@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sglang_triton import (
     SGLangTritonDecodeBackend,
-    SGLangTritonInterpretedDecode,
-    SGLangTritonInterpretedPrefill,
     SGLangTritonPrefillBackend,
 )
 from mla_conformance.reference.dimensions import MLADimensions
@@ -75,21 +70,7 @@ def test_decode_conventions(lengths: Any, decode: Any, decodes: Any) -> None:
     decodes(SGLangTritonDecodeBackend, 32, (1, 1, 1), lengths)
 
 
-def test_several_query_tokens_are_refused(decode: Any, decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match="2 query tokens"):
-        decodes(SGLangTritonDecodeBackend, 32, (2, 2), (65, 130))
-
-
-def test_says_what_it_does_not_do(decode: Any) -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 16, 32, 8)
-    reasons = SGLangTritonDecodeBackend.validate_configuration(DeviceCapability(9, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["required", "kv_cache_dtype", "latent"]
+def test_values_need_more_than_32_columns() -> None:
     small, usual = (MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=v) for v in (32, 128))
     assert not SGLangTritonPrefillBackend.supports_mla_dimensions(small)
     assert SGLangTritonPrefillBackend.supports_mla_dimensions(usual)
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    for variant in (SGLangTritonInterpretedPrefill, SGLangTritonInterpretedDecode):
-        assert variant.supports_compute_capability(None) and variant.declaration.emulated
-        assert torch.bfloat16 not in variant.supported_dtypes

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend, SGLangTritonCacheInterpreted
+from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 
 _LABEL, _FOLDER = "sglang 0.5.23", "sglang/kernels/ops"
@@ -109,27 +107,3 @@ def test_what_is_not_declared_is_refused_before_it_is_written() -> None:
     with pytest.raises(UnsupportedConfiguration, match="dtype"):
         backend.run_write_latent(*latents, cache, torch.tensor([0]), ONE)
     assert not cache.any()
-
-
-@pytest.mark.parametrize(
-    ("change", "reasons"),
-    [
-        ({}, []),
-        ({"dequantise": True}, []),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, ["gathering fp8_ds_mla as it is not supported"]),
-        ({"kv_cache_dtype": "fp8_ds_mla", "dequantise": True}, []),
-        ({"call": "write_index"}, ["write_index not supported"]),
-        ({"compress_ratio": 4}, ["entries of several tokens not supported"]),
-    ],
-)
-def test_says_what_it_does_not_do(change: Any, reasons: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(SGLangTritonCacheBackend, "libraries", ())
-    config = MLACacheSelectorConfig("gather_latent", torch.bfloat16, "auto", 64, LATENT, ROPE)
-    said = SGLangTritonCacheBackend.validate_configuration(DeviceCapability(9, 0), config._replace(**change))
-    assert said == reasons
-
-
-def test_the_interpreted_kernels_are_for_a_cpu_and_count_as_emulated() -> None:
-    variant = SGLangTritonCacheInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.tokenspeed_mla import TokenspeedMLADecodeBackend, TokenspeedMLAPrefillBackend
 
 _PREFILL = "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill"
@@ -50,10 +48,9 @@ def decode_library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
         splits, workspace = max(1, min(32, 148 // requests // (tiles * 2))), a["workspace_buffer"]
         assert workspace.dtype == torch.int8 and workspace.numel() >= requests * 128 * tiles * splits * 513 * 4
         assert a["block_tables"].is_contiguous() and a["seq_lens"].dtype == torch.int32
-        lengths, page = a["seq_lens"].tolist(), cache.shape[1]
-        tables = [row[: -(-n // page)].tolist() for row, n in zip(a["block_tables"], lengths, strict=True)]
+        lengths = a["seq_lens"].tolist()
         sizes = [queries] * requests
-        output, lse = mla_kernel(q.flatten(0, 1), cache, lengths, sizes, tables, a["softmax_scale"])
+        output, lse = mla_kernel(q.flatten(0, 1), cache, lengths, sizes, a["block_tables"], a["softmax_scale"])
         return output.unflatten(0, (requests, queries)), (lse / math.log(2)).mT.unflatten(0, (requests, queries))
 
     function = recorded("tokenspeed-mla 2.0.4", _DECODE, call)
@@ -64,13 +61,6 @@ def decode_library(recorded: Any, installed: Any, mla_kernel: Any) -> None:
 @pytest.mark.parametrize(("queries", "lengths"), [((1, 1, 1), (65, 0, 130)), ((3, 3), (64, 129))])
 def test_conventions_of_decode(queries: Any, lengths: Any, decodes: Any) -> None:
     decodes(TokenspeedMLADecodeBackend, 32, queries, lengths)
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(TokenspeedMLADecodeBackend, "libraries", ())
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 1, 512, 64, max_query_len=2, dcp_world_size=2)
-    reasons = TokenspeedMLADecodeBackend.validate_configuration(DeviceCapability(10, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["kv_cache_dtype", "block_size", "several"]
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)

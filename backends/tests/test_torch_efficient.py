@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.torch_efficient import TorchEfficientPrefillBackend
 
 _ARGUMENTS = [a.name for a in torch.ops.aten._efficient_attention_forward.default._schema.arguments]
@@ -36,8 +35,3 @@ def operator(monkeypatch: Any, kernel: Any) -> None:
 @pytest.mark.usefixtures("operator")
 def test_conventions(conforms: Any) -> None:
     conforms(TorchEfficientPrefillBackend)
-
-
-def test_needs_a_gpu() -> None:
-    assert not TorchEfficientPrefillBackend.supports_compute_capability(None)
-    assert TorchEfficientPrefillBackend.supports_compute_capability(DeviceCapability(9, 0))

@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.decode import MLADecodeSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.triton_mla import (
     TritonMLADecodeBackend,
     TritonMLAFloat32Lse,
-    TritonMLAInterpreted,
     key_splits,
 )
 
@@ -34,8 +30,7 @@ def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Any:
         assert a["attn_logits"].shape == (*q.shape[:2], a["num_kv_splits"], 513)
         assert a["k_scale"] is a["v_scale"]
         lengths = a["b_seq_len"].tolist()
-        tables = [row[: -(-n // page)].tolist() for row, n in zip(a["req_to_token"], lengths, strict=True)]
-        output, lse = mla_kernel(q, cache[:, :, 0], lengths, [1] * len(q), tables, a["sm_scale"])
+        output, lse = mla_kernel(q, cache[:, :, 0], lengths, [1] * len(q), a["req_to_token"], a["sm_scale"])
         output[lse[0] == -math.inf] = math.nan
         a["o"].copy_(output)
         a["lse"].copy_(lse.mT)
@@ -63,26 +58,6 @@ def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, decodes: Any) -> None
 @pytest.mark.parametrize(("length", "splits"), [(1, 1), (1023, 1), (1024, 2), (1536, 4), (10**6, 264)])
 def test_keys_are_split_as_in_vllm(length: Any, splits: Any) -> None:
     assert key_splits(length, compute_units=132) == splits
-
-
-@pytest.mark.parametrize(("queries", "page", "said"), [((1, 2), 16, "different numbers"), ((1,), 8, "block_size 8")])
-def test_what_the_kernel_cannot_do_is_refused(queries: Any, page: Any, said: Any, calls: Any, decodes: Any) -> None:
-    with pytest.raises(UnsupportedConfiguration, match=said):
-        decodes(TritonMLADecodeBackend, page, queries, (40,) * len(queries))
-    assert not calls
-
-
-def test_says_what_it_does_not_do(calls: Any) -> None:
-    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 16, 32, 8, max_query_len=2, dcp_world_size=2)
-    reasons = TritonMLADecodeBackend.validate_configuration(DeviceCapability(8, 0), config)
-    assert [reason.split()[0] for reason in reasons] == ["several", "latent", "kv_cache_dtype"]
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    assert TritonMLAInterpreted.supports_compute_capability(None)
-    assert not TritonMLAInterpreted.supports_compute_capability(DeviceCapability(9, 0))
-    assert TritonMLAInterpreted.declaration.emulated and not TritonMLADecodeBackend.declaration.emulated
-    assert any("not certified" in deviation.adapter for deviation in TritonMLAInterpreted.declaration.deviations)
 
 
 def test_a_vllm_without_its_compiled_extension_says_what_is_missing(tmp_path: Any, monkeypatch: Any) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.trtllm_ragged import TrtllmRaggedPrefillBackend
 
 _FUNCTION = "flashinfer/prefill.py:trtllm_ragged_attention_deepseek"
@@ -39,16 +38,6 @@ def test_conventions(version: Any, dtype: Any, recorded: Any, installed: Any, ke
     call = recorded(version, _FUNCTION, _library(kernel, "0.7" in version))
     installed("flashinfer.prefill", trtllm_ragged_attention_deepseek=call)
     conforms(TrtllmRaggedPrefillBackend, dtype=dtype)
-
-
-def test_needs_blackwell() -> None:
-    supports = TrtllmRaggedPrefillBackend.supports_compute_capability
-    assert [supports(c) for c in (None, DeviceCapability(9, 0), DeviceCapability(10, 3), DeviceCapability(12, 0))] == [
-        False,
-        False,
-        True,
-        False,
-    ]
 
 
 def test_says_that_the_package_of_the_same_name_is_a_stub(monkeypatch: Any) -> None:

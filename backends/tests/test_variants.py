@@ -36,7 +36,22 @@ def test_an_override_has_no_variants() -> None:
         MLAPrefillBackendEnum.FLASH_ATTN.clear_override()
 
 
-@pytest.mark.parametrize("name", ["TRTLLM_RAGGED", "TOKENSPEED_MLA", "FLASHINFER[cutlass]"])
-def test_blackwell_only_kernels_say_so_on_hopper(name: Any) -> None:
-    reasons = unavailable_reasons(parse_reference(name), DeviceCapability(9, 0))
-    assert reasons[0] == "needs compute capability 10.x: this device has 9.0"
+@pytest.mark.parametrize(
+    ("name", "needed", "devices"),
+    [
+        ("VLLM_TOPK[decode]", "7.5 or newer", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]),
+        ("TRITON_MLA", "8.0 or newer", [(8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]),
+        ("TRITON_ATTN", "8.9 or newer", [(8, 9), (9, 0), (10, 3), (12, 0)]),
+        ("VLLM_TOPK[cooperative]", "9.0 or newer, but not 12.x", [(9, 0), (10, 3)]),
+        ("FLASHMLA", "9.0", [(9, 0)]),
+        ("FLASHINFER[cutlass]", "10.x", [(10, 3)]),
+        ("TRTLLM_RAGGED", "10.x", [(10, 3)]),
+        ("TOKENSPEED_MLA", "10.x", [(10, 3)]),
+    ],
+)
+def test_a_kernel_runs_on_the_devices_that_it_says(name: str, needed: str, devices: list[tuple[int, int]]) -> None:
+    backend, every = parse_reference(name), [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]
+    loaded = load_backend(backend)
+    assert [c for c in every if loaded.supports_compute_capability(DeviceCapability(*c))] == devices
+    said = unavailable_reasons(backend, DeviceCapability(7, 0))[0]
+    assert said == f"needs compute capability {needed}: this device has 7.0"

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.eager_cache import EagerCacheBackend
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.vllm_cache import VllmCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
@@ -169,27 +167,3 @@ def test_index_keys_are_gathered_from_any_token_on() -> None:
     _eager(128, 0, "fp8_index").run_write_index(_random(192, 128), cache, torch.arange(192))
     given = {**_gather(cache, ratio=2), "k": torch.zeros(77, 128).to(torch.float8_e4m3fn), "k_scale": torch.zeros(77)}
     _both("fp8_index", 128, 0, "pow2", "run_gather_index", given, ["k", "k_scale"])
-
-
-def test_says_what_it_does_not_do() -> None:
-    def reasons(call: str, layout: str, latent: int = 512, **asked: Any) -> list[str]:
-        asked = {"dtype": BF16, "block_size": 64, "qk_rope_head_dim": 64, "tile_scales": "pow2", **asked}
-        config = MLACacheSelectorConfig(call=call, kv_cache_dtype=layout, kv_lora_rank=latent, **asked)
-        return VllmCacheBackend.validate_configuration(DeviceCapability(9, 0), config)
-
-    assert reasons("gather_latent", "fp8_ds_mla", dequantise=True, tile_scales="float32") == []
-    assert reasons("write_latent", "fp8", slot_dtype=INT) == ["slots of torch.int32 not supported"]
-    assert reasons("write_latent", "fp8_ds_mla", dtype=torch.float32, tile_scales="float32") == [
-        "fp8_ds_mla of models in torch.float32 not supported",
-        "fp8_ds_mla with float32 scales not supported (writes pow2)",
-    ]
-    assert reasons("gather_latent", "fp8_ds_mla", dequantise=True, dtype=torch.float16) == [
-        "fp8_ds_mla becomes keys of 576 columns in torch.bfloat16 alone"
-    ]
-    assert reasons("gather_latent", "fp8", latent=16, dequantise=True) == [
-        "keys of 80 columns are not dequantised (supported: 320, 512, 576)"
-    ]
-    assert reasons("write_index", "fp8_index", latent=128, block_size=16) == [
-        "fp8_index in pages of 16 not supported (supported: 64)"
-    ]
-    assert reasons("global_slots", "auto") == ["global_slots not supported"]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.topk import MLATopKSelectorConfig, TopKMetadata
+from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.backends.vllm_topk import VllmTopKBackend
 
 _VARIANTS: Any = VllmTopKBackend.variants
@@ -84,23 +83,3 @@ def _selected(kernel: Any, logits: torch.Tensor, lengths: torch.Tensor, starts: 
     backend.prepare_metadata(TopKMetadata(lengths, starts, 640))
     found: torch.Tensor = backend.run_top_k_per_row(logits, 512)
     return found
-
-
-@pytest.mark.usefixtures("library")
-def test_a_kernel_of_fixed_columns_says_so() -> None:
-    config = MLATopKSelectorConfig(torch.bfloat16, 100, True)
-    for variant in ("persistent", "cooperative"):
-        assert _VARIANTS[variant].validate_configuration(DeviceCapability(9, 0), config) == [
-            "dtype torch.bfloat16 not supported",
-            "topk 100 not supported",
-            "rows that start elsewhere than at column 0 not supported",
-        ]
-
-
-def test_needs_clusters_or_what_the_wheel_has() -> None:
-    devices = [(7, 0), (7, 5), (9, 0), (10, 3), (12, 0)]
-    able = {
-        name: [c for c in devices if _VARIANTS[name].supports_compute_capability(DeviceCapability(*c))]
-        for name in ("decode", "cooperative")
-    }
-    assert able == {"decode": devices[1:], "cooperative": [(9, 0), (10, 3)]}

@@ -55,10 +55,11 @@ def test_validation_asks_both_kernels(world: Any) -> None:
     backend = world().backend
     assert validate(backend) == [] and validate(backend, kv_cache_dtype="fp8_ds_mla") == []
     assert validate(backend, use_mla=False) == ["non-MLA not supported"]
-    assert validate(backend, head_size=320, kv_cache_dtype="fp8_ds_mla")[0].startswith(
-        "an fp8_ds_mla entry holds L = 512"
+    assert "latents and rope keys of 512" in validate(backend, head_size=320, kv_cache_dtype="fp8_ds_mla")[0]
+    assert (
+        "bfloat16 or float16, got torch.float32"
+        in validate(backend, dtype=torch.float32, kv_cache_dtype="fp8_ds_mla")[-1]
     )
-    assert "16 bits, got torch.float32" in validate(backend, dtype=torch.float32, kv_cache_dtype="fp8_ds_mla")[-1]
     assert validate(backend, kv_cache_dtype="fp8_e4m3") == validate(backend, kv_cache_dtype="bfloat16") == []
     assert "expects a model of bfloat16" in validate(backend, dtype=torch.float16, kv_cache_dtype="bfloat16")[0]
     cpu_only = mla_backend(TorchSDPAPrefillBackend, None)

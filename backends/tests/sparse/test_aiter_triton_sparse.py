@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.aiter_triton_sparse import AiterTritonSparseBackend, AiterTritonSparseInterpreted
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
+from mla_conformance.backends.aiter_triton_sparse import AiterTritonSparseBackend
 
 _MODULE = "aiter.ops.triton.attention.unified_attention_sparse_mla"
 
@@ -33,27 +31,3 @@ def library(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) ->
 @pytest.mark.parametrize("page", [16, 64])
 def test_conventions(page: int, selects: Any) -> None:
     selects(AiterTritonSparseBackend, "auto", page=page, heads=16, lse=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "reasons"),
-    [
-        ({}, []),
-        ({"num_heads": 24}, ["24 heads not supported (supported: [16, 32, 48, 64, 80, 96, 112, 128])"]),
-        ({"block_size": 1}, ["block_size 1 not supported"]),
-        ({"lse": True}, ["LSE not declared"]),
-        ({"topk_length": True}, ["topk_length not supported"]),
-        ({"call": "prefill"}, ["sparse prefill not supported"]),
-    ],
-)
-def test_says_what_it_does_not_do(change: Any, reasons: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(AiterTritonSparseBackend, "libraries", ())
-    config = MLASparseSelectorConfig("decode", torch.bfloat16, "auto", 64, 512, 64, 16, 100, lse=False)
-    changed = config._replace(**change)
-    assert AiterTritonSparseBackend.validate_configuration(DeviceCapability(9, 0), changed) == reasons
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    variant = AiterTritonSparseInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes

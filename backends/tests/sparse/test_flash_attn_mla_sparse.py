@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.flash_attn_mla_sparse import FlashAttnMLASparseBackend
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _MODULE, _CALL = "vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func"
 _SIGNATURE = "vllm 0.33.0", f"vllm/vllm_flash_attn/flash_attn_interface.py:{_CALL}"
@@ -66,15 +64,3 @@ def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
     backend.run_sparse_decode(torch.zeros(1, 2, 576).bfloat16(), cache, torch.tensor(1.0), indices, False)
     assert calls[-1]["block_table"].tolist() == [[7, 2, 0, -1] if copied else [13, 4, 0, -1]]
     assert (calls[-1]["v"].data_ptr() != cache.data_ptr()) is copied and len(calls[-1]["v"]) == (8 if copied else 14)
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashAttnMLASparseBackend, "libraries", ())
-    config = MLASparseSelectorConfig("decode", torch.float32, "fp8", 64, 512, 64, 16, 64, sink=True)
-    assert FlashAttnMLASparseBackend.validate_configuration(DeviceCapability(9, 0), config) == [
-        "dtype torch.float32 not supported",
-        "sinks not supported",
-        "LSE not declared",
-        "kv_cache_dtype fp8 not supported",
-    ]
-    assert not FlashAttnMLASparseBackend.supports_compute_capability(DeviceCapability(10, 0))

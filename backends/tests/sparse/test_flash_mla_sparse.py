@@ -9,8 +9,6 @@ import torch
 
 from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _LABEL, _FILE = "sgl-flash-mla 1.0.0", "flash_mla/flash_mla_interface.py"
 _LAYOUTS = {656: "fp8_ds_mla", 584: "fp8_v4"}
@@ -81,31 +79,6 @@ def library(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) ->
 )
 def test_conventions(asked: Any, selects: Any) -> None:
     selects(FlashMLASparseBackend, **asked)
-
-
-_CONFIG = MLASparseSelectorConfig("decode", torch.bfloat16, "fp8_ds_mla", 64, 512, 64, 64, 64, tile_scales="pow2")
-
-
-@pytest.mark.parametrize(
-    ("change", "reasons"),
-    [
-        ({}, []),
-        ({"num_heads": 16}, ["16 heads not supported (supported: [64, 128])"]),
-        ({"tile_scales": "float32"}, ["fp8_ds_mla with float32 scales not supported (supported: pow2)"]),
-        ({"topk_length": True}, ["topk_length of lists over fp8_ds_mla not supported"]),
-        ({"qk_rope_head_dim": 0}, ["fp8_ds_mla of keys without a rope part not supported"]),
-        (
-            {"extra_kv_cache_dtype": "fp8_v4", "extra_topk": 64},
-            ["a second cache beside fp8_ds_mla not supported"],
-        ),
-        ({"kv_cache_dtype": "auto"}, ["kv_cache_dtype auto not supported"]),
-        ({"call": "prefill"}, ["topk 64 of a prefill not supported (supported: multiples of 128)"]),
-        ({"call": "prefill", "topk": 128, "topk_length": True, "sink": True}, []),
-    ],
-)
-def test_says_what_each_kernel_does_not_take(change: Any, reasons: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashMLASparseBackend, "libraries", ())
-    assert FlashMLASparseBackend.validate_configuration(DeviceCapability(9, 0), _CONFIG._replace(**change)) == reasons
 
 
 @pytest.mark.usefixtures("library")

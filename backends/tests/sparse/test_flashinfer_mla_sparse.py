@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.flashinfer_mla_sparse import FlashInferMLASparseBackend
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _FUNCTION = "flashinfer/mla/_core.py:trtllm_batch_decode_with_kv_cache_mla"
 
@@ -43,11 +41,3 @@ def library(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
 def test_conventions(length: Any, selects: Any) -> None:
     # What it returns without keys, its documentation does not say.
     selects(FlashInferMLASparseBackend, "auto", heads=2, topk=100, length=length, keyless=False)
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashInferMLASparseBackend, "libraries", ())
-    config = MLASparseSelectorConfig("prefill", torch.bfloat16, "auto", 1, 512, 64, 16, 64, sink=True)
-    reasons = FlashInferMLASparseBackend.validate_configuration(DeviceCapability(10, 0), config)
-    assert reasons == ["sparse prefill not supported", "sinks not supported"]
-    assert not FlashInferMLASparseBackend.supports_compute_capability(DeviceCapability(9, 0))

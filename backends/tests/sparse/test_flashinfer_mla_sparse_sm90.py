@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.flashinfer_mla_sparse_sm90 import FlashInferMLASparseSM90Backend
-from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _LABEL, _FOLDER = "flashinfer-python 0.7.2.post1", "flashinfer/mla/_batch_mla"
 _WRAPPER = f"{_FOLDER}/_wrapper.py:BatchMLAPagedAttentionWrapper"
@@ -77,16 +75,6 @@ def test_a_call_is_planned_for_its_own_lists(selects: Any) -> None:
     backend._sparse_metadata.query_lens_cpu = torch.ones(1, dtype=torch.int32)
     backend.run_sparse_prefill(q, cache, torch.tensor([[3, -1, 2]], dtype=torch.int32), False)
     assert backend._wrapper is wrapper and wrapper.planned["metadata"]["kv_indices"].tolist() == [3, 2]
-
-
-def test_says_what_it_does_not_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashInferMLASparseSM90Backend, "libraries", ())
-    config = MLASparseSelectorConfig("decode", torch.float16, "fp8", 64, 512, 64, 16, 64, sink=True)
-    assert FlashInferMLASparseSM90Backend.validate_configuration(DeviceCapability(9, 0), config) == [
-        "sinks not supported",
-        "kv_cache_dtype fp8 with queries of torch.float16 not supported",
-    ]
-    assert not FlashInferMLASparseSM90Backend.supports_compute_capability(DeviceCapability(10, 0))
 
 
 def test_a_version_before_the_metadata_object_says_so(installed: Any, monkeypatch: Any) -> None:

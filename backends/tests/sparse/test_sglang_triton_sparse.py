@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sglang_triton_sparse import (
     SGLangTritonSparseBackend,
     SGLangTritonSparseInterpreted,
     SGLangTritonSparseUnion2,
     SGLangTritonSparseUnion4,
 )
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _MODULE = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
 _FUNCTION = "sglang/kernels/ops/attention/dsa/triton_sparse_mla_prefill.py:sparse_mla_prefill"
@@ -70,30 +68,3 @@ def test_conventions(backend: Any, heads: int, length: bool, selects: Any) -> No
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_interpreted_kernel_is_launched_as_the_launcher_does(dtype: Any, length: bool, selects: Any) -> None:
     selects(SGLangTritonSparseInterpreted, None, heads=3, length=length, lse=False, dtype=dtype)
-
-
-_CONFIG = MLASparseSelectorConfig("prefill", torch.bfloat16, "auto", 1, 512, 64, 16, 128, lse=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "reasons"),
-    [
-        ({}, []),
-        ({"num_heads": 64}, ["64 heads not supported (supported: [8, 16])"]),
-        ({"topk": 100}, ["topk 100 not supported"]),
-        ({"topk_length": True}, ["topk_length not supported"]),
-        ({"duplicates": True}, ["lists that name a key twice not supported"]),
-        ({"lse": True}, ["LSE not declared"]),
-        ({"call": "decode"}, ["sparse decode not supported"]),
-    ],
-)
-def test_says_what_rows_do_not_share(change: Any, reasons: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(SGLangTritonSparseBackend, "libraries", ())
-    config, hopper = _CONFIG._replace(**change), DeviceCapability(9, 0)
-    assert SGLangTritonSparseUnion2.validate_configuration(hopper, config) == reasons
-
-
-def test_the_interpreted_kernel_is_for_a_cpu_and_counts_as_emulated() -> None:
-    variant = SGLangTritonSparseInterpreted
-    assert variant.supports_compute_capability(None) and variant.declaration.emulated
-    assert torch.bfloat16 not in variant.supported_dtypes
