@@ -23,7 +23,7 @@ def main(told: Sequence[str]) -> int:
         return NO_DEVICE
     search_current_folder()
     subject, case = Subject.of(reference, torch.device(device)), Case.parse(case_id)
-    if subject.unavailable or subject.missing_role(case) or subject.unsupported(case):
+    if subject.unavailable or subject.unsupported(case):
         return UNSUPPORTED
     seen = run_calls(subject.create(case), build_problem(case, subject.device))
     Path(marker).write_text(seen.error.error if seen.error else "", encoding="utf-8")

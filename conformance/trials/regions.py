@@ -38,4 +38,4 @@ def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
 
 
 def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
-    return [not (subject.missing_role(case) or subject.unsupported(case)) for case in cases]
+    return [not subject.unsupported(case) for case in cases]

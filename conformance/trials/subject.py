@@ -159,7 +159,9 @@ class Subject:
         return found
 
     def unsupported(self, case: Case) -> list[str]:
-        """What of ``case`` the backend declares unsupported."""
+        """Why no call of ``case`` can be made, or what of it the backend declares unsupported."""
+        if missing := self.missing_role(case):
+            return missing
         dtype = TORCH_DTYPES[case.dtype]
         if dtype is None:
             return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]

@@ -129,10 +129,8 @@ class Trial:
 
         Where refusals are what is judged, the procedure asks for the second.
         """
-        reasons = self.missing_role()
-        if not reasons and not find_capability(self.case.capability).probes_refusals:
-            reasons = self.unsupported()
-        if reasons:
+        probes = find_capability(self.case.capability).probes_refusals
+        if reasons := self.missing_role() if probes else self.unsupported():
             self.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
 
     def require_size(self) -> None:
