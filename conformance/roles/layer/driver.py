@@ -19,7 +19,7 @@ from mla_conformance.backends.layer.layer_config import (
     SpeculativeConfig,
     set_current_config,
 )
-from mla_conformance.roles.layer.call import Linear, PackedLinear
+from mla_conformance.roles.layer.weights import Linear, PackedLinear
 from mla_conformance.roles.layer.case import LayerCase, Order
 
 if TYPE_CHECKING:

@@ -1,0 +1,123 @@
+"""Cases of a sparse layer: hidden states in, hidden states out, both caches written and tokens selected on the way."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Call, at_least, one_of
+from mla_conformance.cases.grammar import CaseError, Data
+from mla_conformance.reference.entry_formats import TILE_SCALES
+from mla_conformance.roles.indexer.case import CODES, PLAIN
+from mla_conformance.roles.prepare.case import PAIRS
+
+INDEX_DIM = 128
+"""D, columns of an index key."""
+MOST_SELECTED = 64
+_USUAL_HEADS, _USUAL_TOPK = 64, 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayerCase(CachedCase):
+    """A question to a sparse layer.
+
+    Attributes:
+        decodes: requests that decode, which stand before those that prefill.
+        cache: layout of the latent cache.
+        index_cache: layout of the index cache.
+        index_scales: what the scales of its codes are.
+        index_heads: heads of the indexer.
+        topk: tokens that are selected for each query token.
+        pairs: what the indexer rotates together, columns R/2 apart or neighbours.
+        rope_last: whether it rotates the last R columns, not the first.
+        layer_pairs: what the layer rotates together.
+        shared: whether the layer has no indexer, and reuses the selection of an earlier one.
+        layout: of the hidden states.
+    """
+
+    role: ClassVar[Role] = Role.SPARSE_LAYER
+    calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_LAYER,)
+
+    dtype: str = one_of(("bf16", "fp16"), "bf16")
+    dims: str = "32-32-32-128"
+    page: int = at_least(1, 64)
+    data: str = one_of((Data.NORMAL,), Data.NORMAL)
+    cache: str = one_of(("auto", "fp8_ds_mla"), "auto")
+    decodes: int = at_least(0, 0)
+    index_cache: str = one_of((CODES, PLAIN), CODES)
+    index_scales: str = one_of(TILE_SCALES, "float32")
+    index_heads: int = at_least(2, 8)
+    topk: int = at_least(2, 16)
+    pairs: str = one_of(PAIRS, "halves")
+    rope_last: bool = False
+    layer_pairs: str = one_of(PAIRS, "neighbours")
+    shared: bool = False
+
+    @property
+    def is_merged(self) -> bool:
+        """One rank has all tokens."""
+        return False
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of each request, its new ones included."""
+        return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
+
+    @property
+    def q_lora_rank(self) -> int:
+        """Columns of the latent query, each of which is one of the index queries."""
+        return self.index_heads * INDEX_DIM
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of a hidden state: as many as are projected, or as the output has values."""
+        projected = self.q_lora_rank + sum(self.latent_dims) + INDEX_DIM + self.index_heads
+        return max(projected, self.heads * self.dimensions.v_head_dim)
+
+    @property
+    def key_elements(self) -> int:
+        """Those of the hidden state that an entry was made from."""
+        return self.hidden_size
+
+    @property
+    def profile(self) -> str:
+        """The entry that is driven."""
+        return self.call
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Beyond a plain cache of pages of 64 tokens."""
+        return (
+            *super().asks,
+            f"index_{self.index_cache}" if self.index_cache != CODES else "",
+            f"index_heads_{self.index_heads}" if self.index_heads != _USUAL_HEADS else "",
+            "topk" if self.topk != _USUAL_TOPK else "",
+            "shared" if self.shared else "",
+        )
+
+    def without(self, requests: range) -> dict[str, Any]:
+        """The fields that differ without these requests."""
+        return {**super().without(requests), "decodes": sum(index not in requests for index in range(self.decodes))}
+
+    def validate(self) -> None:
+        """Hold every field against what it may be, and against the other fields.
+
+        Raises:
+            CaseError: a value that it may not have, or that another field contradicts.
+        """
+        super().validate()
+        dims, rope = self.dimensions, self.dimensions.qk_rope_head_dim
+        if self.decodes > len(self.q):
+            raise CaseError(f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}")
+        if self.ranks > 1:
+            raise CaseError(f"field ranks: a sparse layer's cases are on one rank, got {self.ranks}")
+        if self.topk % 2 or self.topk > min(MOST_SELECTED, 4 * (self.index_heads - 1)):
+            raise CaseError(
+                f"field topk: expected an even number up to {MOST_SELECTED}, and 4 for each index head but one, got "
+                f"{self.topk} with {self.index_heads} heads"
+            )
+        if not 0 < rope <= INDEX_DIM or rope % 2 or max(dims.qk_nope_head_dim, dims.v_head_dim) > self.kv_lora_rank:
+            raise CaseError(
+                f"field dims: expected pairs to rotate in {INDEX_DIM} columns, and P and V up to L, since weights pick "
+                f"latents, got {self.dims}"
+            )
