@@ -40,23 +40,24 @@ class IndexerSpec:
     epsilon: float
 
 
-@dataclass(frozen=True)
-class IndexOperands:
-    """What scores are made of: q [T, H, D], k [T, 1, D], and the weights [T, H] float64 with all that scales them."""
-
-    q: Prepared
-    k: Prepared
-    weights: Tensor
+def index_keys(hidden: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
+    """Keys [T, D] of hidden states [T, hidden] at positions [T]: normalised, then rotated."""
+    k = Prepared.of(hidden.to(torch.float64) @ weights.wk.to(torch.float64))
+    return _turned(layer_norm(k, weights.k_norm, weights.k_norm_bias, spec.epsilon), positions, spec)
 
 
-def index_operands(
-    hidden: Tensor, query_latent: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec
-) -> IndexOperands:
-    """Queries, keys and weights of hidden states [T, hidden] with normalised latents [T, Lq] at positions [T]."""
-    h, (heads, width) = hidden.to(torch.float64), weights.wq_b.shape[1:]
-    table, first = spec.rotation.table(positions), (width - spec.rotation.dim) * spec.rope_last
+def index_queries(query_latent: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:
+    """Rotated queries [T, H, D] of normalised latents [T, Lq] at positions [T]."""
     q = torch.einsum("tl,lhd->thd", query_latent.to(torch.float64), weights.wq_b.to(torch.float64))
-    k = (h @ weights.wk.to(torch.float64)).unsqueeze(1)
-    normed = layer_norm(Prepared.of(k), weights.k_norm, weights.k_norm_bias, spec.epsilon)
-    turned = (rotated(x, table, first, spec.rotation.interleaved) for x in (Prepared.of(q), normed))
-    return IndexOperands(*turned, h @ weights.weights_proj.to(torch.float64) * (heads * width) ** -0.5)
+    return _turned(Prepared.of(q), positions, spec)
+
+
+def index_weights(hidden: Tensor, weights: IndexerWeights) -> Tensor:
+    """[T, H] float64 weights of the heads with all that scales a score."""
+    scale = weights.wq_b[0].numel() ** -0.5
+    return hidden.to(torch.float64) @ weights.weights_proj.to(torch.float64) * scale
+
+
+def _turned(x: Prepared, positions: Tensor, spec: IndexerSpec) -> Prepared:
+    first = (x.values.shape[-1] - spec.rotation.dim) * spec.rope_last
+    return rotated(x, spec.rotation.table(positions), first, spec.rotation.interleaved)

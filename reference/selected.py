@@ -36,7 +36,8 @@ def selected_attention(
 ) -> AttentionState:
     """Attention of each query to the keys of its list.
 
-    q: [T, N, D]. k: [S, 1, D] for all heads, or [S, N, D]. v: [S, 1 or N, V]; any float dtype. selected: [T, K] integers, rows of k and v, or -1.
+    q: [T, N, D]. k: [S, 1, D] for all heads, or [S, N, D]. v: [S, 1, V] or [S, N, V]; any float dtype. selected:
+    [T, K] integers, rows of k and v, or -1.
     scale: factor of the logits. sink: [N], the logit of each head's sink, natural; None without. rows: ascending query
     numbers; None for all. Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a
     row's list does not name have no influence on it, NaN included. Raises ValueError for shapes that do not fit

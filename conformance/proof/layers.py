@@ -19,7 +19,7 @@ from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
 from mla_conformance.reference.index_scores import index_scores
 from mla_conformance.reference.kv_cache import PagedContext, write_latents
 from mla_conformance.reference.layer import LayerSpec, latents, mla_layer, query_latent
-from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_operands
+from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_keys, index_queries, index_weights
 from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
@@ -212,11 +212,11 @@ class GoldenLayer:
         rotation = replace(spec.rotation, interleaved=form.interleaved)
         index = IndexerSpec(rotation=rotation, rope_last=form.rope_last, epsilon=form.epsilon)
         q_c = query_latent(self.hidden, weights, spec)[:, : spec.dims.q_lora_rank]
-        found = index_operands(self.hidden, q_c, self._positions, golden_index_weights(self.theirs), index)
+        own, rows = golden_index_weights(self.theirs), slice(start, end)
+        q = index_queries(q_c[rows], self._positions[rows], own, index)
+        k = index_keys(self.hidden[:end], self._positions[:end], own, index)
         starts = {"query_start_loc": (0, end - start), "key_start_loc": (0, end)}
-        return index_scores(
-            found.q.values[start:end], found.weights[start:end], found.k.values[:end, 0], **starts
-        ).scores
+        return index_scores(q.values, index_weights(self.hidden[rows], own), k.values, **starts).scores
 
     @property
     def _positions(self) -> Tensor:

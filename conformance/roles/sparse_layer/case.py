@@ -22,6 +22,7 @@ class SparseLayerCase(CachedCase):
     """A question to a sparse layer.
 
     Attributes:
+        data: what latents are like; of a cache of codes they are always whole numbers, which it stores as they are.
         decodes: requests that decode, which stand before those that prefill.
         cache: layout of the latent cache.
         index_cache: layout of the index cache.
@@ -41,13 +42,13 @@ class SparseLayerCase(CachedCase):
     dtype: str = one_of(("bf16", "fp16"), "bf16")
     dims: str = "32-32-32-128"
     page: int = at_least(1, 64)
-    data: str = one_of((Data.NORMAL,), Data.NORMAL)
+    data: str = one_of((Data.NORMAL, Data.INTEGERS), Data.NORMAL)
     cache: str = one_of(("auto", "fp8_ds_mla"), "auto")
     decodes: int = at_least(0, 0)
     index_cache: str = one_of((CODES, PLAIN), CODES)
     index_scales: str = one_of(TILE_SCALES, "float32")
-    index_heads: int = at_least(2, 8)
-    topk: int = at_least(2, 16)
+    index_heads: int = at_least(2, 4)
+    topk: int = at_least(2, 8)
     pairs: str = one_of(PAIRS, "halves")
     rope_last: bool = False
     layer_pairs: str = one_of(PAIRS, "neighbours")
@@ -106,6 +107,8 @@ class SparseLayerCase(CachedCase):
             CaseError: a value that it may not have, or that another field contradicts.
         """
         super().validate()
+        if self.index_cache == PLAIN and self.index_scales != "float32":
+            raise CaseError(f"field index_scales: an index cache of {PLAIN} has no scales, got {self.index_scales}")
         dims, rope = self.dimensions, self.dimensions.qk_rope_head_dim
         if self.decodes > len(self.q):
             raise CaseError(f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}")

@@ -10,18 +10,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.layer import query_latent
-from mla_conformance.reference.layer_index import IndexOperands, index_operands
+from mla_conformance.reference.layer_index import index_keys, index_queries, index_weights
 from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
-from mla_conformance.roles.sparse_layer.topics import WIDTH, Topics, drawn_blocks, stacked
-from mla_conformance.roles.sparse_layer.weights import DrawnLayer, placing
+from mla_conformance.roles.sparse_layer.topics import Topics, drawn_blocks, stacked
+from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put
 
-MARGIN = 0.25
+MARGIN = 0.5
 """Of the best score of a row, how far the last selected token stands above the best that is left out."""
 _WEIGHTS_SEED = 39
 _LARGER = 4.0
@@ -61,63 +62,56 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
     def hidden(self) -> Tensor:
         """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others."""
         case, layer, tokens = self.case, self.layer, len(self.positions)
-        drawn = torch.randn(tokens, case.hidden_size, generator=self.generator, dtype=torch.float64)
+        known = self._normed_latents(tokens)
+        drawn = torch.randn(tokens, case.hidden_size, generator=self.generator).double()
         keys = [topics.keys(n, INDEX_DIM, self.generator) for topics, n in zip(self.topics, case.totals, strict=True)]
-        drawn = _put(drawn, layer.weights.W_DKV, self._normed_latents(tokens))
-        drawn = _put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
+        drawn = put(drawn, layer.weights.W_DKV, known)
+        drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
         asked, weights = self._asked(drawn)
-        drawn = _put(drawn, layer.weights.W_DQ, asked)
-        return _put(drawn, layer.index.weights_proj, weights).to(self.dtype)
+        drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
+        return drawn.to(self.dtype)
 
     def _normed_latents(self, tokens: int) -> Tensor:
         """[S, L] of a root mean square that is a power of two; of a cache of codes they are codes."""
         columns = self.case.kv_lora_rank
-        if self.case.holds_codes and columns % WIDTH == 0:
+        if self.case.holds_codes or self.case.data == Data.INTEGERS:
             return _LARGER * drawn_blocks(tokens, columns, self.generator)
         return _of_one_size(torch.randn(tokens, columns, generator=self.generator, dtype=torch.float64))
 
     def _asked(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """What latent queries [S, Lq] and weights [S, H] are to be; of tokens that ask nothing any."""
-        case, heads = self.case, self.case.index_heads
-        q = torch.randn(len(drawn), heads, INDEX_DIM, generator=self.generator, dtype=torch.float64)
-        weights = torch.ones(len(drawn), heads, dtype=torch.float64)
-        keys = self._index(drawn.to(self.dtype), q.new_zeros(len(drawn), case.q_lora_rank)).k.values[:, 0]
+        """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""
+        case, form, found = self.case, self.layer.index_spec, []
+        keys = index_keys(drawn, self.positions, self.layer.index, form).values.to(self.dtype).double()
         for topics, rows, kv in zip(self.topics, segments(start_loc(case.totals)), case.kv, strict=True):
             directions = topics.directions(keys[rows])
-            found = [
-                topics.query(bound, case.topk, heads, directions, self.generator)
-                for bound in range(kv + 1, rows.stop - rows.start + 1)
-            ]
-            q[rows.start + kv : rows.stop], weights[rows.start + kv : rows.stop] = stacked(found)
-        assert self.layer.weights.q_norm is not None
-        before = self._turned_back(q).flatten(1) @ placing(self.layer.index.wq_b.flatten(1))
-        return _of_one_size(before / self.layer.weights.q_norm), weights
-
-    def _turned_back(self, q: Tensor) -> Tensor:
-        """[S, H, D] before their rotation."""
-        form = self.layer.index_spec
+            sizes = case.topk, case.index_heads
+            bounds = range(kv + 1, rows.stop - rows.start + 1)
+            found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
+        q, weights = stacked(found)
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
-        return rotated(Prepared.of(q), form.rotation.table(-self.positions), first, form.rotation.interleaved).values
-
-    def _index(self, hidden: Tensor, q_c: Tensor) -> IndexOperands:
-        return index_operands(hidden, q_c, self.positions, self.layer.index, self.layer.index_spec)
+        back = form.rotation.table(-self.positions[self.new])
+        before = rotated(Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
+        normed = put(torch.zeros_like(before), self.layer.index.wq_b.flatten(1), before)
+        assert self.layer.weights.q_norm is not None
+        return _of_one_size(normed / self.layer.weights.q_norm), weights
 
     @cached_property
     def query_latent(self) -> Tensor:
-        """[S, Lq] float64, as the model's dtype holds it."""
-        return query_latent(self.hidden, self.layer.weights, self.layer.spec).to(self.dtype).double()
+        """[T, Lq] float64 of the new tokens, as the model's dtype holds it."""
+        return query_latent(self.hidden[self.new], self.layer.weights, self.layer.spec).to(self.dtype).double()
 
     @cached_property
-    def index(self) -> IndexOperands:
-        """Of all tokens, before they are stored."""
-        return self._index(self.hidden, self.query_latent)
+    def keys(self) -> Tensor:
+        """[S, D] float64 index keys."""
+        return index_keys(self.hidden, self.positions, self.layer.index, self.layer.index_spec).values
 
     @cached_property
     def scores(self) -> IndexScores:
         """Of the new tokens, which see those before them and their own."""
-        q, k = self.index.q.values[self.new], self.index.k.values[:, 0]
+        layer, new = self.layer, self.new
+        q = index_queries(self.query_latent, self.positions[new], layer.index, layer.index_spec).values
         starts = {"query_start_loc": self.counted, "key_start_loc": start_loc(self.case.totals)}
-        return index_scores(q, self.index.weights[self.new], k, **starts)
+        return index_scores(q, index_weights(self.hidden[new], layer.index), self.keys, **starts)
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -153,9 +147,3 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 def _of_one_size(x: Tensor) -> Tensor:
     """Rows of one root mean square, a power of two."""
     return _LARGER * x / x.square().mean(dim=-1, keepdim=True).sqrt()
-
-
-def _put(hidden: Tensor, picks: Tensor, values: Tensor) -> Tensor:
-    """Hidden states [S, hidden] of which weights [hidden, out] pick these values [S, out]."""
-    picked = (picks != 0).any(dim=1)
-    return hidden.masked_fill(picked, 0.0) + values @ placing(picks)

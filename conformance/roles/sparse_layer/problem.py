@@ -113,7 +113,7 @@ class SparseLayerBatch(HiddenStates):
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
-        asked = queries(self.query_latent[self.new], self.positions[self.new], w, self.layer.spec)
+        asked = queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
         k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
         found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
         q, k, v = (x.to(self.device) for x in found)
@@ -126,7 +126,7 @@ class SparseLayerBatch(HiddenStates):
     @cached_property
     def _index_cache(self) -> _Cache:
         """In blocks of its own."""
-        keys = self.index.k.values[:, 0].to(self.dtype)
+        keys = self.keys.to(self.dtype)
         same = {name: getattr(self.case, name) for name in ("dtype", "q", "kv", "page", "pad", "poison", "inflate")}
         case = IndexerCase(
             capability=Call.INDEX_TOPK,

@@ -21,7 +21,6 @@ _DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
 """Size of a decoy's query, and its weight."""
 _BLOCK = (7, *[2] * 16, *[1] * 15)
 """Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
-WIDTH = 2 * len(_BLOCK)
 
 
 def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -30,7 +29,7 @@ def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     Divided by a power of two they are e4m3 codes under the scale of a largest magnitude of 7.
     """
     block = torch.tensor([*_BLOCK, *(-x for x in _BLOCK)], dtype=torch.float64)
-    order = torch.rand(rows, columns // WIDTH, WIDTH, generator=generator).argsort(dim=-1)
+    order = torch.rand(rows, columns // len(block), len(block), generator=generator).argsort(dim=-1)
     return block[order].flatten(1)
 
 

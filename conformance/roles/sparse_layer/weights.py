@@ -59,7 +59,7 @@ class DrawnLayer:
             wq_b=_picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.index_heads, INDEX_DIM)),
             wk=wk,
             k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
-            k_norm_bias=_powers(INDEX_DIM, (-0.5, 0.0, 0.5), generator),
+            k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
             weights_proj=weights_proj,
         )
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
@@ -95,9 +95,10 @@ class DrawnLayer:
         )
 
 
-def placing(picks: Tensor) -> Tensor:
-    """[out, in] that puts what weights [in, out] are to pick where they pick it."""
-    return torch.where(picks != 0, 1 / picks, 0.0).mT
+def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
+    """Rows [T, in] of which weights [in, out] pick these values [T, out]; other columns stay as they are."""
+    rows = picks.abs().argmax(dim=0)
+    return x.index_copy(1, rows, values / picks[rows, torch.arange(picks.shape[1])])
 
 
 def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
