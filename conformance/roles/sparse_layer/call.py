@@ -11,7 +11,7 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.cached_batch import regrouped_metadata
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import rows_of, start_loc
+from mla_conformance.problems.operands import rows_of, segments, start_loc
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
@@ -51,6 +51,12 @@ class SparseLayerCall(AttentionCall):
     def returns_lse(self) -> bool:
         """A layer returns none."""
         return False
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """The longest list of each request."""
+        counts = (self.selected >= 0).sum(dim=1).tolist()
+        return tuple(max(counts[rows], default=0) for rows in segments(self.query_start_loc))
 
     def owned(self) -> dict[str, torch.Tensor]:
         """The operands, the weights, and every tensor of the metadata; what is written is compared by itself."""
@@ -104,9 +110,13 @@ class SparseLayerCall(AttentionCall):
         backend.prepare_metadata(self.metadata)
 
     def invoke(self, backend: MLASparseLayerBackend, out: Guarded | None) -> Any:
-        """The call, on memory as it was before; its result by heads and values, as the output's weights pick them."""
+        """The call, on memory as it was before."""
         for image in self.written.values():
             image.reset()
+        return self.run(backend)
+
+    def run(self, backend: MLASparseLayerBackend) -> Any:
+        """The call on memory as it is; its result by heads and values, as the output's weights pick them."""
         caches = {"index_kv_cache": None, **{name: image.cache for name, image in self.written.items()}}
         result = backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
         hidden = self.weights.o_proj.shape[0]

@@ -60,6 +60,16 @@ class SparseLayerCase(CachedCase):
         return False
 
     @property
+    def is_causal(self) -> bool:
+        """No: the lists alone say what is seen."""
+        return False
+
+    @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Tokens that a row of each request selects at most."""
+        return tuple(min(self.topk, total) for total in self.totals)
+
+    @property
     def totals(self) -> tuple[int, ...]:
         """Tokens of each request, its new ones included."""
         return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))

@@ -16,7 +16,7 @@ class SelectedLists:
     Attributes:
         cache: what the layer is handed, [T or more, K] int32.
         before: the bytes of its storage before the call.
-        lists: [n, K] int32, what the first n rows must name, in any order; of a layer without an indexer as handed over.
+        lists: [n, K] int32, what the first n rows must name, in any order.
         free: [n] bool, rows that no layer need read.
         padding: rows behind them that may hold anything.
         kept: whether the layer may not write at all.
