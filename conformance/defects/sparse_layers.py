@@ -137,6 +137,15 @@ class SharedBufferCleared(EagerSparseLayerBackend):
         return output
 
 
+@known_defect("sparse-layer-shared-taken-for-dense", killed_by="sparse_layer_shared_indices")
+class SharedTakenForDense(_WithLists):
+    """A layer without an indexer attends to every token up to a row's own."""
+
+    def _changed(self, lists):
+        bounds = bounds_of(self._metadata.attention)
+        return self._all_up_to(lists, bounds, (bounds > 0) & self.config.skip_topk)
+
+
 @known_defect("sparse-layer-shared-rows-of-prefills-from-zero", killed_by="sparse_layer_shared_indices")
 class SharedRowsFromZero(_WithLists):
     """A layer without an indexer takes the lists of its prefills from the beginning of the buffer."""
@@ -218,6 +227,25 @@ class KeysRotatedOtherwise(EagerSparseLayerBackend):
             return super()._index_rope(x, turns)
         part, rest = x.tensor_split([turns.shape[1]], dim=-1)
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
+
+
+@known_defect("sparse-layer-index-keys-in-rmsnorm", killed_by="sparse_layer")
+class KeysInRMSNorm(EagerSparseLayerBackend):
+    """Index keys pass through an RMSNorm, which leaves their mean in them."""
+
+    def _index_key(self, hidden, turns):
+        own, key = self._index_weights, (hidden @ self._index_weights.wk.mT).float()
+        size = (key.square().mean(dim=-1, keepdim=True) + self.config.preparation.eps).sqrt()
+        normed = (key / size * own.k_norm_weight + own.k_norm_bias).to(hidden.dtype)
+        return self._index_rope(normed.unsqueeze(1), turns)[:, 0]
+
+
+@known_defect("sparse-layer-indexer-not-rotated", killed_by="sparse_layer")
+class IndexerNotRotated(EagerSparseLayerBackend):
+    """Neither queries nor keys of the indexer are rotated."""
+
+    def _index_rope(self, x, turns):
+        return x
 
 
 @known_defect("sparse-layer-index-norm-without-bias", killed_by="sparse_layer")

@@ -15,6 +15,7 @@ MOST_TOKENS = 80
 """Tokens of a request that are of a topic, so that their keys are independent of one another."""
 _OTHERS = 2
 """Different keys of the tokens that are of none."""
+_MOST_MEAN = 3
 _ASIDE = -0.1
 """What a topic's query and the key of another token make."""
 _DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
@@ -51,12 +52,15 @@ class Topics:
         return Topics(torch.cat((torch.arange(first), rest.sort().values)))
 
     def keys(self, total: int, columns: int, generator: torch.Generator) -> Tensor:
-        """[total, columns] integers: keys before their norm; tokens that are of no topic have one of two."""
+        """[total, columns] integers: keys before their norm, each around a mean of its own.
+
+        Tokens that are of no topic have one of two.
+        """
         own = drawn_blocks(total, columns, generator)
         others = torch.ones(total, dtype=torch.bool).index_fill(0, self.tokens, False)
         few = drawn_blocks(_OTHERS, columns, generator)
         own[others] = few[torch.arange(int(others.sum())) % _OTHERS]
-        return own
+        return own + torch.randint(-_MOST_MEAN, _MOST_MEAN + 1, (total, 1), generator=generator)
 
     def directions(self, keys: Tensor) -> Tensor:
         """[topics, D] queries that score 1 for the tokens of a topic, by all keys [total, D] of the request."""

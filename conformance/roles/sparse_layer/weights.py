@@ -52,7 +52,7 @@ class DrawnLayer:
             W_KR=w_kr,
             W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
             W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
-            q_norm=_powers(case.q_lora_rank, (0.5, 1.0, 2.0), generator),
+            q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
             kv_norm=_powers(latent, (1.0, 2.0), generator),
         )
         index = IndexerWeights(
