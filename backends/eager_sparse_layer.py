@@ -4,7 +4,7 @@ Every row takes the sparse route, however few tokens it sees. Like its twins it 
 override a step, and never counts as certified.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +36,7 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: object) -> None:
         super().__init__(config, vllm_config)
-        head = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
+        head: dict[str, Any] = {"kv_lora_rank": config.kv_lora_rank, "qk_rope_head_dim": config.qk_rope_head_dim}
         width, layout = config.preparation.head_dim, config.index_kv_cache_dtype
         self._latents = EagerCacheBackend(
             **head, kv_cache_dtype=config.kv_cache_dtype, tile_scales=config.tile_scales, vllm_config=None

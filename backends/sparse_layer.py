@@ -24,7 +24,7 @@ from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 
 @dataclass
-class IndexerWeights:
+class SparseIndexerWeights:
     """Weights of an indexer, matrices [out, in] of the model's dtype, those of the norm float32.
 
     Attributes:
@@ -64,7 +64,7 @@ class SparseLayerWeights:
     kv_a_layernorm: torch.Tensor
     kv_b_proj: torch.Tensor
     o_proj: torch.Tensor
-    indexer: IndexerWeights | None
+    indexer: SparseIndexerWeights | None
 
 
 @dataclass

@@ -8,6 +8,7 @@ Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +46,9 @@ def selected_attention(
     """
     _check(q, k, v, selected, sink)
     if k.shape[1] > 1:
-        parts = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
-        options = {"scale": scale, "with_terms": with_terms, "with_key_terms": with_key_terms, "rows": rows}
-        state = definition.concatenate([selected_attention(*part, selected, **options) for part in parts], heads=True)
+        state = _by_head(
+            q, k, v, selected, scale=scale, with_terms=with_terms, with_key_terms=with_key_terms, rows=rows
+        )
         return state if sink is None else with_sink(state, sink)
     chosen = torch.arange(len(q), device=q.device) if rows is None else torch.tensor(rows, device=q.device)
     parts, order = [], []
@@ -58,6 +59,12 @@ def selected_attention(
     back = torch.cat(order).argsort()
     state = definition.concatenate(parts).map(lambda x: x[back])
     return state if sink is None else with_sink(state, sink)
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, **options: Any) -> AttentionState:
+    """The states of all heads, each with keys of its own."""
+    heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
+    return definition.concatenate([selected_attention(x, y, z, selected, **options) for x, y, z in heads], heads=True)
 
 
 def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:

@@ -49,7 +49,13 @@ class SparseLayerGraph:
         case, draw = self._trial.case, Random(f"{self._trial.case.id}|{requests}|{seed}")
         kv = tuple(draw.choice((length, length // 2)) for length in draw.sample(case.kv, requests))
         padding = len(case.q) - requests
-        other = {"q": (1,) * requests, "kv": kv, "decodes": requests, "pad": padding, "seed": case.seed + seed}
+        other: dict[str, Any] = {
+            "q": (1,) * requests,
+            "kv": kv,
+            "decodes": requests,
+            "pad": padding,
+            "seed": case.seed + seed,
+        }
         return self._trial.build(replace(case, **other))
 
     def judge(self, problem: Problem, step: str) -> None:

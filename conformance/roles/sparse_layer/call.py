@@ -82,7 +82,7 @@ class SparseLayerCall(AttentionCall):
         on = rows.to(self.q.device)
         attention, index = (regrouped_metadata(each, requests) for each in (metadata.attention, metadata.index))
         starts = start_loc(attention.query_lens_cpu.tolist())
-        slots = (each[on] for each in (metadata.slot_mapping, metadata.index_slot_mapping))
+        latent_slots, index_slots = (each[on] for each in (metadata.slot_mapping, metadata.index_slot_mapping))
         decodes = sum(request < metadata.num_decodes for request in requests)
         written = {
             name: image.with_only(rows) if isinstance(image, CacheImage) else image.with_only(rows, starts)
@@ -93,7 +93,7 @@ class SparseLayerCall(AttentionCall):
             self,
             **per_row,
             query_start_loc=starts,
-            metadata=MLASparseLayerMetadata(attention, index, *slots, decodes),
+            metadata=MLASparseLayerMetadata(attention, index, latent_slots, index_slots, decodes),
             written=written,
         )
 
@@ -117,7 +117,8 @@ class SparseLayerCall(AttentionCall):
 
     def run(self, backend: MLASparseLayerBackend) -> Any:
         """The call on memory as it is; its result by heads and values, as the output's weights pick them."""
-        caches = {"index_kv_cache": None, **{name: image.cache for name, image in self.written.items()}}
+        caches: dict[str, Any] = {"index_kv_cache": None}
+        caches |= {name: image.cache for name, image in self.written.items()}
         result = backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
         hidden = self.weights.o_proj.shape[0]
         if not isinstance(result, torch.Tensor) or result.shape != (len(self.hidden_states), hidden):

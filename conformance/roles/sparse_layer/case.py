@@ -14,6 +14,7 @@ from mla_conformance.roles.prepare.case import PAIRS
 INDEX_DIM = 128
 """D, columns of an index key."""
 MOST_SELECTED = 64
+LATENTS = (Data.NORMAL, Data.INTEGERS)
 _USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
 
@@ -23,16 +24,16 @@ class SparseLayerCase(CachedCase):
 
     Attributes:
         data: what latents are like; of a cache of codes they are always whole numbers, which it stores as they are.
-        decodes: requests that decode, which stand before those that prefill.
+        decodes: requests that decode; they stand first.
         cache: layout of the latent cache.
         index_cache: layout of the index cache.
-        index_scales: what the scales of its codes are.
+        index_scales: of its codes.
         index_heads: heads of the indexer.
-        topk: tokens that are selected for each query token.
-        pairs: what the indexer rotates together, columns R/2 apart or neighbours.
-        rope_last: whether it rotates the last R columns, not the first.
+        topk: tokens selected for each query token.
+        pairs: what the indexer rotates together.
+        rope_last: whether it rotates the last columns.
         layer_pairs: what the layer rotates together.
-        shared: whether the layer has no indexer, and reuses the selection of an earlier one.
+        shared: whether it reuses the selection of an earlier layer.
         layout: of the hidden states.
     """
 
@@ -42,7 +43,7 @@ class SparseLayerCase(CachedCase):
     dtype: str = one_of(("bf16", "fp16"), "bf16")
     dims: str = "32-32-32-128"
     page: int = at_least(1, 64)
-    data: str = one_of((Data.NORMAL, Data.INTEGERS), Data.NORMAL)
+    data: str = one_of(LATENTS, Data.NORMAL)
     cache: str = one_of(("auto", "fp8_ds_mla"), "auto")
     decodes: int = at_least(0, 0)
     index_cache: str = one_of((CODES, PLAIN), CODES)
@@ -124,9 +125,10 @@ class SparseLayerCase(CachedCase):
             raise CaseError(f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}")
         if self.ranks > 1:
             raise CaseError(f"field ranks: a sparse layer's cases are on one rank, got {self.ranks}")
-        if self.topk % 2 or self.topk > min(MOST_SELECTED, 4 * (self.index_heads - 1)):
+        asking = self.index_heads - 1
+        if self.topk % 2 or not 2 * asking <= self.topk <= min(MOST_SELECTED, 4 * asking):
             raise CaseError(
-                f"field topk: expected an even number up to {MOST_SELECTED}, and 4 for each index head but one, got "
+                f"field topk: expected an even number up to {MOST_SELECTED}, 2 to 4 for each index head but one, got "
                 f"{self.topk} with {self.index_heads} heads"
             )
         if not 0 < rope <= INDEX_DIM or rope % 2 or max(dims.qk_nope_head_dim, dims.v_head_dim) > self.kv_lora_rank:

@@ -25,6 +25,8 @@ from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put
 MARGIN = 0.5
 """Of the best score of a row, how far the last selected token stands above the best that is left out."""
 _WEIGHTS_SEED = 39
+_LEAST = 2.0**-6
+"""Of a latent, so that none is a subnormal number."""
 _LARGER = 4.0
 """Latents and keys before their norms, so that its epsilon is nothing beside them."""
 
@@ -68,6 +70,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         drawn = put(drawn, layer.weights.W_DKV, known)
         drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
         asked, weights = self._asked(drawn)
+        assert layer.weights.W_DQ is not None
         drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
         return drawn.to(self.dtype)
 
@@ -76,7 +79,8 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         columns = self.case.kv_lora_rank
         if self.case.holds_codes or self.case.data == Data.INTEGERS:
             return _LARGER * drawn_blocks(tokens, columns, self.generator)
-        return _of_one_size(torch.randn(tokens, columns, generator=self.generator, dtype=torch.float64))
+        drawn = torch.randn(tokens, columns, generator=self.generator, dtype=torch.float64)
+        return _of_one_size(torch.copysign(drawn.abs().clamp(min=_LEAST), drawn))
 
     def _asked(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""

@@ -8,7 +8,7 @@ from mla_conformance.cases.case import Layout
 from mla_conformance.cases.grammar import Fields, Lengths, each
 from mla_conformance.roles.prepare.case import PAIRS
 
-_TILES = {"cache": "fp8_ds_mla", "dims": "32-64-32-512"}
+_TILES: dict[str, Any] = {"cache": "fp8_ds_mla", "dims": "32-64-32-512"}
 _TWO = {"topk": 2, "index_heads": 2}
 
 
@@ -56,12 +56,12 @@ def conventions() -> Iterator[Fields]:
     for pairs, rope_last, layer_pairs in product(PAIRS, (False, True), PAIRS):
         turned = {"pairs": pairs, "rope_last": rope_last, "layer_pairs": layer_pairs}
         yield step((1, 5), (38, 21), 1, **turned)
-    yield step((1, 5), (38, 21), 1, dims="32-126-32-128", index_scales="pow2")
+    yield step((1, 5), (38, 21), 1, dims="64-126-64-128", index_scales="pow2")
 
 
 def caches() -> Iterator[Fields]:
     """Layouts of both caches, pages, what stands around the entries of a request, and rows of padding."""
-    mixed = (1, 1, 5), (63, 70, 59), 2
+    mixed: Any = (1, 1, 5), (63, 70, 59), 2
     yield step(*mixed, **_TILES, poison="large")
     yield step(*mixed, **_TILES, scales="pow2", index_scales="pow2")
     yield step(*mixed, index_cache="auto", layers=3, poison="inf")

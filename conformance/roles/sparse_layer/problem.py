@@ -73,7 +73,8 @@ class SparseLayerBatch(HiddenStates):
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         case, latent, index = self.case, self._latent_cache, self._index_cache
         q, k, v = self._attended()
-        written = {"kv_cache": latent.image, "topk_indices_buffer": self._buffer()}
+        written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
+        written |= {} if case.shared else {"index_kv_cache": index.image}
         first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         return SparseLayerCall(
             q=q,
@@ -89,13 +90,13 @@ class SparseLayerBatch(HiddenStates):
             metadata=MLASparseLayerMetadata(
                 latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
             ),
-            written=written if case.shared else {**written, "index_kv_cache": index.image},
+            written={**written, "topk_indices_buffer": self._buffer()},
             case=case,
         )
 
     def _table(self) -> Tensor:
         """[P, R] float32, exact: pairs turn by quarters."""
-        return self.layer.spec.rotation.table(torch.arange(max(self.case.totals))).round().float().to(self.device)
+        return self.layer.index_spec.rotation.table(torch.arange(max(self.case.totals))).round().float().to(self.device)
 
     def _padded(self) -> Tensor:
         """[T, hidden] of the new tokens, and of padding, which is poison."""

@@ -12,18 +12,22 @@ from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, 
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS
-from mla_conformance.roles.sparse_layer.case import SparseLayerCase
+from mla_conformance.roles.sparse_layer.case import LATENTS, SparseLayerCase
 
 _KINDS = ("both", "decodes", "prefills")
 _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
-_SELECTED = {(4, 8): "8 by 4 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
+_SELECTED = {(4, 8): "8 by 4 heads", (9, 16): "16 by 9 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
 _SHORT = (17, 5, 1, 33)
-_QUERIES, _TOKENS = Numbers(exactly(1, 2, 3)), Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,),)})
+_QUERIES, _TOKENS = (
+    Numbers(exactly(1, 2, 3)),
+    Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))}),
+)
 _WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
 _WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
 _TILES = Only("cache", ("fp8_ds_mla",), "only tiles have scales of either kind")
+_PLAIN = Only("cache", ("auto",), "the latents of a cache of codes are codes")
 _CODED = Only("index cache", (CODES,), "only codes have scales")
 _OWN = Only("selection", ("own",), "only an indexer has conventions")
 
@@ -79,6 +83,7 @@ SPARSE_LAYER = Space(
         measured("requests that", _KINDS, _kind),
         values("dims", "dims", "32-32-32-128", "32-64-32-512", "64-126-64-128"),
         values("cache", "cache", "auto", "fp8_ds_mla"),
+        values("data", "data", *(str(each) for each in LATENTS), only=_PLAIN),
         values("tile scales", "scales", *TILE_SCALES, only=_TILES),
         plain("selection", {"own": {"shared": False}, "shared": {"shared": True}}),
         values("index cache", "index_cache", CODES, PLAIN, only=_OWN),

@@ -81,7 +81,9 @@ class Topics:
         order = torch.randperm(whole, generator=generator)
         chosen, left = order[: topk // 2], [*order[topk // 2 :].tolist(), *range(whole, begun)]
         query = torch.zeros(heads, directions.shape[1], dtype=torch.float64)
-        query.index_add_(0, torch.arange(len(chosen)) % (heads - 1), directions[chosen])
+        # Of few topics, which a row that sees no more tokens than it selects may have, some are asked for twice.
+        asked = torch.arange(max(len(chosen), heads - 1))
+        query.index_add_(0, asked % (heads - 1), directions[chosen[asked % len(chosen)]])
         size, weight = _DECOYS[int(torch.randint(2, (), generator=generator))]
         query[-1] = size * directions[left[0]] if left else query[0]
         weights = torch.ones(heads, dtype=torch.float64)

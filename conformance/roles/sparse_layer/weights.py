@@ -76,7 +76,7 @@ class DrawnLayer:
 
         w, index = self.weights, self.index
         assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
-        own = interface.IndexerWeights(
+        own = interface.SparseIndexerWeights(
             wq_b=linear(index.wq_b),
             wk=linear(index.wk),
             k_norm_weight=index.k_norm.to(device, torch.float32),
