@@ -24,7 +24,7 @@ class SparseLayerCase(CachedCase):
 
     Attributes:
         data: what latents are like; of a cache of codes they are always whole numbers, which it stores as they are.
-        decodes: requests that decode; they stand first.
+        decodes: requests that decode, the first ones.
         cache: layout of the latent cache.
         index_cache: layout of the index cache.
         index_scales: of its codes.
@@ -33,7 +33,7 @@ class SparseLayerCase(CachedCase):
         pairs: what the indexer rotates together.
         rope_last: whether it rotates the last columns.
         layer_pairs: what the layer rotates together.
-        shared: whether it reuses the selection of an earlier layer.
+        shared: whether an earlier layer's selection is reused.
         layout: of the hidden states.
     """
 
