@@ -12,7 +12,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -26,7 +25,6 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8_ds_mla"]
     supported_index_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     @staticmethod
