@@ -189,8 +189,9 @@ def test_an_index_cache_of_a_layer_without_an_indexer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ("q=[1];kv=[3];topk=9", "field topk: expected an even number up to 64"),
-        ("q=[1];kv=[3];topk=16", "2 to 4 for each index head but one, got 16 with 4 heads"),
+        ("q=[1];kv=[3];topk=9", "field topk: expected an even number of tokens"),
+        ("q=[1];kv=[3];topk=4", "1 or 2 topics for each index head but one, got 4 with 4 heads"),
+        ("q=[1];kv=[3];dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),
         ("q=[1];kv=[3];decodes=2", "field decodes: expected at most the 1 requests, got 2"),
         ("q=[1];kv=[3];dims=32-32-256-128", "field dims: expected pairs to rotate"),
         ("q=[1];kv=[3];ranks=2", "on one rank, got 2"),

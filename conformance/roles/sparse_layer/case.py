@@ -13,7 +13,9 @@ from mla_conformance.roles.prepare.case import PAIRS
 
 INDEX_DIM = 128
 """D, columns of an index key."""
-MOST_SELECTED = 64
+MOST_QUERIES = 12
+"""Of a latent query of 1536 columns, as DeepSeek's."""
+WHOLE = 64
 LATENTS = (Data.NORMAL, Data.INTEGERS)
 _USUAL_HEADS, _USUAL_TOPK = 64, 2048
 
@@ -77,8 +79,21 @@ class SparseLayerCase(CachedCase):
 
     @property
     def q_lora_rank(self) -> int:
-        """Columns of the latent query, each of which is one of the index queries."""
-        return self.index_heads * INDEX_DIM
+        """Columns of the latent query, each of which is one of an index query."""
+        return self.queries * INDEX_DIM
+
+    @property
+    def queries(self) -> int:
+        """Different index queries of a token; the heads have them in turn."""
+        return min(self.index_heads, MOST_QUERIES)
+
+    @property
+    def topics(self) -> int:
+        """Topics that a token selects: pairs, or fewer and larger ones; one or two for each query but one."""
+        least = self.queries - 1
+        if self.topk <= 4 * least:
+            return self.topk // 2
+        return next((n for n in range(2 * least, least - 1, -1) if n % 4 == 0 and self.topk % n == 0), 0)
 
     @property
     def hidden_size(self) -> int:
@@ -125,12 +140,13 @@ class SparseLayerCase(CachedCase):
             raise CaseError(f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}")
         if self.ranks > 1:
             raise CaseError(f"field ranks: a sparse layer's cases are on one rank, got {self.ranks}")
-        asking = self.index_heads - 1
-        if self.topk % 2 or not 2 * asking <= self.topk <= min(MOST_SELECTED, 4 * asking):
+        if self.topk % 2 or self.topics < self.queries - 1:
             raise CaseError(
-                f"field topk: expected an even number up to {MOST_SELECTED}, 2 to 4 for each index head but one, got "
+                f"field topk: expected an even number of tokens, in 1 or 2 topics for each index head but one, got "
                 f"{self.topk} with {self.index_heads} heads"
             )
+        if self.kv_lora_rank % WHOLE and (self.holds_codes or self.data == Data.INTEGERS):
+            raise CaseError(f"field data: {self.data} has latents of whole {WHOLE} columns, got dims={self.dims}")
         if not 0 < rope <= INDEX_DIM or rope % 2 or max(dims.qk_nope_head_dim, dims.v_head_dim) > self.kv_lora_rank:
             raise CaseError(
                 f"field dims: expected pairs to rotate in {INDEX_DIM} columns, and P and V up to L, since weights pick "

@@ -58,7 +58,8 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
     @cached_property
     def topics(self) -> list[Topics]:
         """Those of each request."""
-        return [Topics.drawn(total, self.case.topk, self.generator) for total in self.case.totals]
+        size = self.case.topk // self.case.topics
+        return [Topics.drawn(total, self.case.topk, size, self.generator) for total in self.case.totals]
 
     @cached_property
     def hidden(self) -> Tensor:
@@ -66,7 +67,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         case, layer, tokens = self.case, self.layer, len(self.positions)
         known = self._normed_latents(tokens)
         drawn = torch.randn(tokens, case.hidden_size, generator=self.generator).double()
-        keys = [topics.keys(n, INDEX_DIM, self.generator) for topics, n in zip(self.topics, case.totals, strict=True)]
+        keys = [topics.keys(INDEX_DIM, self.generator) for topics in self.topics]
         drawn = put(drawn, layer.weights.W_DKV, known)
         drawn = put(drawn, layer.index.wk, _LARGER * torch.cat(keys))
         asked, weights = self._asked(drawn)
@@ -88,14 +89,16 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         keys = index_keys(drawn, self.positions, self.layer.index, form).values.to(self.dtype).double()
         for topics, rows, kv in zip(self.topics, segments(start_loc(case.totals)), case.kv, strict=True):
             directions = topics.directions(keys[rows])
-            sizes = case.topk, case.index_heads
+            sizes = case.topk, case.queries
             bounds = range(kv + 1, rows.stop - rows.start + 1)
             found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
-        q, weights = stacked(found)
+        q, asked = stacked(found)
+        query = torch.arange(case.index_heads) % case.queries
+        weights = (asked / query.bincount())[:, query]
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
         back = form.rotation.table(-self.positions[self.new])
         before = rotated(Prepared.of(q), back, first, form.rotation.interleaved).values.flatten(1)
-        normed = put(torch.zeros_like(before), self.layer.index.wq_b.flatten(1), before)
+        normed = put(torch.zeros_like(before), self.layer.index.wq_b[:, : case.queries].flatten(1), before)
         assert self.layer.weights.q_norm is not None
         return _of_one_size(normed / self.layer.weights.q_norm), weights
 

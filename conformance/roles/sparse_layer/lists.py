@@ -71,6 +71,14 @@ def caches() -> Iterator[Fields]:
     yield step(*mixed, pad=1, poison="large", **_TILES)
 
 
+def models() -> Iterator[Fields]:
+    """64 heads of attention and indexer, 2,048 tokens selected of a few more."""
+    model = {"heads": 64, "index_heads": 64, "topk": 2048}
+    yield step((1, 1), (40, 2300), 2, **model, **_TILES)
+    yield step((1, 3), (30, 2046), 1, **model)
+    yield step((1, 3), (30, 2046), 1, **model, shared=True)
+
+
 def graphs() -> Iterator[Fields]:
     """The largest batch; the test captures it and replays it with others."""
     yield step((1,) * 4, (70, 30, 9, 40), 4)

@@ -55,8 +55,10 @@ class DrawnLayer:
             q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
             kv_norm=_powers(latent, (1.0, 2.0), generator),
         )
+        every = _picks(case.q_lora_rank, case.q_lora_rank, generator)
+        index_queries = every.unflatten(1, (case.queries, INDEX_DIM))
         index = IndexerWeights(
-            wq_b=_picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.index_heads, INDEX_DIM)),
+            wq_b=index_queries[:, torch.arange(case.index_heads) % case.queries],
             wk=wk,
             k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
             k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
