@@ -39,26 +39,13 @@ class DrawnLayer:
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
         """The layer of a case's sizes."""
-        dims, latent, rope = case.dimensions, case.kv_lora_rank, case.dimensions.qk_rope_head_dim
-        sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
+        rope = case.dimensions.qk_rope_head_dim
+        sizes = (case.q_lora_rank, case.kv_lora_rank, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
-        head = (case.heads, case.dimensions.qk_nope_head_dim)
-        weights = MLAWeights(
-            W_DQ=w_dq,
-            W_UQ=selection(case.q_lora_rank, *head, generator),
-            W_QR=selection(case.q_lora_rank, case.heads, rope, generator),
-            W_DKV=w_dkv,
-            W_UK=selection(latent, *head, generator),
-            W_KR=w_kr,
-            W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
-            W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
-            q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
-            kv_norm=_powers(latent, (1.0, 2.0), generator),
-        )
-        every = _picks(case.q_lora_rank, case.q_lora_rank, generator)
-        index_queries = every.unflatten(1, (case.queries, INDEX_DIM))
+        weights = _attention_weights(case, w_dq, w_dkv, w_kr, generator)
+        every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
         index = IndexerWeights(
-            wq_b=index_queries[:, torch.arange(case.index_heads) % case.queries],
+            wq_b=every[:, torch.arange(case.index_heads) % case.queries],
             wk=wk,
             k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
             k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
@@ -70,15 +57,12 @@ class DrawnLayer:
     def handed(self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device) -> interface.SparseLayerWeights:
         """The same as a layer under test gets them."""
 
-        def linear(weight: Tensor) -> Tensor:
-            return weight.flatten(1).mT.to(device, dtype).contiguous()
-
-        def joined(*weights: Tensor) -> Tensor:
-            return linear(torch.cat(weights, dim=-1))
+        def linear(*parts: Tensor) -> Tensor:
+            return torch.cat(parts, dim=-1).flatten(1).mT.to(device, dtype).contiguous()
 
         w, index = self.weights, self.index
         assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
-        own = interface.SparseIndexerWeights(
+        indexer = interface.SparseIndexerWeights(
             wq_b=linear(index.wq_b),
             wk=linear(index.wk),
             k_norm_weight=index.k_norm.to(device, torch.float32),
@@ -88,13 +72,32 @@ class DrawnLayer:
         return interface.SparseLayerWeights(
             q_a_proj=linear(w.W_DQ),
             q_a_layernorm=w.q_norm.to(device, dtype),
-            q_b_proj=joined(w.W_UQ, w.W_QR),
-            kv_a_proj_with_mqa=joined(w.W_DKV, w.W_KR),
+            q_b_proj=linear(w.W_UQ, w.W_QR),
+            kv_a_proj_with_mqa=linear(w.W_DKV, w.W_KR),
             kv_a_layernorm=w.kv_norm.to(device, dtype),
-            kv_b_proj=joined(w.W_UK, w.W_UV),
+            kv_b_proj=linear(w.W_UK, w.W_UV),
             o_proj=linear(w.W_O),
-            indexer=None if case.shared else own,
+            indexer=None if case.shared else indexer,
         )
+
+
+def _attention_weights(
+    case: SparseLayerCase, w_dq: Tensor, w_dkv: Tensor, w_kr: Tensor, generator: torch.Generator
+) -> MLAWeights:
+    """Those of the attention, behind the columns that it picks of a hidden state."""
+    dims, head, latent = case.dimensions, (case.heads, case.dimensions.qk_nope_head_dim), case.kv_lora_rank
+    return MLAWeights(
+        W_DQ=w_dq,
+        W_UQ=selection(case.q_lora_rank, *head, generator),
+        W_QR=selection(case.q_lora_rank, case.heads, dims.qk_rope_head_dim, generator),
+        W_DKV=w_dkv,
+        W_UK=selection(latent, *head, generator),
+        W_KR=w_kr,
+        W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
+        W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
+        q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
+        kv_norm=_powers(latent, (1.0, 2.0), generator),
+    )
 
 
 def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
