@@ -239,6 +239,13 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     CUSTOM = None
 
 
+class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
+    """Every layer with selected keys."""
+
+    EAGER = "mla_conformance.backends.eager_sparse_layer.EagerSparseLayerBackend"
+    CUSTOM = None
+
+
 ENUMS: tuple[type[BackendEnum], ...] = (
     MLAPrefillBackendEnum,
     MLADecodeBackendEnum,
@@ -247,6 +254,7 @@ ENUMS: tuple[type[BackendEnum], ...] = (
     MLATopKBackendEnum,
     MLAPrepareBackendEnum,
     MLACacheBackendEnum,
+    MLASparseLayerBackendEnum,
 )
 """The enumerations of all roles."""
 

@@ -27,13 +27,24 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prepare.case import PrepareCase
 from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 30
 _NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
 """Usage, which repeats the options, and the option that every command has."""
-_ROLES = (PrefillCase, DecodeCase, LayerCase, SparseCase, IndexerCase, TopKCase, PrepareCase, CacheCase)
+_ROLES = (
+    PrefillCase,
+    DecodeCase,
+    LayerCase,
+    SparseCase,
+    SparseLayerCase,
+    IndexerCase,
+    TopKCase,
+    PrepareCase,
+    CacheCase,
+)
 
 
 def commands() -> str:

@@ -113,15 +113,15 @@ def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[
         yield slice(start, stop), key <= query[:, None] + diagonal
 
 
-def concatenate(blocks: list[AttentionState]) -> AttentionState:
-    """Lay the states of consecutive queries end to end."""
-    output = torch.cat([block.output for block in blocks])
-    lse = torch.cat([block.lse for block in blocks], dim=-1)
+def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> AttentionState:
+    """Lay the states of consecutive queries end to end, or those of heads side by side."""
+    output = torch.cat([block.output for block in blocks], dim=int(heads))
+    lse = torch.cat([block.lse for block in blocks], dim=int(not heads))
     terms = [block.terms for block in blocks if block.terms is not None]
     if not terms:
         return AttentionState(output, lse)
     joined = {
-        name: torch.cat([getattr(term, name) for term in terms], dim=-1 if name == "lse_score" else 0)
+        name: torch.cat([getattr(term, name) for term in terms], dim=int((name == "lse_score") != heads))
         for name in terms[0].by_name()
     }
     return AttentionState(output, lse, ErrorTerms(**joined))

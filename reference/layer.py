@@ -185,8 +185,8 @@ def mla_layer(
     rows = slice(query_start_loc[-1])
     w, h, positions = weights.widened(), hidden[rows].to(torch.float64), positions[rows]
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
-    q_c = _query_latent(h, w, spec)
-    operands = (*_queries(q_c, positions, w, spec), *latents(h, positions, w, spec), kv_b_proj(w.W_UK, w.W_UV))
+    q_c = query_latent(h, w, spec)
+    operands = (*queries(q_c, positions, w, spec), *latents(h, positions, w, spec), kv_b_proj(w.W_UK, w.W_UV))
     state = _attend(path, operands, query_start_loc, context, spec.scale, lists)
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
@@ -207,15 +207,17 @@ def latents(hidden: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerS
     return spec.kv_factor * kv_c, _rotated(k_pe, positions, spec)
 
 
-def _query_latent(h: Tensor, w: MLAWeights, spec: LayerSpec) -> Tensor:
-    """[T, columns] that queries are projected from."""
+def query_latent(hidden: Tensor, weights: MLAWeights, spec: LayerSpec) -> Tensor:
+    """[T, columns] float64 that queries are projected from, of hidden states [T, H]."""
+    w, h = weights.widened(), hidden.to(torch.float64)
     q_c = h if w.W_DQ is None else h @ w.W_DQ
     normed = _normed(q_c, w.q_norm, spec.q_norm)
     return torch.cat((normed, q_c), dim=-1) if spec.doubled_query_latent else normed
 
 
-def _queries(q_c: Tensor, positions: Tensor, w: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
-    """q_nope [T, N, P] and q_pe [T, N, R], the latter rotated."""
+def queries(q_c: Tensor, positions: Tensor, weights: MLAWeights, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+    """q_nope [T, N, P] and q_pe [T, N, R] float64, the latter rotated, of what `query_latent` gives."""
+    w = weights.widened()
     factor = torch.full((len(q_c), 1, 1), spec.q_factor, dtype=torch.float64, device=q_c.device)
     if spec.growth is not None:
         factor = factor * spec.growth.factors(positions)[:, None, None]

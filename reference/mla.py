@@ -151,12 +151,10 @@ def prepend_context(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, scale: float, **batch: Any) -> AttentionState:
-    """The definition; with lists the one for them, for each head of k and the queries that share it."""
+    """The definition, or with lists the one for them."""
     if selected is None:
         return attention(q, k, v, scale=scale, **batch)
-    heads = zip(q.chunk(k.shape[1], dim=1), k.split(1, dim=1), v.split(1, dim=1), strict=True)
-    states = [selected_attention(queries, key, value, selected, scale=scale) for queries, key, value in heads]
-    return AttentionState(torch.cat([s.output for s in states], dim=1), torch.cat([s.lse for s in states]))
+    return selected_attention(q, k, v, selected, scale=scale)
 
 
 def _concat_query(nope: Tensor, pe: Tensor) -> Tensor:

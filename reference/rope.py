@@ -46,6 +46,12 @@ class Rotation:
         """R, the elements that it rotates."""
         return 2 * len(self.frequencies)
 
+    def table(self, positions: Tensor) -> Tensor:
+        """[n, R] float64 for positions [n]: the cosines of the R/2 pairs times the magnitude, then their sines."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        angle = positions.to(torch.float64)[:, None] * frequencies
+        return self.magnitude * torch.cat((angle.cos(), angle.sin()), dim=-1)
+
 
 def plain_frequencies(dim: int, base: float) -> tuple[float, ...]:
     """base^(-2i/dim) for each of the dim/2 pairs i, radians a token; ValueError for an odd ``dim`` or a base <= 0."""
@@ -67,10 +73,8 @@ def rope(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
         raise ValueError(f"expected a last dimension of {rotation.dim}, two for each frequency, got {tuple(x.shape)}")
     if positions.shape != x.shape[:1]:
         raise ValueError(f"expected one position a token, shape [{x.shape[0]}], got {tuple(positions.shape)}")
-    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device=positions.device)
-    angle = positions.to(torch.float64)[:, None] * frequencies
-    angle = angle.reshape(x.shape[0], *[1] * (x.dim() - 2), rotation.dim // 2)
-    cos, sin = rotation.magnitude * angle.cos(), rotation.magnitude * angle.sin()
+    table = rotation.table(positions).reshape(x.shape[0], *[1] * (x.dim() - 2), rotation.dim)
+    cos, sin = table.tensor_split(2, dim=-1)
     first, second = split_pairs(x.to(torch.float64), rotation.interleaved)
     return join_pairs(first * cos - second * sin, second * cos + first * sin, rotation.interleaved)
 

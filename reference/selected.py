@@ -8,6 +8,7 @@ Sources: FlashMLA's ``flash_mla_sparse_fwd``, vLLM's sparse MLA backends.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +37,19 @@ def selected_attention(
 ) -> AttentionState:
     """Attention of each query to the keys of its list.
 
-    q: [T, N, D]. k: [S, 1, D]. v: [S, 1, V]; any float dtype. selected: [T, K] integers, rows of k and v, or -1.
+    q: [T, N, D]. k: [S, 1, D] for all heads, or [S, N, D]. v: [S, 1, V] or [S, N, V]; any float dtype. selected:
+    [T, K] integers, rows of k and v, or -1.
     scale: factor of the logits. sink: [N], the logit of each head's sink, natural; None without. rows: ascending query
     numbers; None for all. Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a
     row's list does not name have no influence on it, NaN included. Raises ValueError for shapes that do not fit
     together, or a list that names a key which is not there.
     """
     _check(q, k, v, selected, sink)
+    if k.shape[1] > 1:
+        state = _by_head(
+            q, k, v, selected, scale=scale, with_terms=with_terms, with_key_terms=with_key_terms, rows=rows
+        )
+        return state if sink is None else with_sink(state, sink)
     chosen = torch.arange(len(q), device=q.device) if rows is None else torch.tensor(rows, device=q.device)
     parts, order = [], []
     for part in _alike(selected[chosen], q.shape[1], k.shape[2]):
@@ -52,6 +59,12 @@ def selected_attention(
     back = torch.cat(order).argsort()
     state = definition.concatenate(parts).map(lambda x: x[back])
     return state if sink is None else with_sink(state, sink)
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, **options: Any) -> AttentionState:
+    """The states of all heads, each with keys of its own."""
+    heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
+    return definition.concatenate([selected_attention(x, y, z, selected, **options) for x, y, z in heads], heads=True)
 
 
 def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
@@ -116,8 +129,9 @@ def _rows(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, selected {tuple(selected.shape)}"
-    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape[1] == v.shape[1] == 1 and k.shape[0] == v.shape[0]):
-        raise ValueError(f"expected q [T, N, D], k [S, 1, D] and v [S, 1, V], got {shapes}")
+    alike = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
+    if not (alike and k.shape[1] in (1, q.shape[1])):
+        raise ValueError(f"expected q [T, N, D], k [S, 1 or N, D] and v [S, 1 or N, V], got {shapes}")
     if q.shape[2] != k.shape[2] or selected.dim() != 2 or len(selected) != len(q):
         raise ValueError(f"expected queries as wide as the keys and a list [T, K] for each, got {shapes}")
     if selected.is_floating_point() or selected.dtype == torch.bool:

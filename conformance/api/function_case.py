@@ -23,7 +23,13 @@ NO_STEP = (
     "a top-k over logits, and the preparation of index queries and keys, are judged by the conventions that a class "
     "declares; judge a class: mla-conformance certify --backend file.py:Class"
 )
-NO_FUNCTION = {Role.LAYER: NO_LAYER, Role.TOPK: NO_STEP, Role.PREPARE: NO_STEP, Role.CACHE: NO_CACHE}
+NO_FUNCTION = {
+    Role.LAYER: NO_LAYER,
+    Role.SPARSE_LAYER: NO_LAYER,
+    Role.TOPK: NO_STEP,
+    Role.PREPARE: NO_STEP,
+    Role.CACHE: NO_CACHE,
+}
 """Why functions cannot be judged in some roles."""
 
 

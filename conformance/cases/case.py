@@ -50,6 +50,7 @@ class Call(StrEnum):
     GATHER_INDEX = "gather_index"
     SLOT_MAPPING = "slot_mapping"
     GLOBAL_SLOTS = "global_slots"
+    SPARSE_LAYER = "sparse_layer"
 
 
 class Layout(StrEnum):

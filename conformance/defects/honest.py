@@ -28,6 +28,7 @@ from mla_conformance.defects.bases import (
 from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
+from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
 from mla_conformance.defects.honest_steps import HONEST_PREPARATIONS, HONEST_TOPK
 from mla_conformance.defects.honest_tiles import HONEST_TILES
 from mla_conformance.defects.known import Emulation
@@ -306,6 +307,7 @@ HONEST: tuple[type[Emulation], ...] = (
     OneBlockAfterTheOther,
     PowersOfTwo,
     *HONEST_SPARSE,
+    *HONEST_SPARSE_LAYERS,
     *HONEST_TOPK,
     *HONEST_PREPARATIONS,
     *HONEST_TILES,

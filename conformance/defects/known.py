@@ -19,7 +19,16 @@ _PREFILL = ("lse", "indexing", "precision", "features")
 _DECODE = ("decode_softmax", "decode_cache", "decode_state")
 _LAYER = ("layer_cache", "layer_weights", "layer_calls")
 _ROLES = ("batches", "plans", "replays", "shapes")
-_SPARSE = ("sparse_lists", "sparse_rows", "sparse_lse", "sparse_entries", "indexer", "topk", "preparation")
+_SPARSE = (
+    "sparse_lists",
+    "sparse_rows",
+    "sparse_lse",
+    "sparse_entries",
+    "indexer",
+    "topk",
+    "preparation",
+    "sparse_layers",
+)
 _CACHES = ("cache_writes", "cache_gathers", "cache_slots")
 _EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
 _MEMORY = ("bounds",)

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 from torch.overrides import TorchFunctionMode
 
-from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, IndexerForm, ProofFamily
+from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
 from mla_conformance.reference.index_scores import index_scores
 from mla_conformance.reference.kv_cache import PagedContext, write_latents
-from mla_conformance.reference.layer import LayerSpec, latents, mla_layer
+from mla_conformance.reference.layer import LayerSpec, latents, mla_layer, query_latent
+from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, index_keys, index_queries, index_weights
 from mla_conformance.reference.mla import Path
-from mla_conformance.reference.projections import MLAWeights, rms_norm, split_kv_b_proj
-from mla_conformance.reference.rope import Rotation, rope
+from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
 
 CALLS = (0, 14), (14, 15), (15, 21)
@@ -208,25 +207,16 @@ class GoldenLayer:
 
     def scores(self, start: int, end: int) -> Tensor:
         """[T, S] index scores of tokens start … end - 1 for all up to the last of them, of a family with an indexer."""
-        w, spec, form = self.theirs, self.family.spec, self.family.indexer
-        assert form is not None
-        q_c = rms_norm(self.hidden @ w["q_a_proj.weight"].mT, w["q_a_layernorm.weight"], spec.q_norm or 0.0)
-        q = (q_c @ w["indexer.wq_b.weight"].mT).unflatten(1, (INDEX_HEADS, INDEX_WIDTH))
-        norm = w["indexer.k_norm.weight"], w["indexer.k_norm.bias"], form.epsilon
-        k = layer_norm(self.hidden @ w["indexer.wk.weight"].mT, (INDEX_WIDTH,), *norm)
-        weights = self.hidden @ w["indexer.weights_proj.weight"].mT * (INDEX_HEADS * INDEX_WIDTH) ** -0.5
-        q, k = (self._turned(x, form) for x in (q, k))
+        spec, form, weights = self.family.spec, self.family.indexer, golden_weights(self.theirs, self.family.spec)
+        assert form is not None and spec.rotation is not None
+        rotation = replace(spec.rotation, interleaved=form.interleaved)
+        index = IndexerSpec(rotation=rotation, rope_last=form.rope_last, epsilon=form.epsilon)
+        q_c = query_latent(self.hidden, weights, spec)[:, : spec.dims.q_lora_rank]
+        own, rows = golden_index_weights(self.theirs), slice(start, end)
+        q = index_queries(q_c[rows], self._positions[rows], own, index)
+        k = index_keys(self.hidden[:end], self._positions[:end], own, index)
         starts = {"query_start_loc": (0, end - start), "key_start_loc": (0, end)}
-        return index_scores(q[start:end], weights[start:end], k[:end], **starts).scores
-
-    def _turned(self, x: Tensor, form: IndexerForm) -> Tensor:
-        """Queries or keys of the indexer, their rotary part turned."""
-        assert self.family.spec.rotation is not None
-        rotation: Rotation = replace(self.family.spec.rotation, interleaved=form.interleaved)
-        still = INDEX_WIDTH - rotation.dim
-        if form.rope_last:
-            return torch.cat((x[..., :still], rope(x[..., still:], self._positions, rotation)), dim=-1)
-        return torch.cat((rope(x[..., : rotation.dim], self._positions, rotation), x[..., rotation.dim :]), dim=-1)
+        return index_scores(q.values, index_weights(self.hidden[rows], own), k.values, **starts).scores
 
     @property
     def _positions(self) -> Tensor:
@@ -263,6 +253,17 @@ def golden_weights(theirs: Mapping[str, Tensor], spec: LayerSpec) -> MLAWeights:
         kv_norm=theirs.get("kv_a_layernorm.weight"),
         W_G=w_g if w_g.shape[-1] else None,
         sink=theirs.get("sinks"),
+    )
+
+
+def golden_index_weights(theirs: Mapping[str, Tensor]) -> IndexerWeights:
+    """Their indexer's weights as the reference has them."""
+    return IndexerWeights(
+        wq_b=theirs["indexer.wq_b.weight"].mT.unflatten(1, (INDEX_HEADS, INDEX_WIDTH)),
+        wk=theirs["indexer.wk.weight"].mT,
+        k_norm=theirs["indexer.k_norm.weight"],
+        k_norm_bias=theirs["indexer.k_norm.bias"],
+        weights_proj=theirs["indexer.weights_proj.weight"].mT,
     )
 
 

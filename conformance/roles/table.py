@@ -19,9 +19,10 @@ from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.role import PREFILL
 from mla_conformance.roles.prepare.role import PREPARE
 from mla_conformance.roles.sparse.role import SPARSE
+from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 
-ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, CACHE)
+ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, PREPARE, CACHE)
 _BY_NAME = {definition.role: definition for definition in ROLES}
 
 

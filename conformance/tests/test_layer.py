@@ -19,9 +19,10 @@ from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import ProblemError
 from mla_conformance.reference.cache_layout import encode
-from mla_conformance.roles.layer.call import LayerCall, PackedLinear, RankedCall, as_linear
+from mla_conformance.roles.layer.call import LayerCall, RankedCall
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.driver import Layer
+from mla_conformance.roles.layer.weights import PackedLinear, as_linear
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one

@@ -17,6 +17,7 @@ from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.prepare.case import VALUES
+from mla_conformance.roles.sparse_layer.case import LATENTS
 from mla_conformance.roles.table import build_problem
 from mla_conformance.roles.topk.case import LOGITS
 from mla_conformance.vocabulary.arrays import SPACES, array_of, digest_of
@@ -187,7 +188,7 @@ def test_several_query_tokens_stand_beside_no_row_of_padding() -> None:
 @every_space
 def test_regimes_exist(space: Space) -> None:
     found = [set(each.classes) for each in space.dimensions if each.name == "data"]
-    named = {Role.TOPK: [{*LOGITS}], Role.PREPARE: [{*VALUES}], Role.CACHE: []}
+    named = {Role.TOPK: [{*LOGITS}], Role.PREPARE: [{*VALUES}], Role.CACHE: [], Role.SPARSE_LAYER: [{*LATENTS}]}
     assert found == named.get(space.role, [{*REGIMES}])
 
 

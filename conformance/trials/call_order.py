@@ -45,7 +45,7 @@ def _many_batches(trial: Trial) -> None:
     sizes = cycle((2 * requests + 1, requests + 1, 1, requests + 2, requests))
     for number, size in enumerate(islice(sizes, _BATCHES), 1):
         # A layer's batch is bound to its order and workspace.
-        other = case if case.role is Role.LAYER else of_size(case, size)
+        other = case if case.role in (Role.LAYER, Role.SPARSE_LAYER) else of_size(case, size)
         step = f"batch {number} of other lengths, of {len(other.q)} requests"
         trial.conforms(trial.build(shortened(other, number)), step=step)
     trial.conforms(step=f"first call again, after {_BATCHES} other batches")

@@ -14,7 +14,7 @@ from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
-from mla_conformance.trials import graph, layer_graph
+from mla_conformance.trials import graph, layer_graph, sparse_layer_graph
 from mla_conformance.trials.bounds import memory_bounds
 from mla_conformance.trials.call_order import call_order
 from mla_conformance.trials.far import judge_far_away
@@ -213,5 +213,10 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
         neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
         selection_order, selection_padding, selection_rows,
     )
-} | {"graph": graph.replays, "layer_graph": layer_graph.replays, "far": judge_far_away}  # fmt: skip
+} | {
+    "graph": graph.replays,
+    "layer_graph": layer_graph.replays,
+    "sparse_layer_graph": sparse_layer_graph.replays,
+    "far": judge_far_away,
+}  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

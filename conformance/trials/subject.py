@@ -196,9 +196,9 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
 
 
 def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    if case.role in (Role.LAYER, Role.SPARSE_LAYER) and device.type != "cuda":
+        return []  # replayed as a call over the same buffers
     if case.role is Role.LAYER:
-        if device.type != "cuda":
-            return []  # replayed as a call over the same buffers
         declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
         return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
     declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)

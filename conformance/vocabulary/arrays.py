@@ -21,10 +21,11 @@ from mla_conformance.roles.layer.space import LAYER
 from mla_conformance.roles.prefill.space import PREFILL
 from mla_conformance.roles.prepare.space import PREPARE
 from mla_conformance.roles.sparse.space import SPARSE
+from mla_conformance.roles.sparse_layer.space import SPARSE_LAYER
 from mla_conformance.roles.topk.space import TOPK
 
 SPACES: dict[str, Space] = {
-    space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, CACHE)
+    space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, CACHE, SPARSE_LAYER)
 }
 """By the capability whose cases their arrays are."""
 

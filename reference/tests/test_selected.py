@@ -156,7 +156,7 @@ REFUSED = {
     "floats": (lambda q, k, v: (q, k, v, torch.zeros(T, 2)), "lists of integers, got torch.float32"),
     "rows": (lambda q, k, v: (q, k, v, torch.zeros(T + 1, 2, dtype=torch.int32)), "a list [T, K] for each"),
     "width": (lambda q, k, v: (q[..., 1:], k, v, torch.zeros(T, 2, dtype=torch.int32)), "as wide as the keys"),
-    "heads": (lambda q, k, v: (q, k.expand(S, 2, D), v, torch.zeros(T, 2, dtype=torch.int32)), r"k [S, 1, D]"),
+    "heads": (lambda q, k, v: (q, k.expand(S, 2, D), v, torch.zeros(T, 2, dtype=torch.int32)), r"k [S, 1 or N, D]"),
 }
 
 

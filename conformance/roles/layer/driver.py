@@ -19,8 +19,8 @@ from mla_conformance.backends.layer.layer_config import (
     SpeculativeConfig,
     set_current_config,
 )
-from mla_conformance.roles.layer.call import Linear, PackedLinear
 from mla_conformance.roles.layer.case import LayerCase, Order
+from mla_conformance.roles.layer.weights import Linear, PackedLinear
 
 if TYPE_CHECKING:
     from mla_conformance.roles.layer.call import LayerCall

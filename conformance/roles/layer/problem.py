@@ -18,8 +18,9 @@ from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
-from mla_conformance.roles.layer.call import LayerCall, RankedCall, draw_weights
+from mla_conformance.roles.layer.call import LayerCall, RankedCall
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.layer.weights import draw_weights
 
 _TILE, _TILES = 128, slice(512, 528)
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3

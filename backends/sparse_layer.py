@@ -1,0 +1,261 @@
+"""The abstract sparse layer: a whole MLA layer with its indexer, from hidden states to hidden states.
+
+What vLLM calls ``MultiHeadLatentAttentionWrapper`` with ``is_sparse``: projections, norms and rotations, an indexer
+that writes its keys to a cache of its own and its selection to ``topk_indices_buffer``, and attention to what stands in
+that buffer. A layer with ``skip_topk`` has no indexer and reuses what an earlier layer of the same step has left there.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.cache_dtypes import contradiction
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.indexer import INDEX_LAYOUTS
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.prepare import IndexPreparation
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.reference.cache_layout import cache_dtype, entry_width
+
+
+@dataclass
+class SparseIndexerWeights:
+    """Weights of an indexer, matrices [out, in] of the model's dtype, those of the norm float32.
+
+    Attributes:
+        wq_b: [heads · D, q_lora_rank].
+        wk: [D, hidden].
+        k_norm_weight: [D].
+        k_norm_bias: [D].
+        weights_proj: [heads, hidden].
+    """
+
+    wq_b: torch.Tensor
+    wk: torch.Tensor
+    k_norm_weight: torch.Tensor
+    k_norm_bias: torch.Tensor
+    weights_proj: torch.Tensor
+
+
+@dataclass
+class SparseLayerWeights:
+    """Weights of a layer, matrices [out, in], all of the model's dtype.
+
+    Attributes:
+        q_a_proj: [q_lora_rank, hidden].
+        q_a_layernorm: [q_lora_rank].
+        q_b_proj: [N · (P + R), q_lora_rank].
+        kv_a_proj_with_mqa: [L + R, hidden].
+        kv_a_layernorm: [L].
+        kv_b_proj: [N · (P + V), L].
+        o_proj: [hidden, N · V].
+        indexer: None with ``skip_topk``.
+    """
+
+    q_a_proj: torch.Tensor
+    q_a_layernorm: torch.Tensor
+    q_b_proj: torch.Tensor
+    kv_a_proj_with_mqa: torch.Tensor
+    kv_a_layernorm: torch.Tensor
+    kv_b_proj: torch.Tensor
+    o_proj: torch.Tensor
+    indexer: SparseIndexerWeights | None
+
+
+@dataclass
+class MLASparseLayerMetadata:
+    """What a layer may know of the batch: requests that decode stand before those that prefill, padding behind both.
+
+    Attributes:
+        attention: of the latent cache; lists count positions.
+        index: of the index cache, which has blocks and a block table of its own.
+        slot_mapping: [T] int64, the slot of each token in the latent cache; -1 writes nothing.
+        index_slot_mapping: [T] int64, that in the index cache.
+        num_decodes: requests that decode.
+    """
+
+    attention: MLASparseMetadata
+    index: MLASparseMetadata
+    slot_mapping: torch.Tensor
+    index_slot_mapping: torch.Tensor
+    num_decodes: int
+
+
+class MLASparseLayerConfig(NamedTuple):
+    """What a layer is; hashable.
+
+    Attributes:
+        dtype: of the model.
+        num_heads: N.
+        scale: softmax scale.
+        qk_nope_head_dim: P.
+        qk_rope_head_dim: R, columns of queries and keys that are rotated.
+        v_head_dim: V.
+        kv_lora_rank: L.
+        is_neox_style: whether pairs of the layer's rotation are R/2 columns apart, not neighbours.
+        rms_norm_eps: of the norms of both latents.
+        preparation: conventions of the indexer, D among them.
+        index_n_heads: its heads.
+        topk_tokens: K, tokens that are selected for each query token.
+        skip_topk: whether the layer has no indexer, and reuses the selection of an earlier one.
+        kv_cache_dtype: layout of the latent cache.
+        tile_scales: of its ``fp8_ds_mla`` entries.
+        index_kv_cache_dtype: layout of the index cache.
+        block_size: tokens of a page of either.
+    """
+
+    dtype: torch.dtype
+    num_heads: int
+    scale: float
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    is_neox_style: bool
+    rms_norm_eps: float
+    preparation: IndexPreparation
+    index_n_heads: int
+    topk_tokens: int
+    skip_topk: bool
+    kv_cache_dtype: str
+    tile_scales: str
+    index_kv_cache_dtype: str
+    block_size: int
+
+
+class MLASparseLayerBackend(KernelBackend):
+    """A layer with selected keys. Symbols: T tokens, N heads, K tokens that are selected for each.
+
+    Attributes:
+        supported_kv_cache_dtypes: layouts of the latent cache.
+        supported_tile_scales: what it writes as scales of ``fp8_ds_mla``.
+        supported_index_kv_cache_dtypes: layouts of the index cache.
+        supported_topk: numbers of tokens that are selected.
+        supports_skip_topk: whether it runs without an indexer of its own.
+        cudagraph_support: what may be captured in a CUDA graph.
+    """
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
+    supported_index_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supports_skip_topk: ClassVar[bool] = True
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Page sizes of both caches, in tokens."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def validate_configuration(
+        cls, device_capability: DeviceCapability | None, selector_config: MLASparseLayerConfig
+    ) -> list[str]:
+        """Reasons why the layer cannot be used; an empty list means that it can."""
+        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        return [*reasons, *cls._reasons(selector_config)]
+
+    @classmethod
+    def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
+        if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
+            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
+        elif config.kv_cache_dtype == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
+            yield f"{config.tile_scales} scales not supported (writes {', '.join(cls.supported_tile_scales)})"
+        if reason := contradiction(config.kv_cache_dtype, config.dtype):
+            yield reason
+        if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
+            yield f"an index cache of {config.index_kv_cache_dtype} not supported"
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
+        if not accepts_block_size(cls.supported_topk, config.topk_tokens):
+            yield f"topk {config.topk_tokens} not supported"
+        if config.skip_topk and not cls.supports_skip_topk:
+            yield "the selection of another layer not supported (supports_skip_topk)"
+
+    def __init__(self, config: MLASparseLayerConfig, vllm_config: Any) -> None:
+        if config.index_kv_cache_dtype not in INDEX_LAYOUTS:
+            expected = ", ".join(INDEX_LAYOUTS)
+            raise ValueError(f"index_kv_cache_dtype: expected one of {expected}, got {config.index_kv_cache_dtype!r}")
+        self.config = config
+        self.vllm_config = vllm_config
+
+    def load_weights(self, weights: SparseLayerWeights) -> None:
+        """Take the weights of the next calls."""
+        self._weights = weights
+
+    def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:
+        """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
+        self._metadata = sparse_layer_metadata
+
+    @abstractmethod
+    def run_sparse_layer(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        kv_cache: torch.Tensor,
+        index_kv_cache: torch.Tensor | None,
+        topk_indices_buffer: torch.Tensor,
+    ) -> torch.Tensor:
+        """One layer over a batch, whose new entries it writes to both caches first.
+
+        Args:
+            hidden_states: [T, hidden] of the model's dtype; rows of padding may hold anything.
+            positions: [T] int64.
+            cos_sin_cache: [P, R] float32, of the layer and of its indexer: for each position the cosines of the R/2
+                pairs, then the sines.
+            kv_cache: [blocks, page, width] of latents, as of ``MLASparseBackend``.
+            index_kv_cache: [blocks, page, width] of index keys, as of ``MLAIndexerBackend``; None with ``skip_topk``.
+            topk_indices_buffer: [T or more, K] int32 positions in the row's request; the selection is left there for
+                later layers, or with ``skip_topk`` stands there and stays.
+
+        Returns:
+            [T, hidden] of the model's dtype.
+        """
+
+
+def check_sparse_layer_call(
+    backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Refuse operands that do not fit, and what is not declared; reads no device memory.
+
+    Args:
+        backend: which is called.
+        metadata: of the batch.
+        operands: those of ``run_sparse_layer``, in its order.
+
+    Raises:
+        ValueError: another shape or dtype than expected.
+        UnsupportedConfiguration: the backend does not declare it.
+    """
+    hidden, positions, table, kv_cache, index_cache, buffer = operands
+    config = backend.config
+    assert hidden is not None and table is not None and kv_cache is not None and buffer is not None
+    tokens, layout = int(metadata.attention.query_lens_cpu.sum()), config.kv_cache_dtype
+    _expect("hidden_states", hidden, (tokens, *hidden.shape[1:2]), config.dtype)
+    _expect("positions", positions, (tokens,), torch.int64)
+    _expect("cos_sin_cache", table, (*table.shape[:1], config.qk_rope_head_dim), torch.float32)
+    for name, slots in (("slot_mapping", metadata.slot_mapping), ("index_slot_mapping", metadata.index_slot_mapping)):
+        _expect(name, slots, (tokens,), torch.int64)
+    width = entry_width(layout, config.kv_lora_rank, config.qk_rope_head_dim)
+    _expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(layout, config.dtype))
+    _expect("topk_indices_buffer", buffer, (max(tokens, len(buffer)), config.topk_tokens), torch.int32)
+    if (index_cache is None) != config.skip_topk:
+        raise ValueError(f"index_kv_cache: expected {'none' if config.skip_topk else 'one'} with {config.skip_topk=}")
+    if index_cache is not None:
+        layout = config.index_kv_cache_dtype
+        shape = (*index_cache.shape[:2], entry_width(layout, config.preparation.head_dim, 0))
+        _expect("index_kv_cache", index_cache, shape, cache_dtype(layout, config.dtype))
+    if reasons := backend.validate_configuration(get_device_capability(hidden.device), config):
+        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
+
+
+def _expect(name: str, x: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x is None or x.shape != shape or x.dtype != dtype:
+        got = "None" if x is None else f"{list(x.shape)} of {x.dtype}"
+        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {got}")

@@ -1,0 +1,1 @@
+"""The role sparse_layer: a whole MLA layer with its indexer."""

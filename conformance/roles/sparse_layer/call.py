@@ -1,0 +1,154 @@
+"""A call of a sparse layer."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
+from mla_conformance.problems.cache_bytes import CacheImage
+from mla_conformance.problems.cached_batch import regrouped_metadata
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.roles.sparse_layer.case import SparseLayerCase
+from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayerCall(AttentionCall):
+    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V].
+
+    Attributes:
+        selected: [T, K] int64 rows of k and v, or -1.
+        hidden_states: [T or more, hidden], rows of padding last.
+        positions: [T or more] int64.
+        cos_sin_cache: [P, R] float32.
+        weights: of the layer.
+        metadata: of the batch.
+        written: what it writes, by the names of its arguments.
+        case: what it was made from.
+    """
+
+    selected: torch.Tensor
+    hidden_states: torch.Tensor
+    positions: torch.Tensor
+    cos_sin_cache: torch.Tensor
+    weights: SparseLayerWeights
+    metadata: MLASparseLayerMetadata
+    written: Mapping[str, CacheImage | SelectedLists]
+    case: SparseLayerCase
+
+    means: ClassVar = ("q", "k", "v", "selected")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return "sparse layer"
+
+    @property
+    def returns_lse(self) -> bool:
+        """A layer returns none."""
+        return False
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """The longest list of each request."""
+        counts = (self.selected >= 0).sum(dim=1).tolist()
+        return tuple(max(counts[rows], default=0) for rows in segments(self.query_start_loc))
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """The operands, the weights, and every tensor of the metadata; what is written is compared by itself."""
+        named = {name: getattr(self, name) for name in ("hidden_states", "positions", "cos_sin_cache")}
+        return named | dict(_tensors("weights", self.weights)) | dict(_tensors("metadata", self.metadata))
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """All memory that is handed over."""
+        return [*self.owned().values(), *(image.cache for image in self.written.values())]
+
+    def handed(self) -> Self:
+        """Without what must stand in the memory after the call."""
+        return replace(super().handed(), written={name: image.handed() for name, image in self.written.items()})
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        """The hidden states."""
+        return (self.hidden_states,)
+
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """Other requests, without padding; those that decode have to stand first."""
+        rows, metadata = rows_of(self.query_start_loc, requests), self.metadata
+        on = rows.to(self.q.device)
+        attention, index = (regrouped_metadata(each, requests) for each in (metadata.attention, metadata.index))
+        starts = start_loc(attention.query_lens_cpu.tolist())
+        latent_slots, index_slots = (each[on] for each in (metadata.slot_mapping, metadata.index_slot_mapping))
+        decodes = sum(request < metadata.num_decodes for request in requests)
+        written = {
+            name: image.with_only(rows) if isinstance(image, CacheImage) else image.with_only(rows, starts)
+            for name, image in self.written.items()
+        }
+        per_row = {name: getattr(self, name)[on] for name in ("q", "selected", "hidden_states", "positions")}
+        return replace(
+            self,
+            **per_row,
+            query_start_loc=starts,
+            metadata=MLASparseLayerMetadata(attention, index, latent_slots, index_slots, decodes),
+            written=written,
+        )
+
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        mine = super().overwritten(other)
+        written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
+        own = {name: getattr(mine, name) for name in ("hidden_states", "positions", "cos_sin_cache", "weights")}
+        return replace(other, **own, metadata=mine.metadata, written=written)
+
+    def prepare(self, backend: MLASparseLayerBackend) -> None:
+        """Weights and metadata."""
+        backend.load_weights(self.weights)
+        backend.prepare_metadata(self.metadata)
+
+    def invoke(self, backend: MLASparseLayerBackend, out: Guarded | None) -> Any:
+        """The call, on memory as it was before."""
+        for image in self.written.values():
+            image.reset()
+        return self.run(backend)
+
+    def run(self, backend: MLASparseLayerBackend) -> Any:
+        """The call on memory as it is; its result by heads and values, as the output's weights pick them."""
+        caches: dict[str, Any] = {"index_kv_cache": None}
+        caches |= {name: image.cache for name, image in self.written.items()}
+        result = backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
+        hidden = self.weights.o_proj.shape[0]
+        if not isinstance(result, torch.Tensor) or result.shape != (len(self.hidden_states), hidden):
+            return result
+        factors, columns = self.weights.o_proj.abs().max(dim=0).values, self.weights.o_proj.abs().argmax(dim=0)
+        signed = torch.copysign(factors, self.weights.o_proj.gather(0, columns.unsqueeze(0))[0])
+        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (self.q.shape[1], -1))
+
+    def wrong_writes(self) -> str:
+        """The first thing that the last call wrote otherwise than it must; empty if there is none."""
+        wrong = ((name, image.difference()) for name, image in self.written.items())
+        return next((f"{name}: {what}" for name, what in wrong if what), "")
+
+    def operands(self) -> AttentionOperands:
+        """Attention to what is selected; values are picked latents, times 1 at most."""
+        starts = self.query_start_loc, self.key_start_loc
+        return AttentionOperands(
+            *(self.q, self.k, self.v, *starts),
+            causal=False,
+            dequantised=self.case.holds_codes,
+            value_weights=torch.ones_like(self.v[0]),
+            selected=self.selected,
+        )
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a dataclass and of those in it, by the names that lead to them."""
+    for part in fields(value):
+        found, path = getattr(value, part.name), f"{name}.{part.name}"
+        if isinstance(found, torch.Tensor):
+            yield path, found
+        elif hasattr(found, "__dataclass_fields__"):
+            yield from _tensors(path, found)

@@ -1,0 +1,164 @@
+"""From a sparse layer's case to its call: hidden states, both caches, and the buffer of selected tokens."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
+from mla_conformance.cases.case import Call, Layout
+from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
+from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.operands import lay_out, start_loc
+from mla_conformance.problems.paging import PageForm, Pages, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.cache_layout import encode
+from mla_conformance.reference.layer import latents, queries
+from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.indexer.case import IndexerCase
+from mla_conformance.roles.sparse_layer.call import SparseLayerCall
+from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
+from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
+from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
+
+_INDEX_SEED = 10**6
+_BEHIND = 2
+"""Rows of the buffer behind those of the batch."""
+_UNTOUCHED = 0x5A5A5A5A
+
+
+def sparse_layer_problem(case: SparseLayerCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a sparse layer's case.
+
+    Raises:
+        ProblemError: a dtype that does not exist here, or a draw whose selection rounding could change.
+    """
+    batch = SparseLayerBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """A cache before the new tokens are written.
+
+    Attributes:
+        batch: of its own layout and blocks.
+        pages: where it is.
+        image: what must be in it afterwards.
+    """
+
+    batch: CachedBatch[Any]
+    pages: Pages
+    image: CacheImage
+
+    def slots(self, padding: int) -> Tensor:
+        """[T] int64 of the new tokens, -1 of padding behind them."""
+        return torch.nn.functional.pad(self.image.slots, (0, padding), value=-1)
+
+    def metadata(self) -> Any:
+        """What a kernel may know of the batch over this cache."""
+        return sparse_metadata(self.batch, self.pages, self.batch.totals, paged=True, space=IndexSpace.POSITION)
+
+
+class SparseLayerBatch(HiddenStates):
+    """The batch of a sparse layer's case."""
+
+    def call(self) -> SparseLayerCall:
+        """The only call."""
+        _ = self.hidden, self.lists  # drawn in this order, whatever asks first
+        case, latent, index = self.case, self._latent_cache, self._index_cache
+        q, k, v = self._attended()
+        written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
+        written |= {} if case.shared else {"index_kv_cache": index.image}
+        first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
+        return SparseLayerCall(
+            q=q,
+            k=k,
+            v=v,
+            query_start_loc=self.counted,
+            key_start_loc=start_loc(case.totals),
+            selected=torch.where(self.lists == NO_KEY, NO_KEY, self.lists + first.unsqueeze(1)).to(self.device),
+            hidden_states=self._padded(),
+            positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
+            cos_sin_cache=self._table(),
+            weights=self.layer.handed(case, self.dtype, self.device),
+            metadata=MLASparseLayerMetadata(
+                latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
+            ),
+            written={**written, "topk_indices_buffer": self._buffer()},
+            case=case,
+        )
+
+    def _table(self) -> Tensor:
+        """[P, R] float32, exact: pairs turn by quarters."""
+        return self.layer.index_spec.rotation.table(torch.arange(max(self.case.totals))).round().float().to(self.device)
+
+    def _padded(self) -> Tensor:
+        """[T, hidden] of the new tokens, and of padding, which is poison."""
+        rows, case = self.hidden[self.new], self.case
+        behind = poison((case.pad, rows.shape[1]), rows.dtype, rows.device, case.poison)
+        x = torch.cat((rows, behind)).unsqueeze(1).to(self.device)
+        return lay_out("q", x, x, case)[:, 0] if case.layout != Layout.HEADS_FIRST else x[:, 0]
+
+    @cached_property
+    def _latents(self) -> tuple[Tensor, Tensor]:
+        """kv_c [S, L] and k_pe [S, R] of the model's dtype."""
+        kv_c, k_pe = latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
+        return kv_c.to(self.dtype), k_pe.to(self.dtype)
+
+    def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
+        w, (kv_c, k_pe) = self.layer.weights, self._latents
+        asked = queries(self.query_latent, self.positions[self.new], w, self.layer.spec)
+        k_nope, v = up_project(kv_c, kv_b_proj(w.W_UK, w.W_UV)).tensor_split([w.W_UK.shape[-1]], dim=-1)
+        found = torch.cat(asked, dim=-1).to(self.dtype), expand_key(k_nope, k_pe.double()), v
+        q, k, v = (x.to(self.device) for x in found)
+        return q, k, v
+
+    @cached_property
+    def _latent_cache(self) -> _Cache:
+        return self._cache(self, self._latents)
+
+    @cached_property
+    def _index_cache(self) -> _Cache:
+        """In blocks of its own."""
+        keys = self.keys.to(self.dtype)
+        same = {name: getattr(self.case, name) for name in ("dtype", "q", "kv", "page", "pad", "poison", "inflate")}
+        case = IndexerCase(
+            capability=Call.INDEX_TOPK,
+            cache=self.case.index_cache,
+            scales=self.case.index_scales,
+            dims=f"{INDEX_DIM}-0-{INDEX_DIM}-{INDEX_DIM}",
+            seed=self.case.seed + _INDEX_SEED,
+            tails=self.case.tails,
+            layers=self.case.layers,
+            spare=self.case.spare,
+            **same,
+        )
+        return self._cache(CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
+
+    def _cache(self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]) -> _Cache:
+        case = batch.case
+        entries = encode(*parts, case.cache, case.cache_scale, case.scales)
+        pages = write_pages(batch, PageForm.of(case), entries, batch.totals)
+        new = [[at >= kv for at in range(q + kv)] for q, kv in zip(case.q, case.kv, strict=True)]
+        return _Cache(batch, pages, ExpectedCache(case, pages, new, parts).image())
+
+    def _buffer(self) -> SelectedLists:
+        """With what an earlier layer has left, where this one reuses it."""
+        case, lists = self.case, self.lists.int().to(self.device)
+        guarded = Guarded.allocate((len(lists) + case.pad + _BEHIND, case.topk), torch.int32, self.device)
+        guarded.view.fill_(_UNTOUCHED)
+        if case.shared:
+            guarded.view[: len(lists)] = lists
+            guarded.view[len(lists) : len(lists) + case.pad] = NO_KEY
+        short = [number >= case.decodes and total <= case.topk for number, total in enumerate(case.totals)]
+        free = torch.tensor(short).repeat_interleave(torch.tensor(case.q)).to(self.device)
+        return SelectedLists(
+            guarded.view, guarded.storage.clone(), lists, free, case.pad, kept=case.shared, starts=self.counted
+        )

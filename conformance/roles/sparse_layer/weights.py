@@ -1,0 +1,137 @@
+"""Weights of a sparse layer that pick one column each, times a power of two, so that no projection rounds."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends import sparse_layer as interface
+from mla_conformance.reference.dimensions import ModelDimensions
+from mla_conformance.reference.layer import LayerSpec
+from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights
+from mla_conformance.reference.projections import MLAWeights
+from mla_conformance.reference.rope import Rotation
+from mla_conformance.roles.layer.weights import selection
+from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
+
+EPSILON = 1e-6
+_QUARTERS = (1, 2, 3)
+"""Quarters of a turn in which pairs turn from token to token, so that a rotation rounds nothing."""
+
+
+@dataclass(frozen=True)
+class DrawnLayer:
+    """A layer as the reference has it; weights float64 on the CPU.
+
+    Attributes:
+        weights: of the attention.
+        index: of the indexer.
+        spec: the layer.
+        index_spec: the indexer.
+    """
+
+    weights: MLAWeights
+    index: IndexerWeights
+    spec: LayerSpec
+    index_spec: IndexerSpec
+
+    @staticmethod
+    def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
+        """The layer of a case's sizes."""
+        rope = case.dimensions.qk_rope_head_dim
+        sizes = (case.q_lora_rank, case.kv_lora_rank, rope, INDEX_DIM, case.index_heads)
+        w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
+        weights = _attention_weights(case, w_dq, w_dkv, w_kr, generator)
+        every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
+        index = IndexerWeights(
+            wq_b=every[:, torch.arange(case.index_heads) % case.queries],
+            wk=wk,
+            k_norm=_powers(INDEX_DIM, (0.5, 1.0, 2.0), generator),
+            k_norm_bias=_powers(INDEX_DIM, (-0.75, 0.0, 0.75), generator),
+            weights_proj=weights_proj,
+        )
+        turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
+        return DrawnLayer(weights, index, *_specs(case, tuple(turn * math.pi / 2 for turn in turns)))
+
+    def handed(self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device) -> interface.SparseLayerWeights:
+        """The same as a layer under test gets them."""
+
+        def linear(*parts: Tensor) -> Tensor:
+            return torch.cat(parts, dim=-1).flatten(1).mT.to(device, dtype).contiguous()
+
+        w, index = self.weights, self.index
+        assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
+        indexer = interface.SparseIndexerWeights(
+            wq_b=linear(index.wq_b),
+            wk=linear(index.wk),
+            k_norm_weight=index.k_norm.to(device, torch.float32),
+            k_norm_bias=index.k_norm_bias.to(device, torch.float32),
+            weights_proj=linear(index.weights_proj),
+        )
+        return interface.SparseLayerWeights(
+            q_a_proj=linear(w.W_DQ),
+            q_a_layernorm=w.q_norm.to(device, dtype),
+            q_b_proj=linear(w.W_UQ, w.W_QR),
+            kv_a_proj_with_mqa=linear(w.W_DKV, w.W_KR),
+            kv_a_layernorm=w.kv_norm.to(device, dtype),
+            kv_b_proj=linear(w.W_UK, w.W_UV),
+            o_proj=linear(w.W_O),
+            indexer=None if case.shared else indexer,
+        )
+
+
+def _attention_weights(
+    case: SparseLayerCase, w_dq: Tensor, w_dkv: Tensor, w_kr: Tensor, generator: torch.Generator
+) -> MLAWeights:
+    """Those of the attention, behind the columns that it picks of a hidden state."""
+    dims, head, latent = case.dimensions, (case.heads, case.dimensions.qk_nope_head_dim), case.kv_lora_rank
+    return MLAWeights(
+        W_DQ=w_dq,
+        W_UQ=selection(case.q_lora_rank, *head, generator),
+        W_QR=selection(case.q_lora_rank, case.heads, dims.qk_rope_head_dim, generator),
+        W_DKV=w_dkv,
+        W_UK=selection(latent, *head, generator),
+        W_KR=w_kr,
+        W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
+        W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
+        q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
+        kv_norm=_powers(latent, (1.0, 2.0), generator),
+    )
+
+
+def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
+    """Rows [T, in] of which weights [in, out] pick these values [T, out]; other columns stay as they are."""
+    rows = picks.abs().argmax(dim=0)
+    return x.index_copy(1, rows, values / picks[rows, torch.arange(picks.shape[1])])
+
+
+def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[rows, columns], each column of which picks a row of its own."""
+    return selection(rows, 1, columns, generator)[:, 0]
+
+
+def _powers(columns: int, values: tuple[float, ...], generator: torch.Generator) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (columns,), generator=generator)]
+
+
+def _specs(case: SparseLayerCase, frequencies: tuple[float, ...]) -> tuple[LayerSpec, IndexerSpec]:
+    turned = Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours")
+    index_turned = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
+    dims = ModelDimensions(
+        hidden_size=case.hidden_size,
+        num_heads=case.heads,
+        q_lora_rank=case.q_lora_rank,
+        kv_lora_rank=case.kv_lora_rank,
+        head=case.dimensions,
+    )
+    spec = LayerSpec(
+        model=case.id,
+        dims=dims,
+        scale=case.softmax_scale,
+        rotation=turned,
+        q_norm=EPSILON,
+        kv_norm=EPSILON,
+        selects=True,
+    )
+    return spec, IndexerSpec(rotation=index_turned, rope_last=case.rope_last, epsilon=EPSILON)
