@@ -7,30 +7,27 @@ override a step, and never counts as certified.
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
+from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _NORM_EPS_OF_ZEROS = 1e-10
 
 
-class EagerSparseLayerBackend(MLASparseLayerBackend):
+class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
     """Either layout of both caches, any conventions of the indexer but the Hadamard transform."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    name: ClassVar[str] = "EAGER"
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8_ds_mla"]
     supported_index_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
-
-    @staticmethod
-    def get_name() -> str:
-        """Name of the backend."""
-        return "EAGER"
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: object) -> None:
         super().__init__(config, vllm_config)
@@ -53,13 +50,13 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
 
     def run_sparse_layer(
         self,
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        kv_cache: torch.Tensor,
-        index_kv_cache: torch.Tensor | None,
-        topk_indices_buffer: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        kv_cache: Tensor,
+        index_kv_cache: Tensor | None,
+        topk_indices_buffer: Tensor,
+    ) -> Tensor:
         """See :class:`MLASparseLayerBackend`."""
         operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
         check_sparse_layer_call(self, self._metadata, operands)
@@ -74,18 +71,18 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
         output = self._attend(self._queries(q_c, turns), kv_cache, topk_indices_buffer[: len(hidden_states)])
         return output.flatten(1) @ w.o_proj.mT
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """[T, columns], latents behind their RMSNorm."""
         wide = x.float()
         return (wide * (wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt() * weight).to(x.dtype)
 
-    def _queries(self, q_c: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def _queries(self, q_c: Tensor, turns: Tensor) -> Tensor:
         """[T, N, P + R], rotated."""
         q = (q_c @ self._weights.q_b_proj.mT).unflatten(1, (self.config.num_heads, -1))
         nope, rope = q.tensor_split([self.config.qk_nope_head_dim], dim=-1)
         return torch.cat((nope, self._rope(rope, turns, self.config.is_neox_style)), dim=-1)
 
-    def _write_latents(self, hidden: torch.Tensor, turns: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    def _write_latents(self, hidden: Tensor, turns: Tensor, kv_cache: Tensor) -> None:
         """New entries of the latent cache."""
         kv = hidden @ self._weights.kv_a_proj_with_mqa.mT
         kv_c, k_pe = kv.tensor_split([self.config.kv_lora_rank], dim=-1)
@@ -93,15 +90,15 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
         k_pe = self._rope(k_pe.unsqueeze(1), turns, self.config.is_neox_style)[:, 0]
         self._latents.run_write_latent(kv_c, k_pe, kv_cache, self._latent_slots(), turns.new_ones(()))
 
-    def _latent_slots(self) -> torch.Tensor:
+    def _latent_slots(self) -> Tensor:
         """[T] slots of the new tokens in the latent cache."""
         return self._metadata.slot_mapping
 
-    def _index_slots(self) -> torch.Tensor:
+    def _index_slots(self) -> Tensor:
         """[T] slots of the new tokens in the index cache."""
         return self._metadata.index_slot_mapping
 
-    def _write_index_keys(self, hidden: torch.Tensor, turns: torch.Tensor, cache: torch.Tensor) -> None:
+    def _write_index_keys(self, hidden: Tensor, turns: Tensor, cache: Tensor) -> None:
         """New entries of the index cache."""
         key, slots = self._index_key(hidden, turns), self._index_slots()
         if self.config.index_kv_cache_dtype != "auto":
@@ -109,7 +106,7 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
             return
         self._index_keys.run_write_latent(key, key[:, :0], cache, slots, turns.new_ones(()))
 
-    def _index_key(self, hidden: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def _index_key(self, hidden: Tensor, turns: Tensor) -> Tensor:
         """[T, D] index keys, normalised and rotated."""
         indexer, key = self._index_weights, hidden @ self._index_weights.wk.mT
         norm = (indexer.k_norm_weight, indexer.k_norm_bias, self.config.preparation.eps)
@@ -121,9 +118,7 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
         assert self._weights.indexer is not None
         return self._weights.indexer
 
-    def _select(
-        self, hidden: torch.Tensor, q_c: torch.Tensor, turns: torch.Tensor, cache: torch.Tensor, buffer: torch.Tensor
-    ) -> None:
+    def _select(self, hidden: Tensor, q_c: Tensor, turns: Tensor, cache: Tensor, buffer: Tensor) -> None:
         """The best tokens of each row, into the buffer."""
         q = self._index_rope((q_c @ self._index_weights.wq_b.mT).unflatten(1, (self.config.index_n_heads, -1)), turns)
         weights = (hidden @ self._index_weights.weights_proj.mT).float()
@@ -133,25 +128,25 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
         weights = weights * (self.config.index_n_heads * self.config.preparation.head_dim) ** -0.5
         buffer[: len(hidden)] = self._best(q, weights, cache)
 
-    def _best(self, q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    def _best(self, q: Tensor, weights: Tensor, cache: Tensor) -> Tensor:
         """[T, K] positions of the tokens with the best scores."""
         return self._indexer.run_index_topk(q, weights, cache, self.config.topk_tokens)
 
-    def _codes(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _codes(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [T, H, D] and the scale [T, H] of each head's query."""
         scale = q.abs().amax(dim=-1).clamp(min=_NORM_EPS_OF_ZEROS) / E4M3_MAX
         if self.config.preparation.scale_format == "pow2":
             scale = scale.log2().ceil().exp2()
         return (q / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
-    def _index_rope(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def _index_rope(self, x: Tensor, turns: Tensor) -> Tensor:
         """[T, heads, D] of the indexer, rotated in the columns of its convention."""
         form, width = self.config.preparation, turns.shape[1]
         first = 0 if form.rope_first else x.shape[-1] - width
         before, part, behind = x.tensor_split([first, first + width], dim=-1)
         return torch.cat((before, self._rope(part, turns, form.is_neox_style), behind), dim=-1)
 
-    def _rope(self, x: torch.Tensor, turns: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
+    def _rope(self, x: Tensor, turns: Tensor, is_neox_style: bool) -> Tensor:
         """[T, heads, R] rotated by cosines and sines [T, R], in float32."""
         cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
         a, b = x.float().chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].float(), x[..., 1::2].float())
@@ -160,7 +155,7 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
             return torch.cat((first, second), dim=-1).to(x.dtype)
         return torch.stack((first, second), dim=-1).flatten(-2).to(x.dtype)
 
-    def _attend(self, q: torch.Tensor, kv_cache: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: Tensor, kv_cache: Tensor, lists: Tensor) -> Tensor:
         """[T, N, V] of queries [T, N, P + R] and what each row's list names."""
         config = self.config
         w_uk, w_uv = self._weights.kv_b_proj.unflatten(0, (config.num_heads, -1)).tensor_split(
@@ -170,5 +165,5 @@ class EagerSparseLayerBackend(MLASparseLayerBackend):
         absorbed = torch.cat((torch.einsum("tnp,npl->tnl", nope, w_uk), rope), dim=-1)
         one = torch.ones((), device=q.device)
         latent = self._attention.run_sparse_decode(absorbed, kv_cache, one, lists, return_softmax_lse=False)
-        assert isinstance(latent, torch.Tensor)
+        assert isinstance(latent, Tensor)
         return torch.einsum("tnl,nvl->tnv", latent, w_uv)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
@@ -35,11 +36,11 @@ class SparseIndexerWeights:
         weights_proj: [heads, hidden].
     """
 
-    wq_b: torch.Tensor
-    wk: torch.Tensor
-    k_norm_weight: torch.Tensor
-    k_norm_bias: torch.Tensor
-    weights_proj: torch.Tensor
+    wq_b: Tensor
+    wk: Tensor
+    k_norm_weight: Tensor
+    k_norm_bias: Tensor
+    weights_proj: Tensor
 
 
 @dataclass
@@ -57,13 +58,13 @@ class SparseLayerWeights:
         indexer: None with ``skip_topk``.
     """
 
-    q_a_proj: torch.Tensor
-    q_a_layernorm: torch.Tensor
-    q_b_proj: torch.Tensor
-    kv_a_proj_with_mqa: torch.Tensor
-    kv_a_layernorm: torch.Tensor
-    kv_b_proj: torch.Tensor
-    o_proj: torch.Tensor
+    q_a_proj: Tensor
+    q_a_layernorm: Tensor
+    q_b_proj: Tensor
+    kv_a_proj_with_mqa: Tensor
+    kv_a_layernorm: Tensor
+    kv_b_proj: Tensor
+    o_proj: Tensor
     indexer: SparseIndexerWeights | None
 
 
@@ -81,8 +82,8 @@ class MLASparseLayerMetadata:
 
     attention: MLASparseMetadata
     index: MLASparseMetadata
-    slot_mapping: torch.Tensor
-    index_slot_mapping: torch.Tensor
+    slot_mapping: Tensor
+    index_slot_mapping: Tensor
     num_decodes: int
 
 
@@ -128,7 +129,7 @@ class MLASparseLayerConfig(NamedTuple):
     block_size: int
 
 
-class MLASparseLayerBackend(KernelBackend):
+class MLASparseLayerBackend(PagedKernel):
     """A layer with selected keys. Symbols: T tokens, N heads, K tokens that are selected for each.
 
     Attributes:
@@ -146,11 +147,6 @@ class MLASparseLayerBackend(KernelBackend):
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     supports_skip_topk: ClassVar[bool] = True
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Page sizes of both caches, in tokens."""
-        return [MultipleOf(1)]
 
     @classmethod
     def validate_configuration(
@@ -195,13 +191,13 @@ class MLASparseLayerBackend(KernelBackend):
     @abstractmethod
     def run_sparse_layer(
         self,
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        kv_cache: torch.Tensor,
-        index_kv_cache: torch.Tensor | None,
-        topk_indices_buffer: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden_states: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        kv_cache: Tensor,
+        index_kv_cache: Tensor | None,
+        topk_indices_buffer: Tensor,
+    ) -> Tensor:
         """One layer over a batch, whose new entries it writes to both caches first.
 
         Args:
@@ -220,7 +216,7 @@ class MLASparseLayerBackend(KernelBackend):
 
 
 def check_sparse_layer_call(
-    backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[torch.Tensor | None, ...]
+    backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[Tensor | None, ...]
 ) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
@@ -237,25 +233,18 @@ def check_sparse_layer_call(
     config = backend.config
     assert hidden is not None and table is not None and kv_cache is not None and buffer is not None
     tokens, layout = int(metadata.attention.query_lens_cpu.sum()), config.kv_cache_dtype
-    _expect("hidden_states", hidden, (tokens, *hidden.shape[1:2]), config.dtype)
-    _expect("positions", positions, (tokens,), torch.int64)
-    _expect("cos_sin_cache", table, (*table.shape[:1], config.qk_rope_head_dim), torch.float32)
+    expect("hidden_states", hidden, (tokens, *hidden.shape[1:2]), config.dtype)
+    expect("positions", positions, (tokens,), torch.int64)
+    expect("cos_sin_cache", table, (*table.shape[:1], config.qk_rope_head_dim), torch.float32)
     for name, slots in (("slot_mapping", metadata.slot_mapping), ("index_slot_mapping", metadata.index_slot_mapping)):
-        _expect(name, slots, (tokens,), torch.int64)
+        expect(name, slots, (tokens,), torch.int64)
     width = entry_width(layout, config.kv_lora_rank, config.qk_rope_head_dim)
-    _expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(layout, config.dtype))
-    _expect("topk_indices_buffer", buffer, (max(tokens, len(buffer)), config.topk_tokens), torch.int32)
+    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(layout, config.dtype))
+    expect("topk_indices_buffer", buffer, (max(tokens, len(buffer)), config.topk_tokens), torch.int32)
     if (index_cache is None) != config.skip_topk:
         raise ValueError(f"index_kv_cache: expected {'none' if config.skip_topk else 'one'} with {config.skip_topk=}")
     if index_cache is not None:
         layout = config.index_kv_cache_dtype
         shape = (*index_cache.shape[:2], entry_width(layout, config.preparation.head_dim, 0))
-        _expect("index_kv_cache", index_cache, shape, cache_dtype(layout, config.dtype))
-    if reasons := backend.validate_configuration(get_device_capability(hidden.device), config):
-        raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
-
-
-def _expect(name: str, x: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x is None or x.shape != shape or x.dtype != dtype:
-        got = "None" if x is None else f"{list(x.shape)} of {x.dtype}"
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {got}")
+        expect("index_kv_cache", index_cache, shape, cache_dtype(layout, config.dtype))
+    require_declared(backend, hidden.device, config)
