@@ -3,7 +3,7 @@
 Known defects are failing backends, with themselves among the candidates, without, and mixed. Mixed are two defects in
 one kernel, and a defect of one head or of one request beside an honest rest. A cause that is told is right if it is the
 defect's own, one of the two, or gives the same numbers to the last one; of a defect that is left out, one of its
-family.
+family. One head or request alone is no kernel that could be tried on cases nearby.
 
 The outcome goes into ``ci/diagnosis.json``, its sentence into ``docs/known-defects.md``; the exit status is 1 for a
 confident error.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,6 +35,7 @@ from mla_conformance.defects.report import stored as stored_kills
 from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
 from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of
 from mla_conformance.diagnosis.likeness import Behaviour, likeness, numbers_of
+from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.measured import Measured
@@ -52,11 +53,13 @@ ROOT = Path(__file__).parents[1]
 STORED, PAGE = ROOT / "ci" / "diagnosis.json", ROOT / "docs" / "known-defects.md"
 _MAPS = ("heat.py", "heat_map.py")
 """The only files of the room that tell nothing of causes."""
-_Mixture = tuple[tuple[KnownDefect, ...], str, Behaviour]
-"""The defects that are wholly in a kernel, the kind of mixture, and what it does."""
+_Mixture = tuple[tuple[KnownDefect, ...], str, Behaviour, str]
+"""The defects that are wholly in a kernel, the kind of mixture, what it does, and what loads it, if there is one."""
 _MIXTURES = 4
 """Mixtures of a defect at most."""
 _WORKERS = 2
+_NEARBY = Context()
+"""Cases nearby are shared by the defects of a capability."""
 
 
 class Outcome(StrEnum):
@@ -133,11 +136,8 @@ class DiagnosisReport:
 
     @property
     def confident_errors(self) -> int:
-        """Diagnoses that were wrong with confidence although the cause was among the candidates.
-
-        Without it another cause may give the same numbers on one case, and nothing tells them apart.
-        """
-        return self.number("alone", Outcome.WRONG) + self.number("mixed", Outcome.WRONG)
+        """Diagnoses that were wrong with confidence."""
+        return sum(self.number(kind, Outcome.WRONG) for kind in self.counts)
 
 
 def digest() -> str:
@@ -197,6 +197,15 @@ def _tried(reference: str, case: Case, context: Context) -> tuple[Trial, Record]
     return judged_trial(Subject(BackendReference(name, reference), torch.device("cpu")), case, context)
 
 
+@cache
+def _outcome(reference: str, case: Case) -> str | None:
+    return outcome(_tried(reference, case, _NEARBY)[1])
+
+
+def _outcome_of(candidate: Candidate, case: Case) -> str | None:
+    return _outcome(candidate.reference, case)
+
+
 class _OnCase:
     """One case, with what every candidate does on it."""
 
@@ -212,17 +221,18 @@ class _OnCase:
                 yield Diagnosis(entry.id, "alone", Outcome.SAID)
                 continue
             own = Behaviour.of(trial, record)
-            yield self._diagnosis(entry.id, "alone", own, partial(_is_own, (entry,)))
+            yield self._diagnosis(entry.id, "alone", own, entry.reference, partial(_is_own, (entry,)))
             of_family = partial(_is_related, entry)
-            yield self._diagnosis(entry.id, "left out", own, of_family, left_out=entry.id)
-            for defects, kind, mixed in self._mixtures(entry, trial, own):
-                yield self._diagnosis(entry.id, kind, mixed, partial(_is_own, defects))
+            yield self._diagnosis(entry.id, "left out", own, entry.reference, of_family, left_out=entry.id)
+            for defects, kind, mixed, reference in self._mixtures(entry, trial, own):
+                yield self._diagnosis(entry.id, kind, mixed, reference, partial(_is_own, defects))
 
     def _diagnosis(
         self,
         name: str,
         kind: str,
         seen: Behaviour,
+        reference: str,
         is_right: Callable[[Candidate], bool],
         left_out: str = "",
     ) -> Diagnosis:
@@ -238,10 +248,13 @@ class _OnCase:
                 accepted = min(accepted, share)
             else:
                 rejected = max(rejected, share)
-        causes = causes_of(found)
+        observed = partial(_outcome, reference)
+        held = holding(found, self._case, observed, _outcome_of) if reference else found
+        causes = causes_of(held or found)
         reported = causes if len(causes) <= MOST_TOLD else []
         right = any(is_right(each) or (not left_out and self._is_same(seen, each)) for each in reported)
-        return Diagnosis(name, kind, Outcome.of(bool(reported), right, seen.is_numeric), rejected, accepted)
+        told = Outcome.of(bool(reported), right, seen.is_numeric and bool(held))
+        return Diagnosis(name, kind, told, rejected, accepted)
 
     def _is_same(self, seen: Behaviour, candidate: Candidate) -> bool:
         return likeness(seen, self._behaviour(candidate.reference)) == 1.0
@@ -258,12 +271,12 @@ class _OnCase:
             if kernel and self._case.role in other.roles:
                 made, record = _tried(_located(kernel), self._case, self._context)
                 if record.check in COMPARED:
-                    yield (entry, other), "two at once", Behaviour.of(made, record)
+                    yield (entry, other), "two at once", Behaviour.of(made, record), _located(kernel)
         if self._case.role not in _HONEST:
             return
         honest, _ = _tried(_located(_HONEST[self._case.role]), self._case, self._context)
         if trial.last and honest.last and honest.last.problem.key == trial.last.problem.key:
-            yield from (((), *blend) for blend in _blends(own, numbers_of(honest), trial))
+            yield from (((), *blend, "") for blend in _blends(own, numbers_of(honest), trial))
 
 
 def _is_own(entries: Sequence[KnownDefect], reported: Candidate) -> bool:

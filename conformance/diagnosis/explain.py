@@ -1,15 +1,19 @@
 """What a failure looks like: the failed trial beside what every candidate makes of the same case.
 
-Told is only what fits at every number that was judged and nothing else does. An exception, a wrong shape or a write out
-of bounds is what it says it is; arithmetic does not explain it.
+Told is only what fits at every number that was judged and nothing else does, with a "perhaps" if it does not fail and
+pass as the backend does on cases nearby. An exception, a wrong shape or a write out of bounds is what it says it is;
+arithmetic does not explain it.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from mla_conformance.backends.references import BackendReference
+from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
+from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
@@ -22,7 +26,7 @@ UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
-"""Seconds of this process's CPU time after which no further candidate is tried; others may share the machine."""
+"""Seconds of this process's CPU time for all candidates, and for cases nearby; others may share the machine."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "
@@ -50,7 +54,9 @@ def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
             return UNCOMPARED
         if UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
             return ""
-        return describe(_fitting(likenesses), observed.is_numeric)
+        fitting = _fitting(likenesses)
+        held = _holding(fitting, trial)
+        return describe(held or fitting, observed.is_numeric and bool(held))
     claimed = [text for text in reported if observed.is_numeric or text.startswith(_PERHAPS)]
     named = {text: [candidate for candidate in everyone if candidate.reported in text] for text in claimed}
     return next((text for text, asked in named.items() if _fitting(_likenesses(observed, trial, asked) or {})), "")
@@ -72,10 +78,28 @@ def _fitting(likenesses: Mapping[Candidate, float]) -> list[Candidate]:
     return [candidate for candidate, share in likenesses.items() if share >= ALIKE]
 
 
+def _holding(fitting: Sequence[Candidate], trial: Trial) -> list[Candidate]:
+    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
+    started = time.process_time()
+
+    def outcome_of(subject: Subject, case: Case) -> str | None:
+        if time.process_time() - started > _PATIENCE:
+            return None
+        tried, record = judged_trial(subject, case, trial.context)
+        trial.disturbed |= tried.disturbed
+        return outcome(record)
+
+    observed = partial(outcome_of, trial.subject)
+    return holding(fitting, trial.case, observed, lambda each, case: outcome_of(_subject(each, trial), case))
+
+
 def behaviour(candidate: Candidate, trial: Trial) -> Behaviour:
     """What a candidate does on the case of a trial."""
-    subject = Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device)
-    return Behaviour.of(*judged_trial(subject, trial.case, trial.context))
+    return Behaviour.of(*judged_trial(_subject(candidate, trial), trial.case, trial.context))
+
+
+def _subject(candidate: Candidate, trial: Trial) -> Subject:
+    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
@@ -83,7 +107,7 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
 
     Args:
         fitting: the candidates.
-        certain: whether some number tells them from others; NaN are like each other whatever they come from.
+        certain: whether they hold nearby, too, and some number tells them from others; NaN tells nothing.
     """
     reported = [candidate.reported for candidate in causes_of(fitting)]
     if not reported:

@@ -23,8 +23,9 @@ from mla_conformance.defects.known import FAMILIES, known_defects
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
+from mla_conformance.diagnosis.neighbours import neighbours
 from mla_conformance.diagnosis.suspects import Base2Lse, RotatedHeads
-from mla_conformance.diagnosis.suspects_of_roles import LeakedKey
+from mla_conformance.diagnosis.suspects_of_roles import KeyScaleLeftOut, LeakedKey
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.measured import Measured
@@ -246,6 +247,56 @@ def test_what_is_wrong_with_rows_without_keys_is_told_as_it_was_seen(name: str) 
     candidate = next(each for each in candidates(Role.PREFILL) if each.kernel.__name__.startswith(name))
     _, record = tried(candidate.reference, SUSPECT_CASES[1])
     assert record.check == Check.MASK and symptom(record) == SYMPTOMS[name]
+
+
+CODES = "kv_cache_fp8:call=decode;q=[1,1];kv=[127,40];page=128;data=needle;cache=fp8"
+
+
+def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_nearby(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On pages of 128 alone, a scale that is left out there gives the numbers of one that is left out everywhere."""
+    narrow = Candidate.of(known_defects()["decode-codes-of-large-pages-unscaled"])
+    (wide,) = (each for each in candidates(Role.DECODE) if each.kernel is KeyScaleLeftOut)
+    told = {
+        (reference, asked): said(reference, asked, monkeypatch)
+        for reference in (narrow.reference, wide.reference)
+        for asked in ((wide,), (wide, narrow))
+    }
+    assert told == {
+        (narrow.reference, (wide,)): f"perhaps {wide.reported}",
+        (narrow.reference, (wide, narrow)): narrow.reported,
+        (wide.reference, (wide,)): wide.reported,
+        (wide.reference, (wide, narrow)): wide.reported,
+    }
+
+
+def said(reference: str, asked: tuple[Candidate, ...], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
+    return explain(*tried(reference, CODES))
+
+
+def test_neighbours_differ_in_one_field_or_are_the_nearest_of_the_capability() -> None:
+    case = Case.parse(CODES)
+    near = neighbours(case)
+    assert {Case.parse(CODES.replace(field, "")) for field in ("page=128;", "data=needle;", ";cache=fp8")} <= {*near}
+    listed = find_capability("kv_cache_fp8").cases
+    assert len({*near} & {*listed}) >= 12 and {each.role for each in near} == {Role.DECODE}
+    assert case not in near and len(near) < 30
+
+
+class NotOnOtherPages(KeyScaleLeftOut):
+    """The scale is not applied, and pages of another size cannot be read."""
+
+    def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: torch.Tensor, k_scale: Any) -> Any:
+        if kv_cache.shape[1] != 128:
+            raise RuntimeError("compiled for pages of 128")
+        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+
+
+def test_a_case_nearby_that_raises_says_nothing_against_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    (wide,) = (each for each in candidates(Role.DECODE) if each.kernel is KeyScaleLeftOut)
+    assert said(located(NotOnOtherPages), (wide,), monkeypatch) == wide.reported
 
 
 class Raises(EagerPrefillBackend):
