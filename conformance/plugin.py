@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from mla_conformance.api.own_tests import OwnTests
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
 
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.stash[_RECORDS] = []
+    config.pluginmanager.register(OwnTests(config))
     if _selects(config.option):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)

@@ -1,8 +1,6 @@
 """The verdict over a plain function, by the judge that ``certify`` has: as data, or as a failed assertion."""
 
-import os
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,16 +10,18 @@ import torch
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
 from mla_conformance.api.kernels import Function, kernel_around, name_of
+from mla_conformance.api.looks_like import with_explanation
+from mla_conformance.api.own_tests import JUDGED, replay_of, running_test
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.explain import explain as explained
 from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.judging.record import Record, describe_failure
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.report.terminal import columns, wrapped
 from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -29,9 +29,12 @@ from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _STRICTEST = Declaration()
+_INDENT = " " * 5
+_MARGIN = 8
+"""Columns that pytest puts before a message."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FunctionVerdict:
     """What was found of a function on a case.
 
@@ -42,7 +45,7 @@ class FunctionVerdict:
         check: what failed, such as ``lse``; empty if nothing did.
         where: request, query, head and column of the worst element, as far as there is one.
         used: largest share of the error budget, by rule; 1 is the limit.
-        message: of a failure what ``certify`` prints, with a line that runs it again; empty of a pass.
+        message: of a failure what is wrong and what it looks like, with a line that runs it again; empty of a pass.
         detail: the traceback of a function that raised.
     """
 
@@ -59,6 +62,9 @@ class FunctionVerdict:
     def passed(self) -> bool:
         """Whether the function is right on this case."""
         return self.status is Status.PASS
+
+    def __repr__(self) -> str:
+        return self.message or f"{self.status} {self.case}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +112,6 @@ def judge(
     *,
     device: str | torch.device = "",
     declaration: Declaration = _STRICTEST,
-    explain: bool = False,
 ) -> FunctionVerdict:
     """The verdict over a function on a case, with as many calls as the case's capability takes.
 
@@ -115,7 +120,6 @@ def judge(
         function: takes the named inputs of docs/python-api.md, returns (output, lse), or what an indexer returns.
         device: as for ``case.inputs``.
         declaration: where the function rounds; by default the strictest classes (SPEC 4.2).
-        explain: compare a failure with known defects, which takes seconds.
 
     Raises:
         InputError: no such device.
@@ -123,32 +127,29 @@ def judge(
     subject = _subject(case.suite_case, function, find_torch_device(device), declaration)
     trial, record = judged_trial(subject, case.suite_case, Context())
     where = f", device={str(subject.device)!r}"
-    return _verdict(trial, record, explain, f"mla.judge({case!r}, {name_of(function)}{where})")
+    return _verdict(trial, record, f"mla.judge({case!r}, {name_of(function)}{where})")
 
 
-def assert_conforms(
-    case: FunctionCase, *results: Any, declaration: Declaration = _STRICTEST, explain: bool = False
-) -> None:
+def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration = _STRICTEST) -> None:
     """Assert that these are right results of the inputs that ``case.inputs`` handed out last in this thread.
 
     Args:
         case: the case.
         results: output and LSE, or what an indexer returns; an LSE that the case does not ask for is left aside.
         declaration: as for :func:`judge`.
-        explain: as for :func:`judge`.
 
     Raises:
-        AssertionError: they are wrong; the message is that of ``certify``.
+        AssertionError: they are wrong; the message says how, and what that looks like.
         InputError: no inputs of this case were handed out.
     """
     __tracebackhide__ = True
     handed = handed_last(case.suite_case)
-    verdict = _judged(handed, results, declaration, explain)
+    verdict = _judged(handed, results, declaration)
     if not verdict.passed:
         raise AssertionError(verdict.message)
 
 
-def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declaration, explain: bool) -> FunctionVerdict:
+def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declaration) -> FunctionVerdict:
     device, case = handed.problem.device, handed.case
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -157,7 +158,7 @@ def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declarati
     if record.failed and not handed.context.is_intact():
         handed.context.forget()
         record = _record(trial, handed, given)
-    return _verdict(trial, record, explain, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
+    return _verdict(trial, record, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
 
 
 def _record(trial: Trial, handed: HandedInputs, given: tuple[Any, ...]) -> Record:
@@ -187,12 +188,9 @@ def _subject(case: Case, function: Function, device: torch.device, declaration: 
     return FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
 
 
-def _verdict(trial: Trial, record: Record, explain: bool, expression: str) -> FunctionVerdict:
-    if explain:
-        record = record.with_fields(explanation=explained(trial, record))
-    message = record.message
-    if record.failed:
-        message = describe_failure(record).removesuffix(record.replay) + _replay(expression)
+def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
+    record = with_explanation(trial, record)
+    JUDGED.append(record)
     return FunctionVerdict(
         status=record.status,
         case=record.case,
@@ -200,12 +198,20 @@ def _verdict(trial: Trial, record: Record, explain: bool, expression: str) -> Fu
         check=str(record.check),
         where=MappingProxyType(record.where),
         used=BudgetUse(**record.shares),
-        message=message,
+        message="\n".join(_failure(record, expression)) if record.failed else record.message,
         detail=record.detail,
     )
 
 
-def _replay(expression: str) -> str:
-    """What runs the case again: the test that runs now, or outside of pytest an expression."""
-    test, _, _ = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")
-    return f"pytest {shlex.quote(test)}" if test else expression
+def _failure(record: Record, expression: str) -> Iterator[str]:
+    """What failed, in lines that pytest need not break; what it looks like; what runs it again, which names the case.
+
+    Args:
+        record: of the failure.
+        expression: what runs it again outside of pytest.
+    """
+    yield from wrapped(f"FAIL {record.message}", columns() - _MARGIN, further=_INDENT)
+    for remark in record.remarks:
+        yield from wrapped(remark, columns() - _MARGIN, _INDENT, 2 * _INDENT)
+    test = running_test()
+    yield f"{_INDENT}replay: {replay_of(test) if test else expression}"

@@ -6,7 +6,9 @@ arithmetic does not explain it.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from mla_conformance.backends.references import BackendReference
@@ -34,32 +36,69 @@ MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
 
-def explain(trial: Trial, record: Record, reported: Sequence[str] = ()) -> str:
+def is_comparable(record: Record) -> bool:
+    """Whether a record is of wrong numbers, which candidates may have, too."""
+    return record.status is Status.FAIL and record.check in COMPARED
+
+
+def explain(trial: Trial, record: Record) -> str:
     """What a failure looks like, that it is unlike every candidate or that time ran out; nothing where none is known.
 
     Args:
         trial: the trial that failed; its last observation is compared.
         record: its record.
-        reported: what other failures of the backend look like; only whether this one does as well is tried.
     """
-    if record.status is not Status.FAIL or record.check not in COMPARED:
+    if not is_comparable(record):
         return ""
     if len(trial.case.q) > _MOST_REQUESTS:
-        return "" if reported else UNCOMPARED
-    everyone = candidates(trial.case.role)
+        return UNCOMPARED
     observed = Behaviour.of(trial, record)
-    if not reported:
-        likenesses = _likenesses(observed, trial, everyone)
-        if likenesses is None:
-            return UNCOMPARED
-        if UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
+    likenesses = _likenesses(observed, trial, candidates(trial.case.role))
+    if likenesses is None:
+        return UNCOMPARED
+    if UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
+        return ""
+    fitting = _fitting(likenesses)
+    held = _holding(fitting, trial)
+    return describe(held or fitting, observed.is_numeric and bool(held))
+
+
+@dataclass
+class ReportedCauses:
+    """What failures of a backend look like that are explained already.
+
+    Attributes:
+        texts: what was said of them.
+        fits: how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly.
+        spent: seconds of CPU time.
+    """
+
+    texts: list[str]
+    fits: Counter[Candidate] = field(default_factory=Counter)
+    spent: float = 0.0
+
+    def explain(self, trial: Trial, record: Record) -> str:
+        """The text that is true of another failure as well; empty if none is, or there is no time to see."""
+        if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
             return ""
-        fitting = _fitting(likenesses)
-        held = _holding(fitting, trial)
-        return describe(held or fitting, observed.is_numeric and bool(held))
-    claimed = [text for text in reported if observed.is_numeric or text.startswith(_PERHAPS)]
-    named = {text: [candidate for candidate in everyone if candidate.reported in text] for text in claimed}
-    return next((text for text, asked in named.items() if _fitting(_likenesses(observed, trial, asked) or {})), "")
+        observed, started = Behaviour.of(trial, record), time.process_time()
+        try:
+            for candidate, text in self._claimed(trial, observed):
+                if self.spent + time.process_time() - started > _PATIENCE:
+                    return ""
+                if likeness(observed, behaviour(candidate, trial)) >= ALIKE:
+                    self.fits[candidate] += 1
+                    return text
+        finally:
+            self.spent += time.process_time() - started
+        return ""
+
+    def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
+        """Candidates with the text that names them, those that fitted most first."""
+        texts = [text for text in self.texts if observed.is_numeric or text.startswith(_PERHAPS)]
+        everyone = candidates(trial.case.role)
+        named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
+        return sorted(named, key=lambda each: -self.fits[each[0]])
 
 
 def _likenesses(observed: Behaviour, trial: Trial, asked: Sequence[Candidate]) -> dict[Candidate, float] | None:

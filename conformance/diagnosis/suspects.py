@@ -296,12 +296,3 @@ class NeverNormalised(OnlineSoftmax):
     def _finish(self, state):
         _, lse = super()._finish(state)
         return state.weighted.transpose(0, 1), lse
-
-
-@suspect("precision")
-class Zeros(OnlineSoftmax):
-    """The output is 0 everywhere."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return torch.zeros_like(output), lse

@@ -28,7 +28,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import explain
+from mla_conformance.diagnosis.explain import ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
@@ -205,7 +205,8 @@ class Worker:
         if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
             self._send(WorkerJudged(record))
             heat = msgspec.to_builtins(heat_of(trial, record))
-            record = record.with_fields(explanation=explain(trial, record, task.reported))
+            looks_like = ReportedCauses(list(task.reported)).explain if task.reported else explain
+            record = record.with_fields(explanation=looks_like(trial, record))
         disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))

@@ -71,8 +71,10 @@ def _reach(affected: torch.Tensor, name: str) -> str:
     places = affected.nonzero().flatten().tolist()
     count, first, last = len(places), places[0], places[-1]
     text = f"{count} of {len(affected)} {name}s"
-    if count < _SEVERAL or count == len(affected) or last - first != count - 1:
+    if count < _SEVERAL or count == len(affected):
         return text
+    if last - first != count - 1:
+        return f"{text} ({', '.join(map(str, places))})" if count <= _LISTED else text
     return f"{text} (from {first} on)" if last == len(affected) - 1 else f"{text} ({first} to {last})"
 
 
@@ -95,7 +97,11 @@ def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
 
 
 _SEVERAL = 2
+_LISTED = 6
 _CLOSE = 1e-3
+_MANY = 8
+_ALIKE = 2**-6
+"""Spread of a common factor: what is rounded to bf16 may be off by 2^-8, either way."""
 _TELLING = 0.05
 """Least spread of values, by their size, by which a factor is told from an offset."""
 _LSE_FACTORS = {
@@ -134,16 +140,32 @@ def explain_form(shape: torch.Size, expected: torch.Size, what: str) -> str:
 
 def explain_mask(whole: torch.Tensor) -> str:
     """A hint for an output [T, N, V] that is not finite; empty if none fits."""
-    rows = whole.isnan().all(dim=-1).all(dim=-1)
-    return f"; {int(rows.sum())} of {len(rows)} rows hold nothing but NaN" if bool(rows.any()) else ""
+    vectors = whole.isnan().all(dim=-1)
+    for found, name in ((vectors.all(dim=1), "row"), (vectors.all(dim=0), "head")):
+        if bool(found.any()):
+            return f"; {_reach(found, name)} hold nothing but NaN"
+    return ""
 
 
 def explain_output(output: torch.Tensor, golden: torch.Tensor) -> str:
     """A finding for a wrong output [T, N, V]; empty if none fits."""
-    if not bool(output.any()):
-        return "the whole output is 0"
+    if not bool(output[:, -1].any()) and bool(golden[:, -1].any()):
+        return UNWRITTEN if bool(output.any()) else ""
     shifts = [s for s in range(1, golden.shape[1]) if _is_rather(output, golden.roll(s, dims=1), golden)]
     return f"heads are rotated by {shifts[0]}" if len(shifts) == 1 else ""
+
+
+UNWRITTEN = "the last heads are 0 in every row, as if they were not written"
+
+
+def common_factor(got: torch.Tensor, want: torch.Tensor, wrong: torch.Tensor) -> str:
+    """By what all wrong numbers of any shape are too large, as a clause; empty if it is not the same for them."""
+    counted = wrong & got.isfinite() & want.isfinite()
+    counted &= want.abs() > _TELLING * want.where(counted, 0.0).abs().max()
+    ratios = (got / want)[counted]
+    if ratios.numel() < _MANY or float(ratios.max() - ratios.min()) > _ALIKE * float(ratios.mean().abs()):
+        return ""
+    return f"; got / expected = {float(ratios.mean()):.4g} there"
 
 
 def _is_rather(got: torch.Tensor, other: torch.Tensor, golden: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 Every row and head of the LSE and every element of the output is compared; the first check that fails decides.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.diagnosis import (
     Position,
+    common_factor,
     explain_lse,
     explain_mask,
     explain_output,
@@ -24,7 +26,7 @@ from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs
-from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
+from mla_conformance.judging.verdict import ZERO, BudgetUse, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
@@ -179,6 +181,8 @@ class AttentionJudge(Steps):
         place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
         value = output[place.row, place.head, place.column or 0].item()
         hint = explain_mask(part.whole)
+        if math.isnan(value) and self.problem.case.poison == "nan":
+            hint += _ONLY_NAN
         return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
 
     def _lse(self, part: _Part, budget: Budget) -> Verdict | None:
@@ -193,14 +197,17 @@ class AttentionJudge(Steps):
         got, want = part.lse[place.head, place.row].item(), part.golden.lse[place.head, place.row].item()
         detail = f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
         detail += extent(self.rows, share.mT > 1)
+        lse = part.lse.double()
+        finding = explain_lse(lse, part.golden.lse) if part.keys > 1 else ""
+        detail += "" if finding else common_factor(lse, part.golden.lse, share > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
-        finding = explain_lse(part.lse.double(), part.golden.lse) if part.keys > 1 else ""
         output = "wrong as well" if self._stored(part, budget) else "right"
         return _beside(replace(verdict, finding=finding), f"the output is {output}")
 
     def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
-        error = (part.output.double() - part.golden.output).abs()
+        output = part.output.double()
+        error = (output - part.golden.output).abs()
         element = share_of(error, budget.element * self.numbers.element_limit)
         rms, largest = error.square().mean(dim=-1).sqrt(), worst_of(element)
         row = self._worst_rms(share_of(rms, budget.row_rms), budget, allowed)
@@ -217,11 +224,12 @@ class AttentionJudge(Steps):
             got, want = part.output[index].item(), part.golden.output[index].item()
             detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {largest:.3g} × its error budget, "
             detail += extent(self.rows, element > 1)
+            detail += common_factor(output, part.golden.output, element > 1) if bool(output.any()) else f"; {ZERO}"
         else:
             place = worst_position(self.rows, row)
             detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
         verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
-        return replace(verdict, finding=explain_output(part.output.double(), part.golden.output))
+        return replace(verdict, finding=explain_output(output, part.golden.output))
 
     def _worst_rms(self, ratio: torch.Tensor, budget: Budget, allowed: Roundoffs) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
@@ -266,6 +274,12 @@ class AttentionJudge(Steps):
         golden, scale = part.golden.output, float(self.problem.output_scale)
         ends = (golden - budget.element, golden, golden + budget.element)
         return tuple(e4m3_ordinal(quantize_e4m3(value, scale)).double() for value in ends)
+
+
+_ONLY_NAN = (
+    "; inputs hold NaN only in memory that may not be read (between blocks and rows, in blocks of no request, past a "
+    "request's last token), as do results until they are written"
+)
 
 
 def _beside(verdict: Verdict, said: str) -> Verdict:

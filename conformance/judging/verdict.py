@@ -82,6 +82,9 @@ CLAUSES = {
     Check.UNSAFE_REFUSAL: "3.8",
 }
 
+ZERO = "the whole output is 0"
+"""What messages say of such an output, which tells no cause."""
+
 
 @dataclass(frozen=True)
 class BudgetUse:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.circumstances import circumstances
 from mla_conformance.report.terminal import MESSAGE, near
 
@@ -212,4 +212,6 @@ def symptom(record: Record) -> str:
     """What is wrong with a result, as far as that is seen; the message of a failure that names no check."""
     if record.check == Check.MASK:
         return next((what for said, what in _MASKED.items() if re.search(said, record.message)), WRONG[Check.MASK])
+    if ZERO in record.message:
+        return ZERO
     return WRONG.get(record.check, record.check) if record.check else record.message

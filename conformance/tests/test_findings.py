@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from mla_conformance.judging.diagnosis import TRANSPOSED, explain_form, explain_lse, explain_output
+from mla_conformance.judging.diagnosis import (
+    TRANSPOSED,
+    UNWRITTEN,
+    common_factor,
+    explain_form,
+    explain_lse,
+    explain_output,
+)
 
 LSE = torch.tensor([[0.5, 2.0, -1.0], [3.0, 1.5, 0.7], [1.2, -2.0, 4.0]], dtype=torch.float64)
 OUTPUT = torch.arange(24, dtype=torch.float64).view(2, 3, 4).sin()
@@ -38,7 +45,9 @@ def test_rows_without_keys_stay_as_they_are() -> None:
     [
         (OUTPUT.roll(1, 1), OUTPUT, "heads are rotated by 1"),
         (1e-3 * OUTPUT.roll(2, 1), 1e-3 * OUTPUT, "heads are rotated by 2"),
-        (torch.zeros_like(OUTPUT), OUTPUT, "the whole output is 0"),
+        (torch.zeros_like(OUTPUT), OUTPUT, ""),
+        (OUTPUT * torch.tensor([1.0, 0.0, 0.0]).view(3, 1), OUTPUT, UNWRITTEN),
+        (OUTPUT * torch.tensor([1.0, 0.0, 1.0]).view(3, 1), OUTPUT, ""),
         (OUTPUT[:, :1].expand(2, 3, 4) + 1e-4, OUTPUT[:, :1].expand(2, 3, 4), ""),
         (1e-3 * OUTPUT + 1e-3, 1e-3 * OUTPUT, ""),
         (OUTPUT.roll(1, 0), OUTPUT, ""),
@@ -46,6 +55,14 @@ def test_rows_without_keys_stay_as_they_are() -> None:
 )
 def test_a_wrong_output(output: torch.Tensor, golden: torch.Tensor, found: str) -> None:
     assert explain_output(output, golden) == found
+
+
+def test_a_common_factor_is_told_of_many_numbers() -> None:
+    wrong = torch.ones_like(OUTPUT, dtype=torch.bool)
+    assert common_factor(OUTPUT * 1.25, OUTPUT, wrong) == "; got / expected = 1.25 there"
+    for got in (OUTPUT + 0.1, OUTPUT * torch.inf):
+        assert common_factor(got, OUTPUT, wrong) == ""
+    assert common_factor(*(x[:1, :1] for x in (OUTPUT * 1.25, OUTPUT, wrong))) == ""
 
 
 def test_a_wrong_shape() -> None:

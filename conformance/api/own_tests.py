@@ -1,0 +1,156 @@
+"""Tests made by ``mla.cases``, as pytest runs them: a record of each, and in the end what is wrong with each function.
+
+A function that keeps a plan from call to call fails after other cases only, so that its replay line passes. Therefore
+the simplest failing case of each function runs once more in a process of its own. No torch.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterator
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import pytest
+
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import CLAUSES, Check, Status
+
+JUDGED: deque[Record] = deque(maxlen=1)
+"""The record that was made last in this process."""
+PROPERTY = "mla_conformance_function"
+_ALONE = "MLA_CONFORMANCE_ALONE"
+_PATIENCE = 60.0
+"""Seconds in which failing cases run again alone."""
+
+
+def is_alone() -> bool:
+    """Whether this process runs a failing case again, of which only the outcome is wanted."""
+    return _ALONE in os.environ
+
+
+def running_test() -> str:
+    """The id of the test that pytest runs now; empty outside of pytest."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+
+
+def replay_of(test: str) -> str:
+    """The command that runs a test again."""
+    return f"pytest {shlex.quote(test)}"
+
+
+class OwnTests:
+    """A plugin; where workers run the tests, the controller gets the records with their reports.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._records: dict[str, dict[str, Record]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Generator[None, Any, Any]:
+        """Attach what became of a case to the report of its test."""
+        report = yield
+        arguments = getattr(getattr(item, "callspec", None), "params", {})
+        case = next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
+        if case and call.when == "call" and not report.skipped:
+            record = _record_of(report, call, case)
+            report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
+        return report
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the record of a case."""
+        if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
+            record = msgspec.convert(json.loads(str(found)), Record)
+            test = self._config.cwd_relative_nodeid(report.nodeid)
+            name = test.replace(record.case, "").replace("[]", "")
+            self._records.setdefault(name, {})[test] = record.with_fields(backend=name, reference=test)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> Generator[None, None, None]:
+        """What is wrong with each function, below pytest's own list of failures."""
+        yield
+        found = {name: list(records.values()) for name, records in self._records.items()}
+        failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
+        if not failing or is_alone() or exitstatus != pytest.ExitCode.TESTS_FAILED:
+            return
+        from mla_conformance.report.functions import function_lines, simplest
+
+        terminalreporter.section("mla-conformance")
+        until = time.monotonic() + _PATIENCE
+        for name, records in failing.items():
+            passes_alone = self._passes_alone(simplest(records).reference, until - time.monotonic())
+            for line in function_lines(name, records, passes_alone):
+                terminalreporter.write_line(line)
+
+    def _passes_alone(self, test: str, seconds: float) -> bool:
+        """Whether a test passes in a process of its own; not if that cannot be seen."""
+        if seconds <= 0 or self._config.option.usepdb:
+            return False
+        with TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)]
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=self._config.invocation_params.dir,
+                    env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=seconds,
+                )
+            except subprocess.TimeoutExpired:
+                return False
+        return done.returncode == pytest.ExitCode.OK and "1 passed" in done.stdout
+
+    def _arguments(self) -> list[str]:
+        """The arguments of this run but for what it collects, and the files that they imply."""
+        collected = self._config.option.file_or_dir
+        found = [str(word) for word in self._config.invocation_params.args if str(word) not in collected]
+        inifile = ["-c", str(self._config.inipath)] if self._config.inipath else []
+        return [*found, *inifile, f"--rootdir={self._config.rootpath}"]
+
+    def _apart(self, folder: str) -> Iterator[str]:
+        """Options, of plugins that are there, which keep another run from what this one writes, and from workers."""
+        options = {
+            "xmlpath": "--junitxml=",
+            "log_file": f"--log-file={folder}/log",
+            "basetemp": f"--basetemp={folder}/base",
+            "numprocesses": "-n0",
+        }
+        yield from (option for name, option in options.items() if hasattr(self._config.option, name))
+        yield from ("-o", f"cache_dir={folder}/cache")
+
+
+def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: str) -> Record:
+    """What became of a case: it passed, or was judged to fail, or the test raised something else."""
+    judged = JUDGED.pop() if JUDGED else None
+    passed = Record("", "", case.partition(":")[0], case, Status.PASS)
+    if call.excinfo is None:
+        return passed
+    if judged is not None and judged.case == case and judged.failed:
+        return judged
+    for trace, *_ in getattr(report.longrepr, "chain", ()):
+        for entry in trace.reprentries:
+            entry.reprfuncargs = None  # twenty lines of tensors
+    report.sections.append(("mla-conformance", f"replay: {replay_of(report.nodeid)}"))
+    error, clause = call.excinfo.value, CLAUSES[Check.CALL]
+    return passed.with_fields(
+        status=Status.FAIL,
+        check=Check.CALL,
+        clause=clause,
+        message=f"the test raised {one_line(error)} (SPEC {clause})",
+        detail="".join(traceback.format_exception(error)),
+    )
