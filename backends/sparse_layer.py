@@ -231,7 +231,8 @@ def check_sparse_layer_call(
     """
     hidden, positions, table, kv_cache, index_cache, buffer = operands
     config = backend.config
-    assert hidden is not None and table is not None and kv_cache is not None and buffer is not None
+    assert hidden is not None and positions is not None and table is not None
+    assert kv_cache is not None and buffer is not None
     tokens, layout = int(metadata.attention.query_lens_cpu.sum()), config.kv_cache_dtype
     expect("hidden_states", hidden, (tokens, *hidden.shape[1:2]), config.dtype)
     expect("positions", positions, (tokens,), torch.int64)
