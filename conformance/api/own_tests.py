@@ -56,6 +56,7 @@ class OwnTests:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._records: dict[str, dict[str, Record]] = {}
+        self._interrupted = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Generator[None, Any, Any]:
@@ -73,22 +74,29 @@ class OwnTests:
         """Take the record of a case."""
         if report.when == "call" and (found := dict(report.user_properties).get(PROPERTY)):
             record = msgspec.convert(json.loads(str(found)), Record)
-            test = self._config.cwd_relative_nodeid(report.nodeid)
+            path, colons, names = report.nodeid.partition("::")
+            near = os.path.relpath(self._config.rootpath / path, self._config.invocation_params.dir)
+            test = f"{near}{colons}{names}"
             name = test.replace(record.case, "").replace("[]", "")
             self._records.setdefault(name, {})[test] = record.with_fields(backend=name, reference=test)
 
+    @pytest.hookimpl
+    def pytest_keyboard_interrupt(self, excinfo: "pytest.ExceptionInfo[BaseException]") -> None:
+        """Wait for nothing more if a person ends the run; what xdist raises for ``-x`` is of another class."""
+        self._interrupted = excinfo.type is KeyboardInterrupt
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> Generator[None, None, None]:
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None, None, None]:
         """What is wrong with each function, below pytest's own list of failures."""
         yield
         found = {name: list(records.values()) for name, records in self._records.items()}
         failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
-        if not failing or is_alone() or exitstatus != pytest.ExitCode.TESTS_FAILED:
+        if not failing or is_alone():
             return
         from mla_conformance.report.functions import function_lines, simplest
 
         terminalreporter.section("mla-conformance")
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + (0.0 if self._interrupted else _PATIENCE)
         for name, records in failing.items():
             passes_alone = self._passes_alone(simplest(records).reference, until - time.monotonic())
             for line in function_lines(name, records, passes_alone):
