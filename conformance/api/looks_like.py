@@ -5,14 +5,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mla_conformance.api.own_tests import is_alone, running_test
-from mla_conformance.diagnosis.explain import ReportedCauses, explain, is_comparable
-from mla_conformance.engine.confirm import MOST_EXPLAINED
+from mla_conformance.diagnosis.explain import ReportedCauses, explain
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ZERO
 from mla_conformance.trials.trial import Trial
 
 _PATIENCE = 10.0
-"""Seconds of CPU time after which no further failure is compared with every candidate."""
+"""Seconds of CPU time after which no further failure of a function is compared with every candidate."""
 
 
 @dataclass
@@ -22,24 +21,21 @@ class _Explained:
     Attributes:
         findings: what the numbers of some give away; an explanation that begins so says the same.
         reported: what those look like that were explained.
-        compared: how many were compared with every candidate.
-        spent: seconds of CPU time that this took.
+        spent: seconds of CPU time in which others were compared with every candidate.
     """
 
     findings: set[str] = field(default_factory=set)
     reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
-    compared: int = 0
     spent: float = 0.0
 
     def explain(self, trial: Trial, record: Record) -> str:
-        """What an earlier failure looked like if this one does, too; of the first few, whoever does the same."""
+        """What an earlier failure looked like if this one does, too; of the first ones, whoever does the same."""
         if said := self.reported.explain(trial, record):
             return said
-        if self.compared == MOST_EXPLAINED or self.spent > _PATIENCE:
+        if self.spent > _PATIENCE:
             return ""
         started = time.process_time()
         said = explain(trial, record)
-        self.compared += is_comparable(record)
         self.spent += time.process_time() - started
         if (explained := record.with_fields(explanation=said)).is_explained:
             self.reported.texts.append(explained.explanation)

@@ -128,7 +128,7 @@ def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkey
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record, reported: "as one that is off by one")
+    monkeypatch.setattr(room, "explain", lambda trial, record: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
