@@ -36,7 +36,7 @@ MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
 
-def _is_comparable(record: Record) -> bool:
+def is_comparable(record: Record) -> bool:
     """Whether a record is of wrong numbers, which candidates may have, too."""
     return record.status is Status.FAIL and record.check in COMPARED
 
@@ -48,7 +48,7 @@ def explain(trial: Trial, record: Record) -> str:
         trial: the trial that failed; its last observation is compared.
         record: its record.
     """
-    if not _is_comparable(record):
+    if not is_comparable(record):
         return ""
     if len(trial.case.q) > _MOST_REQUESTS:
         return UNCOMPARED
@@ -79,7 +79,7 @@ class ReportedCauses:
 
     def explain(self, trial: Trial, record: Record) -> str:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
-        if not self.texts or not _is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
+        if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
             return ""
         observed, started = Behaviour.of(trial, record), time.process_time()
         try:
