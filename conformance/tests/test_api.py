@@ -198,7 +198,12 @@ def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(monkeypat
 @pytest.mark.usefixtures("explained")
 def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    monkeypatch.setattr(looks_like, "explain", lambda trial, record: compared.append(record.case) or UNLIKE)
+
+    def unlike(trial: Any, record: Any) -> str:
+        compared.append(record.case)
+        return UNLIKE
+
+    monkeypatch.setattr(looks_like, "explain", unlike)
     first, _, second = mla.cases("decode", capability="decode_lse", q=1)
     mla.judge(first, decode_with("base-2 LSE"), device="cpu")  # its numbers say what it is
     wrong = decode_with("accumulator not rescaled")
