@@ -1,6 +1,6 @@
 """In which kind of cases a backend fails: facts that its failures share, and that most passes lack. No torch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from mla_conformance.cases.case import Case
@@ -11,7 +11,8 @@ _FEWEST = 3
 """Failures that can have something in common which is no accident of a few cases."""
 _MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
 """Fields whose single values are no kind of case."""
-_LONG = 1024
+_MOST_PASSING = 4
+"""One of so many passing cases may have what all failures have, and it is still told."""
 
 
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
@@ -24,13 +25,15 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     if len(failures) < _FEWEST:
         return ""
     failing = [Case.parse(record.case) for record in failures]
-    shared = frozenset.intersection(*map(_facts, failing))
+    least = {name: min(sizes) for name, *sizes in zip(_SIZES, *map(_sizes, failing), strict=True)}
+    shared = frozenset.intersection(*(_facts(case, least) for case in failing))
     roles = {case.role for case in failing}
     passed = (record for record in records if record.status is Status.PASS and record.capability != EXPLORED)
-    passing = [_facts(case) for case in map(Case.parse, (record.case for record in passed)) if case.role in roles]
+    cases = map(Case.parse, (record.case for record in passed))
+    passing = [_facts(case, least) for case in cases if case.role in roles]
     lacking = [facts & shared for facts in passing]
     told, remaining = _telling(sorted(shared), lacking)
-    if remaining == len(lacking) or remaining > len(failing):
+    if remaining == len(lacking) or remaining > len(failing) or _MOST_PASSING * remaining > len(lacking):
         return ""
     return f"only with {' and '.join(sorted(told))}: {len(failing)} such cases fail so, {remaining} pass"
 
@@ -48,15 +51,24 @@ def _telling(shared: Sequence[str], passing: Sequence[frozenset[str]]) -> tuple[
     return two if 2 * two[1] + 2 <= one[1] else one
 
 
-def _facts(case: Case) -> frozenset[str]:
-    """What kind of case it is: its fields that have few values, and what its lengths and heads are like."""
+_SIZES = ("keys", "heads")
+
+
+def _sizes(case: Case) -> tuple[int, int]:
+    """The longest request, and the heads."""
+    return max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True))), case.heads
+
+
+def _facts(case: Case, least: Mapping[str, int]) -> frozenset[str]:
+    """What kind of case it is: its fields that have few values, what its lengths are like, and what it has at least."""
     values = {name: getattr(case, name) for name in case.defaults() if name not in _MEASURES}
     named = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in values.items())
-    return frozenset(named) | frozenset(_shapes(case))
+    sizes = zip(_SIZES, _sizes(case), strict=True)
+    large = (f"{least[name]} {name} or more" for name, size in sizes if size >= least[name])
+    return frozenset((*named, *large, *_shapes(case)))
 
 
 def _shapes(case: Case) -> Iterator[str]:
-    longest = max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True)))
     kinds = {
         "several requests": len(case.q) > 1,
         "several query tokens": max(case.q) > 1,
@@ -64,6 +76,5 @@ def _shapes(case: Case) -> Iterator[str]:
         "an empty context": 0 in case.kv,
         "odd numbers of heads": case.heads % 2 == 1,
         "heads between powers of two": bool(case.heads & (case.heads - 1)),
-        f"more than {_LONG} keys": longest > _LONG,
     }
     return (kind for kind, holds in kinds.items() if holds)

@@ -28,6 +28,12 @@ from mla_conformance.vocabulary.tiers import tier_lines
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
 OUTSIDE = {
+    "heads": {
+        "sparse_layer_sizes:call=sparse_layer;dims=32-64-32-512;heads=64;q=[1,1];kv=[40,2300];cache=fp8_ds_mla;decodes=2;"
+        "index_heads=64;topk=2048",
+        "sparse_layer_sizes:call=sparse_layer;heads=64;q=[1,3];kv=[30,2046];decodes=1;index_heads=64;topk=2048",
+        "sparse_layer_sizes:call=sparse_layer;heads=64;q=[1,3];kv=[30,2046];decodes=1;index_heads=64;topk=2048;shared=1",
+    },
     "dims": {
         "mla_dims:dims=256-0-256-512;heads=2;q=[130];lse=0",
         "mla_dims:dims=32-16-32-64;heads=2;q=[130];lse=0",
