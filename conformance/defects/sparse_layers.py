@@ -54,7 +54,9 @@ class PrefillsDense(_WithLists):
 
 
 @known_defect(
-    "sparse-layer-shortcut-of-one-token-more", killed_by="sparse_layer_dense_shortcut", related=("sparse_layer",)
+    "sparse-layer-shortcut-of-one-token-more",
+    killed_by="sparse_layer_dense_shortcut",
+    related=("sparse_layer", "sparse_layer_shared_indices"),
 )
 class ShortcutOffByOne(_WithLists):
     """A row that sees one token more than are selected attends to all of them."""
@@ -202,7 +204,9 @@ class SelectsBeforeItWrites(EagerSparseLayerBackend):
 
 
 @known_defect(
-    "sparse-layer-indexer-rotates-the-layers-pairs", killed_by="sparse_layer_conventions", related=("sparse_layer",)
+    "sparse-layer-indexer-rotates-the-layers-pairs",
+    killed_by="sparse_layer_conventions",
+    related=("sparse_layer", "sparse_layer_dense_shortcut"),
 )
 class LayersPairs(EagerSparseLayerBackend):
     """The indexer rotates the pairs that the layer rotates."""
