@@ -181,7 +181,8 @@ class AttentionJudge(Steps):
         place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
         value = output[place.row, place.head, place.column or 0].item()
         hint = explain_mask(part.whole)
-        if math.isnan(value) and self.problem.case.poison == "nan":
+        # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
+        if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
             hint += _ONLY_NAN
         return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
 
