@@ -2,8 +2,9 @@
 
 BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
 are here; each RECORD is the ``record.json`` of a kernel that these sources judged on the device of its submission.
-Nothing is listed unless all rows of the locks are equal, and at least four records give the statuses and the worst uses
-of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file that is not what it should be.
+Nothing is listed unless the rows of the locks are equal but for messages, and at least four records give the statuses
+and the worst uses of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file
+that is not what it should be.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
 ``python ci/lock.py write FILE`` writes a row for each (case, kernel): EAGER, TORCH_SDPA and the honest kernels on the
 full tier, each known defect on the capability that is expected to kill it, until a case does.
-``python ci/lock.py compare BEFORE AFTER`` exits with 0 if all rows are equal and with 1 if not. It exits with 2 if one
-of the files is no lock or has no rows, or if they were not written on one machine with one torch and as many threads.
+``python ci/lock.py compare BEFORE AFTER`` shows what differs. It exits with 0 if that is messages at most, and with 1
+if it is a verdict, a number or a row. It exits with 2 if one of the files is no lock or has no rows, or if they were
+not written on one machine with one torch and as many threads.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -126,7 +128,7 @@ def write(path: Path, small: bool, workers: int) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Say which rows differ; the exit status.
+    """Say which rows differ, those whose message alone differs last; the exit status.
 
     Raises:
         NoLock: one of the files is none.
@@ -138,11 +140,12 @@ def compare(before: Path, after: Path) -> int:
     if other:
         sys.stderr.write(f"not compared: expected two locks of one machine, got {'; '.join(other)}\n")
         return 2
-    differences = list(_differences(was, now))
-    for line in differences[:_MOST_SHOWN]:
-        sys.stdout.write(f"{line}\n")
-    sys.stdout.write(f"{len(was)} rows, {len(differences)} different\n")
-    return 1 if differences else 0
+    differences = sorted(_differences(was, now), key=lambda each: each.message_alone)
+    for each in differences[:_MOST_SHOWN]:
+        sys.stdout.write(f"{each.line}\n")
+    messages = sum(each.message_alone for each in differences)
+    sys.stdout.write(f"{len(was)} rows, {len(differences)} different, {messages} of them in messages alone\n")
+    return 1 if len(differences) > messages else 0
 
 
 Key = tuple[str, str, int]
@@ -174,16 +177,25 @@ def read(path: Path) -> tuple[Row, dict[Key, Row]]:
     return first, found
 
 
-def _differences(was: dict[Key, Row], now: dict[Key, Row]) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Difference:
+    """A row that differs: what is shown of it, and whether its message alone does."""
+
+    line: str
+    message_alone: bool
+
+
+def _differences(was: dict[Key, Row], now: dict[Key, Row]) -> Iterator[_Difference]:
     for key in dict.fromkeys([*was, *now]):
         old, new = was.get(key, {}), now.get(key, {})
-        changed = [
-            f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+        changed = {
+            name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"
             for name in {**old, **new}
             if old.get(name) != new.get(name)
-        ]
+        }
         if changed:
-            yield f"{' '.join(key[:2])}: {'; '.join(changed) if old and new else 'is missing in one'}"
+            told = "; ".join(changed.values()) if old and new else "is missing in one"
+            yield _Difference(f"{' '.join(key[:2])}: {told}", set(changed) == {"message"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

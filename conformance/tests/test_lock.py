@@ -34,6 +34,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     [
         ({}, [ROW], 0, "1 rows, 0 different"),
         ({}, [{**ROW, "used": {"lse": "0.10000000000000002"}}], 1, "lse:q=[64] EAGER: used {'lse': '0.1'} -> "),
+        ({}, [{**ROW, "message": "lse off"}], 0, "1 rows, 1 different, 1 of them in messages alone"),
+        ({}, [{**ROW, "message": "lse off", "status": "fail"}], 1, "1 rows, 1 different, 0 of them in messages alone"),
         ({}, [{**ROW, "kernel": "TORCH_SDPA"}], 1, "lse:q=[64] EAGER: is missing in one"),
         ({"cpu": "another"}, [ROW], 2, "expected two locks of one machine, got cpu: 'one' and 'another'"),
         ({"torch": "2.14", "threads": 2}, [ROW], 2, "torch: '2.13' and '2.14'; threads: 1 and 2"),
