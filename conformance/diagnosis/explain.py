@@ -16,6 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
+from mla_conformance.driving.executor import UNWATCHED
 from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
@@ -138,7 +139,7 @@ def behaviour(candidate: Candidate, trial: Trial) -> Behaviour:
 
 
 def _subject(candidate: Candidate, trial: Trial) -> Subject:
-    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device)
+    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device, UNWATCHED)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
