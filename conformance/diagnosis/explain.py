@@ -29,7 +29,8 @@ UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
-"""Seconds of this process's CPU time for all candidates, and for cases nearby; others may share the machine."""
+"""Seconds of CPU time of this thread for all candidates, and for cases nearby: neither what others do on the machine nor
+how many threads torch keeps spinning decides what is told."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "
@@ -82,16 +83,16 @@ class ReportedCauses:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
         if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
             return ""
-        observed, started = Behaviour.of(trial, record), time.process_time()
+        observed, started = Behaviour.of(trial, record), time.thread_time()
         try:
             for candidate, text in self._claimed(trial, observed):
-                if self.spent + time.process_time() - started > _PATIENCE:
+                if self.spent + time.thread_time() - started > _PATIENCE:
                     return ""
                 if likeness(observed, behaviour(candidate, trial)) >= ALIKE:
                     self.fits[candidate] += 1
                     return text
         finally:
-            self.spent += time.process_time() - started
+            self.spent += time.thread_time() - started
         return ""
 
     def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
@@ -104,10 +105,10 @@ class ReportedCauses:
 
 def _likenesses(observed: Behaviour, trial: Trial, asked: Sequence[Candidate]) -> dict[Candidate, float] | None:
     """How alike each candidate fails; None if there was no time to try them all."""
-    started = time.process_time()
+    started = time.thread_time()
     found: dict[Candidate, float] = {}
     for candidate in asked:
-        if time.process_time() - started > _PATIENCE:
+        if time.thread_time() - started > _PATIENCE:
             return None
         found[candidate] = likeness(observed, behaviour(candidate, trial))
     return found
@@ -120,10 +121,10 @@ def _fitting(likenesses: Mapping[Candidate, float]) -> list[Candidate]:
 
 def _holding(fitting: Sequence[Candidate], trial: Trial) -> list[Candidate]:
     """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
-    started = time.process_time()
+    started = time.thread_time()
 
     def outcome_of(subject: Subject, case: Case) -> str | None:
-        if time.process_time() - started > _PATIENCE:
+        if time.thread_time() - started > _PATIENCE:
             return None
         tried, record = judged_trial(subject, case, trial.context)
         trial.disturbed |= tried.disturbed
