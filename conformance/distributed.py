@@ -68,7 +68,7 @@ class RankSubject(Subject):
     def create(self, case: Case) -> Any:
         """A new layer of this rank."""
         assert isinstance(case, LayerCase)
-        return OwnRank(self.layer_class, case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
+        return OwnRank(self.class_of(case.role), case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
 
 
 def judge_ranks(reference: str, device: torch.device) -> int:

@@ -29,8 +29,8 @@ UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
-"""Seconds of CPU time of this thread for all candidates, and for cases nearby: neither what others do on the machine nor
-how many threads torch keeps spinning decides what is told."""
+"""Seconds of CPU time of this thread for all candidates, and for cases nearby: what is told depends neither on what
+others do on the machine nor on the threads that torch keeps spinning."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "

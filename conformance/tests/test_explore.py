@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.strategies import profile
@@ -49,7 +50,7 @@ def explored(
 
     monkeypatch.setattr("mla_conformance.trials.explore.judge_one", judge)
     subject = Subject(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__name__}"), CPU)
-    vars(subject)["prefill_class"] = kernel
+    subject._classes[Role.PREFILL] = kernel
     return judged, explore(subject, draws, seconds, ("combinations",), Context())
 
 

@@ -85,7 +85,7 @@ class Narrow(EagerDecodeBackend):
 
 def narrow() -> Region:
     subject = Subject.of(f"{Narrow.__module__}:Narrow", torch.device("cpu"))
-    vars(subject).update(roles=(Role.DECODE,), decode_class=Narrow, _unavailable={Role.DECODE: []})
+    vars(subject).update(roles=(Role.DECODE,), _classes={Role.DECODE: Narrow}, _unavailable={Role.DECODE: []})
     return region_of(subject, DECODE)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands, HopperE4M3Operands, added
 from mla_conformance.judging.golden import golden_attention
@@ -34,7 +35,7 @@ TAIL = CASES[1]
 def judged(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Record:
     """Of a backend, with class attributes of its own."""
     subject = Subject.of("EAGER", CPU)
-    subject.__dict__["prefill_class"] = type(backend.__name__, (backend,), attributes)
+    subject._classes[Role.PREFILL] = type(backend.__name__, (backend,), attributes)
     return judge_one(subject, case, CONTEXT)
 
 

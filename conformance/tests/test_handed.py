@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -39,7 +40,9 @@ def judged(text: str, **attributes: Callable[..., Any]) -> Record:
     case = Case.parse(text)
     kernel = type("Mine", (Touches,), {name: staticmethod(function) for name, function in attributes.items()})
     subject = Subject(BackendReference("Mine", f"{__name__}:Mine"), torch.device("cpu"))
-    vars(subject).update(prefill_class=kernel, unavailable=[], roles=(case.role,), _unavailable={case.role: []})
+    vars(subject).update(
+        _classes={Role.PREFILL: kernel}, unavailable=[], roles=(case.role,), _unavailable={case.role: []}
+    )
     return judge_one(subject, case, Context())
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -190,7 +191,7 @@ def judged(kernel: type | str, case_id: str) -> Record:
     name = kernel.__name__ if isinstance(kernel, type) else "Changed" if kernel in CHANGES else ""
     subject = Subject.of(f"{__file__}:{name}" if name else str(kernel), CPU)
     if kernel in CHANGES:
-        subject.__dict__["prefill_class"] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
+        subject._classes[Role.PREFILL] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
     return judge_one(subject, Case.parse(case_id), CONTEXT)
 
 

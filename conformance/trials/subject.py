@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Rounding
-from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
@@ -27,6 +25,7 @@ from mla_conformance.roles.table import definition_of
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _GIB = 2**30
+_KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True)
@@ -61,33 +60,20 @@ class Subject:
     def roles(self) -> tuple[Role, ...]:
         """What the backend computes; kernels for prefill and decode make a layer."""
         roles = roles_of(self.backend)
-        composed = {Role.PREFILL, Role.DECODE} <= set(roles) and Role.LAYER not in roles
+        composed = set(_KERNELS_OF_LAYERS) <= set(roles) and Role.LAYER not in roles
         return (*roles, Role.LAYER) if composed else roles
 
-    @cached_property
-    def prefill_class(self) -> type[MLAPrefillBackend]:
-        """The class that prefill calls go to on this device."""
-        loaded: type[MLAPrefillBackend] = resolve_backend(self.backend, self.capability, Role.PREFILL)
-        return loaded
-
-    @cached_property
-    def decode_class(self) -> type[MLADecodeBackend]:
-        """The class that decode calls go to on this device."""
-        loaded: type[MLADecodeBackend] = resolve_backend(self.backend, self.capability, Role.DECODE)
-        return loaded
-
-    @cached_property
-    def layer_class(self) -> Any:
-        """The layer: the one that was named, or the common one over the backend's kernels."""
-        named = resolve_backend(self.backend, self.capability, Role.LAYER)
-        return named or mla_backend(self.prefill_class, self.decode_class)
-
     def class_of(self, role: Role) -> Any:
-        """The class that calls of a role go to on this device."""
-        own = f"{role}_class"
-        if hasattr(type(self), own):
-            return getattr(self, own)
-        return resolve_backend(self.backend, self.capability, role)
+        """The class that calls of a role go to on this device; a layer is the common one over the kernels unless named."""
+        if role not in self._classes:  # what names it is looked up in files
+            named = resolve_backend(self.backend, self.capability, role)
+            common = role is Role.LAYER and not named
+            self._classes[role] = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS)) if common else named
+        return self._classes[role]
+
+    @cached_property
+    def _classes(self) -> dict[Role, Any]:
+        return {}
 
     def declaration_of(self, role: Role) -> Declaration:
         """What the adapter of a role declares."""
