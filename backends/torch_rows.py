@@ -49,14 +49,14 @@ class TorchRows(NamedKernel):
 
         Args:
             q: [T, N, D].
-            keys: [T, S, D] of the query's dtype or float32.
+            keys: [T, S, D] of the query's dtype.
             visible: [T, S] bool.
 
         Returns:
             (output [T, N, L], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
         """
         # What no row may see must not be multiplied by a weight of 0: it may be NaN.
-        keys = keys.masked_fill(~visible.unsqueeze(-1), 0.0).to(q.dtype).unsqueeze(1)
+        keys = keys.masked_fill(~visible.unsqueeze(-1), 0.0).unsqueeze(1)
         mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
         output, lse = self._attend(q.unsqueeze(1), keys, mask[:, None, None].expand(-1, 1, self.num_heads, -1))
         empty = ~visible.any(dim=1)

@@ -62,12 +62,12 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         request, last = _last_positions(metadata, ql_nope.shape[0])
-        rows = _gather(metadata, kv_cache, request)
+        rows = _gather(metadata, kv_cache)
         local = torch.arange(rows.shape[1], device=rows.device)
         visible = positions_of(metadata, local) <= last.unsqueeze(1)
-        keys = dequantise(rows, self.kv_cache_dtype, k_scale, ql_nope.dtype)
+        keys = dequantise(rows, self.kv_cache_dtype, k_scale, ql_nope.dtype).to(ql_nope.dtype)
         keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
-        return self.attend_rows(torch.cat((ql_nope, q_pe), dim=-1), keys, visible)
+        return self.attend_rows(torch.cat((ql_nope, q_pe), dim=-1), keys[request], visible)
 
 
 class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
@@ -90,14 +90,14 @@ def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[Ten
     return request, last.masked_fill(token >= starts[-1], -1)
 
 
-def _gather(metadata: MLACommonDecodeMetadata, kv_cache: Tensor, request: Tensor) -> Tensor:
-    """[T, S, width] entries of each query token's request; past its last token, whatever the clamped ids lead to."""
+def _gather(metadata: MLACommonDecodeMetadata, kv_cache: Tensor) -> Tensor:
+    """[B, S, width] entries of each request; past its last token, whatever the clamped ids lead to."""
     page, columns = kv_cache.shape[1], metadata.block_table.shape[1]
     tokens = max(1, min(metadata.max_seq_len, columns * page))
     tokens += -tokens % MASK_ALIGNMENT
     position = torch.arange(tokens, device=kv_cache.device)
     blocks = metadata.block_table[:, (position // page).clamp(max=columns - 1)]
     blocks = blocks.long().clamp(0, kv_cache.shape[0] - 1)
-    # As bytes, since float8 cannot be indexed everywhere.
-    rows = kv_cache.view(torch.uint8)[blocks[request], position % page]
-    return rows.view(kv_cache.dtype)
+    # Float8 as bytes, since it cannot be indexed everywhere.
+    entries = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
+    return entries[blocks, position % page].view(kv_cache.dtype)

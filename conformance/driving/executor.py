@@ -170,7 +170,7 @@ class Executor:
 
 
 class _Unwatched(Executor):
-    """Carries out steps of this project's own kernels, which leave the process as it is; to watch costs as much again."""
+    """Carries out steps of this project's own kernels, which leave the process as it is."""
 
     def _run(self, step: Callable[[], Any]) -> StepResult:
         looks = len(_looks)

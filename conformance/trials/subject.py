@@ -64,7 +64,7 @@ class Subject:
         return (*roles, Role.LAYER) if composed else roles
 
     def class_of(self, role: Role) -> Any:
-        """The class that calls of a role go to on this device; a layer is the common one over the kernels unless named."""
+        """The class that calls of a role go to on this device; of a layer the common one, unless one is named."""
         if role not in self._classes:  # what names it is looked up in files
             named = resolve_backend(self.backend, self.capability, role)
             common = role is Role.LAYER and not named
