@@ -49,6 +49,19 @@ class RunError(RuntimeError):
     """A run that could not go on; what it had judged is in the journal."""
 
 
+def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A new process that speaks over a socket and prints to ``log``."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "mla_conformance.engine.keeper", str(descriptor), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        pass_fds=[descriptor],
+        start_new_session=True,
+    )
+
+
 @dataclass(eq=False)
 class WorkerSlot:
     """A keeper with the worker that it keeps.
@@ -91,16 +104,7 @@ class WorkerSlot:
     def spawn(self) -> None:
         """Start the keeper."""
         self.connection, remote = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "mla_conformance.engine.keeper", str(remote.fileno()), str(os.getpid())]
-        self.keeper = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            env={**os.environ, **self.environment},
-            pass_fds=[remote.fileno()],
-            start_new_session=True,
-        )
+        self.keeper = start_keeper(remote.fileno(), self.log, {**os.environ, **self.environment})
         remote.close()
         self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""

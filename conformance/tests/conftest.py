@@ -3,7 +3,8 @@
 import fcntl
 import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
+from mla_conformance.engine import place
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
+from mla_conformance.tests.nursery import Nursery
 from mla_conformance.version import SUITE_VERSION
 
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
@@ -22,6 +25,24 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     threads = max(1, (os.cpu_count() or 1) // int(workers))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keepers_are_forked() -> Iterator[None]:
+    """Runs of this process import torch and the suite once for all, where a process can adopt orphans."""
+    if sys.platform != "linux":
+        yield
+        return
+    nursery, started_anew = Nursery(), place.start_keeper
+
+    def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> Any:
+        fork = nursery.forks_for(environment)
+        return (nursery.start_keeper if fork else started_anew)(descriptor, log, environment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "start_keeper", start_keeper)
+        yield
+    nursery.end()
 
 
 @pytest.fixture
