@@ -36,7 +36,7 @@ from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
-from mla_conformance.vocabulary.capabilities import SPACES, Tier, find_capability
+from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CONTEXT = Context()
 SUSPECT_CASES = (
@@ -103,15 +103,8 @@ def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, lambda candidate, trial: behaved(candidate.reference, trial.case.id))
 
 
-EXPLAINED = (
-    "new_tokens",
-    "empty_rows",
-    "decode_multi_token",
-    "kv_cache_fp8",
-    "mixed_batch",
-    "selection_padding",
-    "indexer_topk",
-)
+EXPLAINED = ("empty_rows", "decode_multi_token", "indexer_topk")
+"""Capabilities of one case of each kind; ``ci/diagnosis.py`` tries every defect on its own."""
 
 
 @pytest.mark.parametrize("text", [text for text in CASES if text.partition(":")[0] in EXPLAINED])
@@ -147,18 +140,6 @@ def test_every_suspect_is_wrong_somewhere_and_says_how(suspect: Candidate) -> No
     assert all(id in known_defects() for id in suspect.covers)
     cases = (text for text in (*CASES, *FURTHER_CASES) if Case.parse(text).role in suspect.roles)
     assert any(tried(suspect.reference, text)[1].failed for text in cases)
-
-
-def test_most_known_defects_fail_on_the_cases_that_they_are_told_apart_by() -> None:
-    roles = {Case.parse(text).role for text in CASES}
-    known = {each.id: each for role in roles for each in candidates(role) if each.id}
-    # What needs two facts together fails on cases made for it, and what touches memory has no wrong numbers.
-    plain = {id for id in known if known_defects()[id].killed_by not in (*SPACES, "memory_bounds")}
-    failing = {
-        id for id in plain for text in CASES
-        if Case.parse(text).role in known[id].roles and tried(known[id].reference, text)[1].failed
-    }  # fmt: skip
-    assert len(failing) > len(plain) / 3, (len(failing), len(plain))
 
 
 class OddColumnsNegated(EagerPrefillBackend):
@@ -367,11 +348,10 @@ def test_scores_and_selections_are_compared_as_well(id: str, case: str) -> None:
 RAISED = "A tile without a visible key raises the running maximum to 0"
 
 
-def test_a_tile_without_keys_is_told_whatever_its_size() -> None:
+def test_a_tile_without_keys_is_told() -> None:
     case = "decode_multi_token:call=decode;dims=small;heads=2;q=[2,2];kv=[63,31];data=negative"
-    for size in (32, 64):
-        trial, record = tried(known_defects()[f"decode-tile-of-{size}-without-keys-raises-maximum"].reference, case)
-        assert RAISED in explain(trial, record)
+    trial, record = tried(known_defects()["decode-tile-of-32-without-keys-raises-maximum"].reference, case)
+    assert RAISED in explain(trial, record)
 
 
 class ZeroForNoMaximum(EagerSparseBackend):
