@@ -17,7 +17,7 @@ from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.driving.executor import UNWATCHED
-from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import PERHAPS, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -33,7 +33,6 @@ _PATIENCE = 15.0
 others do on the machine nor on the threads that torch keeps spinning."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
-_PERHAPS = "perhaps "
 MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
@@ -97,7 +96,7 @@ class ReportedCauses:
 
     def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
         """Candidates with the text that names them, those that fitted most first."""
-        texts = [text for text in self.texts if observed.is_numeric or text.startswith(_PERHAPS)]
+        texts = [text for text in self.texts if observed.is_numeric or text.startswith(PERHAPS)]
         everyone = candidates(trial.case.role)
         named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
         return sorted(named, key=lambda each: -self.fits[each[0]])
@@ -156,7 +155,7 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     if len(reported) > MOST_TOLD:
         return ""
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
-    return sentence if certain else f"{_PERHAPS}{sentence}"
+    return sentence if certain else f"{PERHAPS}{sentence}"
 
 
 def causes_of(fitting: Sequence[Candidate]) -> list[Candidate]:

@@ -75,14 +75,14 @@ class CacheImage:
     def _wrong_entries(self, slots: torch.Tensor) -> str:
         """Whether the entries that differ in their bytes also differ in what they mean."""
         if not self.case.holds_codes:
-            return f"the entry of slot {int(slots[0])} of the cache is not the new token's latent"
+            return f"the entry of slot {int(slots[0])} of the cache is not the new token's"
         codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, given_dtype(self.latents))
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
         expected = self._rows(self.after, chosen)
         found = self._rows(storage_bytes(self.cache), chosen)
         for name, x, right, got in zip(
-            ("latent", "rope key"),
+            ("latent" if self.case.latent_dims[1] else "key", "rope key"),
             given,
             decode_rows(expected, *codes),
             decode_rows(found, *codes),

@@ -115,7 +115,7 @@ def test_a_value_that_is_not_the_token_s_is_found_in_its_slot() -> None:
     image = written(WRITES)
     slot = int(image.slots[-1])
     image.cache[slot // 16, slot % 16, 7] += 1
-    assert image.difference() == f"the entry of slot {slot} of the cache is not the new token's latent"
+    assert image.difference() == f"the entry of slot {slot} of the cache is not the new token's"
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.01])
