@@ -86,7 +86,6 @@ EDITS: Mapping[str, Mapping[str, str]] = {
     "backends/roles.py": {
         '    INDEXER = "indexer"\n': '    INDEXER = "indexer"\n    SCRATCH = "scratch"\n',
         "    Role.INDEXER: (*": '    Role.SCRATCH: (*_EVERY, "run_scratch"),\n    Role.INDEXER: (*',
-        "(Role.DECODE, ": "(Role.SCRATCH, Role.DECODE, ",
     },
     "conformance/cases/case.py": {'    LAYER = "layer"\n': '    LAYER = "layer"\n    SCRATCH = "scratch"\n'},
     "conformance/roles/table.py": {
