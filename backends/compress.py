@@ -1,8 +1,8 @@
-"""The abstract compressor: key states and gate scores of tokens to compressed entries, with states carried from call to call.
+"""The abstract compressor: key states and gate scores of tokens to entries, with states carried from call to call.
 
-What vLLM calls ``DeepseekCompressor`` behind its projection, LMDeploy ``score_kv`` and ``fill_compress_state``, and what
-SGLang and vLLM do for the pools of GLM-5.3's indexer. A compressor of ours checks each call before it launches: the
-refusals of SPEC 3.8 and 11.5, with expected and got.
+What vLLM calls ``DeepseekCompressor``, LMDeploy ``score_kv`` and ``fill_compress_state``, and what SGLang and vLLM do for
+the pools of GLM-5.3's indexer. A compressor of ours checks each call before it launches: the refusals of SPEC 3.8 and
+11.5, with expected and got.
 """
 
 from abc import abstractmethod
@@ -55,8 +55,8 @@ class CompressMetadata:
         slot_mapping: [T] int64, of a group's last token the slot of its entry, block · page + offset; else -1.
         block_table: [B, pages] int32, of the cache of entries; column c has the entries from c · page on.
         state_slot_mapping: [T] int64, where a token's state may stand; -1 of rows of padding.
-        state_block_table: [B, state pages] int32; column c has the tokens from c · state page on, if they are of a group
-            that is not complete before this batch, or of the one before it; else anything.
+        state_block_table: [B, state pages] int32; column c has the tokens from c · state page on, if it has some of a
+            group that is not complete before this batch, or with overlap of the one before that; else anything.
     """
 
     req_id_per_token: Tensor

@@ -1,11 +1,11 @@
 """Compressed keys: what m tokens of a sequence become, and what rounding does to it.
 
 Each token has a key state and a gate score in every column. An entry is the mean of its group's states, weighted in
-each column by the softmax of the scores with a learned number for each place in the group; it is normalised and its last
-columns are rotated by the position of the group's first token. With overlap a group also takes the tokens of the one
-before, and each token has twice the columns: the first half for the group behind its own, the second for its own.
-Sources: vLLM's ``DeepseekCompressor``, the compressors of transformers' ``deepseek_v4``, and its pools of ``glm5_next``,
-which are neither normalised nor rotated.
+each column by the softmax of the scores with a learned number for each place in the group; it is normalised, and its
+last columns are rotated by the position of the group's first token. With overlap a group also takes the tokens of the
+one before, and each token has twice the columns: the first half for the group behind its own, the second for its own.
+Sources: vLLM's ``DeepseekCompressor``, the compressors of transformers' ``deepseek_v4``, and the pools of its
+``glm5_next``, which are neither normalised nor rotated.
 """
 
 import torch

@@ -96,8 +96,10 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
-def poisoned_pages(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[blocks, page, width] of entries such as these [S, width]: poison, between guards, beside those of other layers."""
+def poisoned_pages(
+    case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
     width = like.shape[1]
     size = blocks + 2 * form.guards
     buffer = poison((size, case.layers, form.elements(width)), like.dtype, device, case.poison)

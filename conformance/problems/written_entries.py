@@ -26,9 +26,7 @@ class WrittenEntries:
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
-    def of(
-        name: str, cache: torch.Tensor, slots: torch.Tensor, *bounds: torch.Tensor
-    ) -> "WrittenEntries":
+    def of(name: str, cache: torch.Tensor, slots: torch.Tensor, *bounds: torch.Tensor) -> "WrittenEntries":
         """What must become of a cache as it is now."""
         on = cache.device
         low_high = (bounds[0].to(on), bounds[1].to(on)) if bounds else None

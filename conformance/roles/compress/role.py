@@ -24,9 +24,7 @@ def _compression(case: CompressCase) -> Compression:
 
 
 def _config(case: CompressCase, dtype: torch.dtype) -> MLACompressSelectorConfig:
-    return MLACompressSelectorConfig(
-        dtype, input_dtype(case, dtype), _compression(case), case.page, case.state_page
-    )
+    return MLACompressSelectorConfig(dtype, input_dtype(case, dtype), _compression(case), case.page, case.state_page)
 
 
 def _kernel(kernel: Any, case: CompressCase, *_: Any) -> Any:

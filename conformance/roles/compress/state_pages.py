@@ -1,4 +1,4 @@
-"""Pages for the states of tokens as an engine deals them out: a page that no group needs any longer is another's next."""
+"""Pages for the states of tokens, as an engine deals them out: what no group needs any longer is dealt out again."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ class StatePages:
         """The columns of each request of each call."""
         for step in self.case.steps():
             yield {request: dict(self._columns(request, tokens)) for request, tokens in step.items()}
-            self._free += [page for request in step if self._is_done(request, step) for page in self._drop(request, None)]
+            self._free += [
+                page for request in step if self._is_done(request, step) for page in self._drop(request, None)
+            ]
 
     def _columns(self, request: int, tokens: range) -> Columns:
         first = max(0, tokens.start // self.case.ratio - self.case.overlap) * self.case.ratio // self.case.state_page

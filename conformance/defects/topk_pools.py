@@ -1,0 +1,119 @@
+"""Wrong selections over pools: lengths of the other kind, tails, and tokens of pools that nobody selected."""
+
+import torch
+
+from mla_conformance.backends.eager_topk import EagerTopKBackend
+from mla_conformance.defects.known import known_defect
+from mla_conformance.reference.selected import NO_KEY
+
+
+@known_defect("pools-garbage-ids-expanded", killed_by="pooled_topk")
+class ExpandsGarbage(EagerTopKBackend):
+    """Places that no pool of the row fills hold what a buffer held before, and are expanded like the others."""
+
+    def _expanded(self, pools, pool):
+        places = torch.arange(pools.shape[1], device=pools.device)
+        return super()._expanded(pools.where(pools != NO_KEY, places), pool)
+
+
+@known_defect("pools-minus-one-expanded", killed_by="pooled_topk")
+class ExpandsMinusOne(EagerTopKBackend):
+    """-1 is expanded like a pool: to the last token before the first one, and to what stands before that."""
+
+    def _expanded(self, pools, pool):
+        return (pools.unsqueeze(-1) * pool + torch.arange(pool, device=pools.device)).flatten(1)
+
+
+@known_defect("pools-tail-forgotten", killed_by="pooled_topk")
+class ForgetsTheTail(EagerTopKBackend):
+    """The tokens of the last pool, which is not whole, are left out."""
+
+    def _tails(self, pool):
+        return torch.full_like(super()._tails(pool), NO_KEY)
+
+
+@known_defect("pools-tail-always-full", killed_by="pooled_topk")
+class FillsTheTail(EagerTopKBackend):
+    """Behind the last whole pool all tokens but one are named, whether the row sees them or not."""
+
+    def _tails(self, pool):
+        seen = self._topk_metadata.token_lengths.long().unsqueeze(1)
+        return seen // pool * pool + torch.arange(pool - 1, device=seen.device)
+
+
+@known_defect("pools-tail-of-the-batch", killed_by="pooled_topk")
+class TailOfTheLongest(EagerTopKBackend):
+    """Every row gets the last tokens of the one before it."""
+
+    def _tails(self, pool):
+        return super()._tails(pool).roll(1, dims=0)
+
+
+@known_defect("pools-lengths-in-tokens", killed_by="pooled_topk")
+class LengthsInTokens(EagerTopKBackend):
+    """As many pools are looked at as a row sees tokens."""
+
+    def _windows(self, logits):
+        starts, lengths = super()._windows(logits)
+        seen = self._topk_metadata.token_lengths
+        return starts, lengths if seen is None else seen.long().unsqueeze(1).minimum(logits.shape[1] - starts)
+
+
+@known_defect("pools-begun-pool-visible", killed_by="pooled_topk")
+class SeesTheBegunPool(EagerTopKBackend):
+    """A pool is visible as soon as its first token is."""
+
+    def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
+        self._pool = pool
+        return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail)
+
+    def _windows(self, logits):
+        starts, lengths = super()._windows(logits)
+        seen = self._topk_metadata.token_lengths
+        if seen is None:
+            return starts, lengths
+        return starts, (-(-seen.long() // self._pool)).unsqueeze(1).minimum(logits.shape[1] - starts)
+
+
+@known_defect("pools-as-many-as-tokens", killed_by="pooled_topk")
+class TooFewPools(EagerTopKBackend):
+    """As many tokens are selected as there is room for pools: one pool of so many."""
+
+    def _pools_of(self, topk_tokens, pool):
+        return max(1, topk_tokens // pool // pool)
+
+    def _expanded(self, pools, pool):
+        tokens = super()._expanded(pools, pool)
+        room = self._room - tokens.shape[1]
+        return torch.nn.functional.pad(tokens, (0, room), value=NO_KEY)
+
+    def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
+        self._room = topk_tokens
+        return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail)
+
+
+@known_defect("pools-first-token-alone", killed_by="pooled_topk")
+class FirstTokenOfEach(EagerTopKBackend):
+    """Of a selected pool its first token is named, and the others are not."""
+
+    def _expanded(self, pools, pool):
+        tokens = super()._expanded(pools, pool).unflatten(1, (-1, pool)).clone()
+        tokens[..., 1:] = NO_KEY
+        return tokens.flatten(1)
+
+
+@known_defect("pools-expanded-with-a-stride", killed_by="pooled_topk")
+class StridedTokens(EagerTopKBackend):
+    """Tokens of a pool are taken for those that stand as many pools apart."""
+
+    def _expanded(self, pools, pool):
+        tokens = pools.unsqueeze(-1) + torch.arange(pool, device=pools.device) * pools.shape[1]
+        return tokens.masked_fill(pools.unsqueeze(-1) == NO_KEY, NO_KEY).flatten(1)
+
+
+@known_defect("pools-history-of-the-first-row", killed_by="pooled_topk")
+class HistoryOfTheFirstRow(EagerTopKBackend):
+    """A tail is appended to the pools of the batch's first row, whichever row it is of."""
+
+    def _expanded(self, pools, pool):
+        return super()._expanded(pools, pool)[:1].expand(len(pools), -1)
