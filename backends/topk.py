@@ -134,7 +134,8 @@ def check_topk_call(
     if metadata.max_seq_len > logits.shape[1]:
         raise ValueError(f"max_seq_len: expected at most the {logits.shape[1]} columns, got {metadata.max_seq_len}")
     if topk_tokens < 1 or topk_tokens % pool:
-        raise ValueError(f"topk_tokens: expected a positive number, a multiple of {pool}, got {topk_tokens}")
+        of_pools = f", a multiple of {pool}" if pool > 1 else ""
+        raise ValueError(f"topk_tokens: expected a positive number{of_pools}, got {topk_tokens}")
     if (pool > 1) != (metadata.token_lengths is not None):
         raise ValueError(f"token_lengths: expected them where columns are pools of several tokens, got pool {pool}")
     config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None, pool)

@@ -19,7 +19,15 @@ class DropsTheLastState(EagerCompressBackend):
         return slots
 
 
-@known_defect("compress-lengths-not-handed-over", killed_by="compress_continued")
+@known_defect("compress-lengths-not-handed-over", killed_by="compress_keys")
+class NoLengths(EagerCompressBackend):
+    """Without the lengths of its requests it takes all tokens for missing ones, and entries are no numbers."""
+
+    def _missing(self, positions):
+        return torch.ones_like(positions, dtype=torch.bool)
+
+
+@known_defect("compress-begins-with-every-call", killed_by="compress_continued")
 class BeginsEveryCall(EagerCompressBackend):
     """Groups are counted from the first token of a call, as if nothing had been there before."""
 
@@ -197,6 +205,14 @@ class RotatesByTheNumber(EagerCompressBackend):
 
     def _angles(self, ends):
         return ends // self.compression.ratio
+
+
+@known_defect("compress-never-rotated", killed_by="compress_keys", related=("compress_continued",))
+class NeverRotates(EagerCompressBackend):
+    """Entries stay as they came out of the norm."""
+
+    def _rotated(self, entries, turns):
+        return entries
 
 
 @known_defect("compress-norm-behind-the-rotation", killed_by="compress_keys", related=("compress_continued",))

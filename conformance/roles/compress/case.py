@@ -132,7 +132,5 @@ class CompressCase(CachedCase):
         super().validate()
         if self.cache != "auto" or self.ranks > 1:
             raise CaseError(f"compress expects cache=auto on one rank, got {self.cache} on {self.ranks}")
-        if self.rope_dim % 2:
-            raise CaseError(f"expected pairs to rotate, got dims={self.dims}")
         if not any(self.totals):
             raise CaseError("compress expects a token, got q and kv of 0")

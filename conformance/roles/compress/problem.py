@@ -196,8 +196,7 @@ class CompressBatch(Draw[CompressCase]):
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
 
 
-Kind = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "normal": lambda kv, score: (kv, score),
     "peaked": lambda kv, score: (kv, 20 * score),
     "large_scores": lambda kv, score: (kv, score + 200),

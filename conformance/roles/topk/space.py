@@ -25,6 +25,7 @@ from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, 
 from mla_conformance.roles.topk.case import LOGITS, TopKCase
 
 _QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+_POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _OTHERS = ("shorter", "alone", "equal", "no context")
 _SHORT = (17, 5, 1, 64, 33)
 _MANY = 8
@@ -51,7 +52,7 @@ def _shapes(row: Row) -> Iterator[tuple[int, int]]:
     least = max(_tokens(row["queries"])) + 2
     for longest in lengths(row["longest"], row["tile"], least):
         for topk in _counts(longest, row["columns"], row["keys"]):
-            if topk % int(row["pool"]) == 0:
+            if topk % _POOLS.first(row["pool"]) == 0:
                 yield longest, topk
 
 
@@ -98,8 +99,12 @@ TOPK = Space(
         values("dtype", "dtype", "fp32", "bf16", "fp16"),
         values("data", "data", *LOGITS),
         plain("starts", {"column 0": {"packed": False}, "own": {"packed": True}}),
-        numbers("pool", "pool", Numbers(exactly(1, 4))),
-        plain("tail", {"left": {"tail": False}, "taken": {"tail": True}}, Only("pool", ("4",), "columns are tokens")),
+        numbers("pool", "pool", _POOLS),
+        plain(
+            "tail",
+            {"left": {"tail": False}, "taken": {"tail": True}},
+            Only("pool", ("4", "other"), "columns are tokens"),
+        ),
         measured("queries", _QUERIES, lambda case: query_class(case.q)),
         measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
         measured("others", _OTHERS, _others),
