@@ -118,7 +118,7 @@ COMPRESS = Space(
         never("nothing new is in no chunks", {"new": ("none",), "chunks": _CHUNKS[1:], "requests": ("1",)}),
         never(
             "groups of 128 are not gone through token by token",
-            {"ratio": ("128",), "chunks": ("one by one",), "new": ("several groups",)},
+            {"ratio": ("128",), "chunks": ("one by one",), "new": ("several groups", "a group at most")},
         ),
         Rule(f"more than {_MOST_STATES:,} numbers in states", ("requests", "ratio"), _few),
     ),
