@@ -92,38 +92,28 @@ class MLACompressBackend(PagedKernel):
 
     Attributes:
         supported_input_dtypes: of key states and scores.
-        supported_ratios: tokens that an entry stands for; any where it is empty.
-        supported_head_dims: columns of an entry; any where it is empty.
         supported_state_block_sizes: tokens of a page of states.
-        supports_overlap: whether a group may take the one before as well.
-        supports_no_overlap: whether it may be without.
-        supports_norm: whether entries may be normalised.
-        supports_no_norm: whether they may be as they are.
     """
 
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
-    supported_ratios: ClassVar[list[int]] = []
-    supported_head_dims: ClassVar[list[int]] = []
     supported_state_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supports_overlap: ClassVar[bool] = True
-    supports_no_overlap: ClassVar[bool] = True
-    supports_norm: ClassVar[bool] = True
-    supports_no_norm: ClassVar[bool] = True
+
+    @classmethod
+    def supports_compression(cls, compression: Compression) -> bool:
+        """Whether keys may be compressed so."""
+        return True
 
     @classmethod
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLACompressSelectorConfig
     ) -> list[str]:
         """Reasons why the backend cannot be used; an empty list means that it can."""
-        config, how = selector_config, selector_config.compression
+        config = selector_config
         held = (
             (config.input_dtype in cls.supported_input_dtypes, f"states of {config.input_dtype}"),
-            (how.ratio in (cls.supported_ratios or [how.ratio]), f"ratio {how.ratio}"),
-            (how.head_dim in (cls.supported_head_dims or [how.head_dim]), f"head_dim {how.head_dim}"),
+            (cls.supports_compression(config.compression), f"{config.compression}"),
             (accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size), "such pages of entries"),
             (accepts_block_size(cls.supported_state_block_sizes, config.state_block_size), "such pages of states"),
-            (cls.supports_overlap if how.overlap else cls.supports_no_overlap, f"overlap {how.overlap}"),
-            (cls.supports_norm if how.norm else cls.supports_no_norm, f"norm {how.norm}"),
         )
         reasons = cls.requirement_reasons(device_capability, config.dtype)
         return [*reasons, *(f"{what} not supported" for holds, what in held if not holds)]
@@ -169,12 +159,7 @@ def check_compress_call(
 ) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
-    Args:
-        backend: a compressor.
-        metadata: of the batch.
-        states: kv, score and ape.
-        norm_weight: of the norm.
-        caches: of states and of entries.
+    ``states`` are kv, score and ape, ``caches`` those of states and of entries.
 
     Raises:
         ValueError: another shape or dtype than expected.

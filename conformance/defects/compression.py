@@ -55,25 +55,6 @@ class SwapsHalves(EagerCompressBackend):
         return super()._halves(swapped)
 
 
-@known_defect("compress-overlap-own-columns-twice", killed_by="compress_keys")
-class OwnHalfTwice(EagerCompressBackend):
-    """Of the group before the second half of the columns is taken as well."""
-
-    def _halves(self, x):
-        return x.chunk(2, dim=-1)[1] if self.compression.overlap else x
-
-
-@known_defect("compress-overlap-with-the-first-group", killed_by="compress_keys")
-class OverlapsWithTheFirst(EagerCompressBackend):
-    """Every group takes the first one beside its own, not the one before."""
-
-    def _window(self, ends):
-        window, ratio = super()._window(ends).clone(), self.compression.ratio
-        if self.compression.overlap:
-            window[:, :ratio] = torch.where(window[:, :1] < 0, window[:, :ratio], torch.arange(ratio))
-        return window
-
-
 @known_defect("compress-places-from-the-start-of-a-call", killed_by="compress_continued")
 class PlacesFromTheCall(EagerCompressBackend):
     """What belongs to a place in a group is counted from the first token of a call."""
@@ -91,14 +72,6 @@ class WeighsNobody(EagerCompressBackend):
     def _gathered(self, state_cache, ends):
         k, logits = super()._gathered(state_cache, ends)
         return k, logits.masked_fill(logits == -torch.inf, 0.0)
-
-
-@known_defect("compress-softmax-per-token", killed_by="compress_keys")
-class OneWeightForAllColumns(EagerCompressBackend):
-    """A token has one weight, that of its first column, for all of them."""
-
-    def _pooled(self, k, logits):
-        return super()._pooled(k, logits[..., :1].expand_as(logits))
 
 
 @known_defect("compress-softmax-without-maximum", killed_by="compress_keys", related=("compress_continued",))
@@ -152,16 +125,6 @@ class WritesLate(_OtherEnds):
         return super()._angles(ends - 1)
 
 
-@known_defect("compress-one-group-a-call", killed_by="compress_keys", related=("compress_continued",))
-class OneGroupACall(EagerCompressBackend):
-    """Of the groups that a request completes in a call only the last one is written."""
-
-    def _ends(self):
-        ends, own = super()._ends(), self._compress_metadata.req_id_per_token
-        last = torch.tensor([bool((ends[row + 1 :] & (own[row + 1 :] == own[row])).any()) for row in range(len(own))])
-        return ends & ~last
-
-
 @known_defect("compress-table-of-the-manager", killed_by="compress_keys", related=("compress_continued",))
 class TableOfTokens(_OtherEnds):
     """Pages of entries are addressed as if the columns of the table counted tokens."""
@@ -183,14 +146,6 @@ class PacksThePool(EagerCompressBackend):
         super()._store(packed(cache), rows, slots)
 
 
-@known_defect("compress-states-read-packed", killed_by="compress_keys", related=("compress_continued",))
-class ReadsPackedStates(EagerCompressBackend):
-    """States are stored beside those of other layers, and read as if there were none."""
-
-    def _gathered(self, state_cache, ends):
-        return super()._gathered(packed(state_cache), ends)
-
-
 @known_defect("compress-rotated-by-the-last-position", killed_by="compress_keys", related=("compress_continued",))
 class RotatesByTheLast(EagerCompressBackend):
     """Entries are rotated by the position of their last token."""
@@ -199,33 +154,12 @@ class RotatesByTheLast(EagerCompressBackend):
         return ends
 
 
-@known_defect("compress-rotated-by-the-number", killed_by="compress_keys", related=("compress_continued",))
-class RotatesByTheNumber(EagerCompressBackend):
-    """Entries are rotated by their own number, not by the position of a token."""
-
-    def _angles(self, ends):
-        return ends // self.compression.ratio
-
-
 @known_defect("compress-never-rotated", killed_by="compress_keys", related=("compress_continued",))
 class NeverRotates(EagerCompressBackend):
     """Entries stay as they came out of the norm."""
 
     def _rotated(self, entries, turns):
         return entries
-
-
-@known_defect("compress-norm-behind-the-rotation", killed_by="compress_keys", related=("compress_continued",))
-class NormsBehindTheRotation(EagerCompressBackend):
-    """The norm's weights meet columns that are rotated already."""
-
-    def _normed(self, entries, weight):
-        self._weight = weight
-        return super()._normed(entries, torch.ones_like(weight))
-
-    def _rotated(self, entries, turns):
-        rotated = super()._rotated(entries, turns)
-        return rotated * self._weight if self.compression.norm else rotated
 
 
 @known_defect("compress-norm-without-epsilon", killed_by="compress_keys")

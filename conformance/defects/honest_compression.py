@@ -22,15 +22,6 @@ class RunningSoftmax(EagerCompressBackend):
         return weighted / total
 
 
-class PowersOfTwoOfScores(EagerCompressBackend):
-    """Exponentials are powers of two of scores times log2(e), and weights are divided by their sum one by one."""
-
-    def _pooled(self, k, logits):
-        scaled = logits * 1.4426950408889634
-        p = (scaled - scaled.amax(dim=1, keepdim=True)).exp2()
-        return (p / p.sum(dim=1, keepdim=True) * k).sum(dim=1)
-
-
 class RoundsBeforeTheRotation(EagerCompressBackend):
     """A normalised entry is rounded to the cache's dtype before it is rotated, as V4.1's is."""
 
@@ -93,7 +84,6 @@ class TailBeforePools(EagerTopKBackend):
 HONEST_COMPRESSORS: tuple[type[KernelBackend], ...] = (
     EagerCompressBackend,
     RunningSoftmax,
-    PowersOfTwoOfScores,
     RoundsBeforeTheRotation,
     PlacesWhenPooled,
     FromTheCallItself,

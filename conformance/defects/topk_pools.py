@@ -16,37 +16,12 @@ class ExpandsGarbage(EagerTopKBackend):
         return super()._expanded(pools.where(pools != NO_KEY, places), pool)
 
 
-@known_defect("pools-minus-one-expanded", killed_by="pooled_topk")
-class ExpandsMinusOne(EagerTopKBackend):
-    """-1 is expanded like a pool: to the last token before the first one, and to what stands before that."""
-
-    def _expanded(self, pools, pool):
-        return (pools.unsqueeze(-1) * pool + torch.arange(pool, device=pools.device)).flatten(1)
-
-
 @known_defect("pools-tail-forgotten", killed_by="pooled_topk")
 class ForgetsTheTail(EagerTopKBackend):
     """The tokens of the last pool, which is not whole, are left out."""
 
     def _tails(self, pool):
         return torch.full_like(super()._tails(pool), NO_KEY)
-
-
-@known_defect("pools-tail-always-full", killed_by="pooled_topk")
-class FillsTheTail(EagerTopKBackend):
-    """Behind the last whole pool all tokens but one are named, whether the row sees them or not."""
-
-    def _tails(self, pool):
-        seen = self._topk_metadata.token_lengths.long().unsqueeze(1)
-        return seen // pool * pool + torch.arange(pool - 1, device=seen.device)
-
-
-@known_defect("pools-tail-of-the-batch", killed_by="pooled_topk")
-class TailOfTheLongest(EagerTopKBackend):
-    """Every row gets the last tokens of the one before it."""
-
-    def _tails(self, pool):
-        return super()._tails(pool).roll(1, dims=0)
 
 
 @known_defect("pools-lengths-in-tokens", killed_by="pooled_topk")
@@ -90,25 +65,6 @@ class TooFewPools(EagerTopKBackend):
     def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
         self._room = topk_tokens
         return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail)
-
-
-@known_defect("pools-first-token-alone", killed_by="pooled_topk")
-class FirstTokenOfEach(EagerTopKBackend):
-    """Of a selected pool its first token is named, and the others are not."""
-
-    def _expanded(self, pools, pool):
-        tokens = super()._expanded(pools, pool).unflatten(1, (-1, pool)).clone()
-        tokens[..., 1:] = NO_KEY
-        return tokens.flatten(1)
-
-
-@known_defect("pools-expanded-with-a-stride", killed_by="pooled_topk")
-class StridedTokens(EagerTopKBackend):
-    """Tokens of a pool are taken for those that stand as many pools apart."""
-
-    def _expanded(self, pools, pool):
-        tokens = pools.unsqueeze(-1) + torch.arange(pool, device=pools.device) * pools.shape[1]
-        return tokens.masked_fill(pools.unsqueeze(-1) == NO_KEY, NO_KEY).flatten(1)
 
 
 @known_defect("pools-history-of-the-first-row", killed_by="pooled_topk")

@@ -23,18 +23,7 @@ from mla_conformance.roles.sparse.role import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 
-ROLES: tuple[RoleDefinition, ...] = (
-    PREFILL,
-    DECODE,
-    LAYER,
-    SPARSE,
-    SPARSE_LAYER,
-    INDEXER,
-    TOPK,
-    COMPRESS,
-    PREPARE,
-    CACHE,
-)
+ROLES = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE)
 _BY_NAME = {definition.role: definition for definition in ROLES}
 
 

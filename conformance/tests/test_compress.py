@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from mla_conformance.backends.compress import MLACompressBackend
+from mla_conformance.backends.compress import Compression, MLACompressBackend
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case, CaseError
@@ -194,9 +194,11 @@ def test_a_backend_is_handed_no_expected_entry() -> None:
 class FourAlone(EagerCompressBackend):
     """It compresses groups of 4 without overlap alone."""
 
-    supported_ratios: ClassVar = [4]
-    supports_overlap: ClassVar = False
     supported_input_dtypes: ClassVar = [torch.float32]
+
+    @classmethod
+    def supports_compression(cls, compression: Compression) -> bool:
+        return compression.ratio == 4 and not compression.overlap
 
 
 @pytest.mark.parametrize(

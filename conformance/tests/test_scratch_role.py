@@ -89,8 +89,8 @@ EDITS: Mapping[str, Mapping[str, str]] = {
     },
     "conformance/cases/case.py": {'    LAYER = "layer"\n': '    LAYER = "layer"\n    SCRATCH = "scratch"\n'},
     "conformance/roles/table.py": {
-        "ROLES: tuple": "from mla_conformance.roles.scratch.role import SCRATCH\n\nROLES: tuple",
-        "    CACHE,\n": "    CACHE,\n    SCRATCH,\n",
+        "ROLES = (": "from mla_conformance.roles.scratch.role import SCRATCH\n\nROLES = (",
+        "PREPARE, CACHE)": "PREPARE, CACHE, SCRATCH)",
     },
     "conformance/vocabulary/capabilities.toml": {
         "[new_tokens]\n": '[scratch]\nclause = "1.1"\ndefinition = "It is right."\ncases = ["scratch.scratch"]\n'

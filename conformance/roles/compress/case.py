@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.cached import CacheOperation
 from mla_conformance.cases.case import Call, at_least, one_of
 from mla_conformance.cases.grammar import CaseError
 
@@ -16,7 +16,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressCase(CachedCase):
+class CompressCase(CacheOperation):
     """A question to a compressor: the ``kv`` tokens of each request in one call, then its ``q`` in one or several.
 
     An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
@@ -33,12 +33,9 @@ class CompressCase(CachedCase):
 
     role: ClassVar[Role] = Role.COMPRESS
     calls: ClassVar[tuple[Call, ...]] = (Call.COMPRESS,)
-    least_new: ClassVar[int] = 0
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    heads: int = at_least(1, 1)
-    page: int = at_least(1, _USUAL_PAGE)
     data: str = one_of(VALUES, "normal")
     ratio: int = at_least(2, 4)
     overlap: bool = False
@@ -75,21 +72,6 @@ class CompressCase(CachedCase):
             }
 
     @property
-    def is_causal(self) -> bool:
-        """Nothing attends here."""
-        return False
-
-    @property
-    def is_merged(self) -> bool:
-        """Nothing is merged."""
-        return False
-
-    @property
-    def visible_lens(self) -> tuple[int, ...]:
-        """Nothing is attended to."""
-        return (0,) * len(self.q)
-
-    @property
     def row_elements(self) -> int:
         """Columns of a token's states, each drawn, stored, read and judged in float64."""
         return _STEPS * self.head_dim * (2 if self.overlap else 1)
@@ -103,11 +85,6 @@ class CompressCase(CachedCase):
     def key_elements(self) -> int:
         """The same for the tokens before."""
         return self.row_elements
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven."""
-        return self.call
 
     @property
     def asks(self) -> tuple[str, ...]:
