@@ -21,10 +21,10 @@ class Role(StrEnum):
     """A ``MLATopKBackend``: the columns with the largest of given logits."""
     PREPARE = "prepare"
     """A ``MLAPrepareBackend``: index queries and keys in codes."""
-    CACHE = "cache"
-    """A ``MLACacheBackend``: entries written and gathered, slots computed."""
     COMPRESS = "compress"
     """A ``MLACompressBackend``: keys of several tokens compressed to one, with states carried from call to call."""
+    CACHE = "cache"
+    """A ``MLACacheBackend``: entries written and gathered, slots computed."""
     SPARSE_LAYER = "sparse_layer"
     """A ``MLASparseLayerBackend``: a whole layer with its indexer, from hidden states to hidden states."""
 

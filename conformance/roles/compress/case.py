@@ -23,12 +23,12 @@ class CompressCase(CacheOperation):
 
     Attributes:
         data: what key states and scores are like.
-        ratio: tokens that an entry stands for.
-        overlap: whether a group also takes the tokens of the one before.
+        ratio: tokens of an entry.
+        overlap: whether groups take the one before as well.
         norm: whether entries are normalised.
-        inputs: dtype of key states and scores: float32, or the model's.
+        inputs: dtype of key states and scores.
         state_page: tokens of a page of states.
-        chunk: new tokens of each request in a call; 0 for all of them.
+        chunk: new tokens in a call; 0 for all.
     """
 
     role: ClassVar[Role] = Role.COMPRESS

@@ -38,10 +38,10 @@ class TopKCase(Case):
 
     Attributes:
         data: what the logits are like.
-        topk: columns that are selected for each row, or as many tokens as they have.
+        topk: columns selected for each row, or their tokens.
         packed: whether the columns of the requests stand behind one another, so that rows start at those of their own.
-        pool: tokens that a column stands for; ``kv`` counts tokens.
-        tail: whether the tokens of the last pool are selected besides, where it is not whole.
+        pool: tokens of a column.
+        tail: whether the last, incomplete pool is selected besides.
         layout: of the rows of logits, as of queries.
         inflate: factor of the columns that there are over those that any row sees.
     """
