@@ -16,6 +16,7 @@ class WrittenEntries:
         cache: what the calls are handed, [blocks, page, width]; a view if others share its storage.
         before: the bytes of its storage before them.
         slots: [n] int64 slots that they may write, block · page + offset.
+        starts: first of them of each request, and n; empty where entries are not told apart.
         bounds: the least and the most [n, width] that stands there afterwards, in its dtype; None where that is free.
     """
 
@@ -23,14 +24,17 @@ class WrittenEntries:
     cache: torch.Tensor
     before: torch.Tensor
     slots: torch.Tensor
+    starts: tuple[int, ...] = ()
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
-    def of(name: str, cache: torch.Tensor, slots: torch.Tensor, *bounds: torch.Tensor) -> "WrittenEntries":
+    def of(
+        name: str, cache: torch.Tensor, slots: torch.Tensor, starts: tuple[int, ...] = (), *bounds: torch.Tensor
+    ) -> "WrittenEntries":
         """What must become of a cache as it is now."""
         on = cache.device
         low_high = (bounds[0].to(on), bounds[1].to(on)) if bounds else None
-        return WrittenEntries(name, cache, storage_bytes(cache).clone(), slots.to(on), low_high)
+        return WrittenEntries(name, cache, storage_bytes(cache).clone(), slots.to(on), starts, low_high)
 
     def reset(self) -> None:
         """As before the calls."""
@@ -67,10 +71,12 @@ class WrittenEntries:
         if not bool(wrong.any()):
             return ""
         row, column = wrong.nonzero()[0].tolist()
+        request = next(number for number, end in enumerate(self.starts[1:]) if row < end)
         found, least, most = (float(x[row, column]) for x in (got, low, high))
         return (
-            f"entry {row} of {self.name}, in slot {int(self.slots[row])}, is {found:.6g} in column {column}, expected "
-            f"{least:.6g} to {most:.6g}; {int(wrong.any(dim=1).sum())} of {len(wrong)} entries are wrong"
+            f"entry {row - self.starts[request]} of request {request}, in slot {int(self.slots[row])} of {self.name}, "
+            f"is {found:.6g} in column {column}, expected {least:.6g} to {most:.6g}; "
+            f"{int(wrong.any(dim=1).sum())} of {len(wrong)} entries are wrong"
         )
 
     @property

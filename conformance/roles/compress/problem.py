@@ -87,7 +87,9 @@ class CompressBatch(Draw[CompressCase]):
             },
             written={
                 "state_cache": WrittenEntries.of("the states", self._states, slots[slots >= 0]),
-                "kv_cache": WrittenEntries.of("the cache", self._pages.cache, self._pages.slots, *self._bounds()),
+                "kv_cache": WrittenEntries.of(
+                    "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), *self._bounds()
+                ),
             },
             numbers={},
             steps=steps,
